@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve

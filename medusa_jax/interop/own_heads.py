@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import drafter_class, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.stored_heads import StoredHeads, made_directory

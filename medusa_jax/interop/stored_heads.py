@@ -10,7 +10,9 @@ import numpy as np
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.model.llama import Llama, abstract_params

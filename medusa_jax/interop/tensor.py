@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
-from medusa_jax.model.block_rows import Blocks
+from medusa_jax.model.blocks import Blocks
 
 Index = tuple[slice, ...]
 # The bits of the exponent, which are all set in what is not finite: a pass over integers.

@@ -14,7 +14,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
 from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensor import Tensor, Tensors, cast, part
-from medusa_jax.model.block_rows import BlockRows
+from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 from medusa_jax.whole_files import Json, decode_text, parse_json, replacing, write_text
 

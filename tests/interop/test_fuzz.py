@@ -49,7 +49,8 @@ from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree, load_tree_file
+from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.tree import Tree
 
 SECONDS = 5
 GROWTH = 500 << 20

@@ -10,10 +10,10 @@ from gguf_files import byte_level_metadata, gguf, random_blocks, shape_metadata,
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
+from medusa_jax.cpu import library
+from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import resolve
-from medusa_jax.model.stored import Panels
-from medusa_jax.native import library
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 D, F, HEADS, KV_HEADS = 256, 512, 4, 2

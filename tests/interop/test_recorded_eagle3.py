@@ -20,8 +20,9 @@ from tiny import random_params
 
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
-from medusa_jax.heads import Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.heads_io import open_heads

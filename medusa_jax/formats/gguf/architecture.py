@@ -12,7 +12,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf.reader import BlockTensor, GGUFFile, read_gguf
 from medusa_jax.interop.tensor import Tensor, Tensors
-from medusa_jax.model.block_rows import Blocks
+from medusa_jax.model.blocks import Blocks
 
 # general.architecture -> model_type. Mistral's files say "llama".
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
