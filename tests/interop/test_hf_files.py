@@ -137,29 +137,25 @@ def test_other_families(tmp_path):
     assert biased.qkv_bias and biased.out_bias and biased.mlp_bias
 
 
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, r"'gpt2' is not supported \(there are: llama, mistral"),
-        ({"model_type": "absent"}, "model_type None"),
-        (
-            {"quantization_config": {"quant_method": "gptq"}},
-            r"quantization_config \(gptq\)",
-        ),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
+        ({"hidden_size": "4"}, "hidden_size should be a whole number from 1 on, not '4'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' without factor"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' without factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
-        ({"model_type": "qwen2", "use_sliding_window": True} | LAYERS, "layer_types"),
+        ({"model_type": "qwen2", "use_sliding_window": True} | MIXED, "layer_types"),
     ],
-)
+)  # fmt: skip
 def test_unsupported_configs(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, **changes)
@@ -169,40 +165,48 @@ def test_unreadable_directories(tmp_path, model_dir):
     load_fails(tmp_path / "nowhere", "is not a directory, hub id")
     load_fails(model_dir / "config.json", "is a file; give the directory")
     load_fails(tmp_path, r"config\.json cannot be read: No such file")
-    (tmp_path / "config.json").write_text("{")
-    load_fails(tmp_path, r"config\.json is not valid JSON")
     shutil.copy(model_dir / "config.json", tmp_path)
     load_fails(tmp_path, "holds no weights: looked for model.safetensors")
-    (tmp_path / "model.safetensors").write_bytes(
-        b"version https://git-lfs.github.com/spec/v1\n"
-    )
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     load_fails(tmp_path, "git-lfs pointer")
     whole = (model_dir / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    file.write_bytes(whole[: len(whole) // 2])
     load_fails(tmp_path, r"model\.safetensors cannot be read as safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
-    load_fails(tmp_path, r"before torch 1\.6")
 
 
-def test_keys_that_do_not_fit(copy):
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: None, rf"key '{UP}' of shape \[48, 32\] is missing from .*copy"),
+        (
+            lambda x: x.T.copy(),
+            rf"'{UP}' in .* has shape \[32, 48\], .* asks for \[48, 32\]",
+        ),
+        (
+            lambda x: x.astype(np.int8),
+            rf"'{UP}' in .* is stored as int8; only float64.*quant",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit(copy, change, message):
     path, state = copy
-    file = path / "model.safetensors"
-    name = "model.layers.1.mlp.up_proj.weight"
+    state[UP] = change(state[UP])
+    state = {name: x for name, x in state.items() if x is not None}
+    save_file(state, path / "model.safetensors")
+    load_fails(path, message)
 
-    save_file({k: v for k, v in state.items() if k != name}, file)
-    load_fails(path, rf"key '{name}' of shape \[48, 32\] is missing from .*copy")
-    save_file(state | {"model.layers.0.mlp.extra.weight": state[name]}, file)
-    load_fails(
-        path, r"no place for: 'model\.layers\.0\.mlp\.extra\.weight' of shape \[48, 32\]"
-    )
-    save_file(state | {name: state[name].T.copy()}, file)
-    load_fails(
-        path, rf"'{name}' in .* has shape \[32, 48\], the configuration asks for \[48, 32\]"
-    )
-    save_file(state | {name: state[name].astype(np.int8)}, file)
-    load_fails(path, rf"'{name}' in .* is stored as int8; only float64.*quantised")
-    save_file({k: v for k, v in state.items() if "layers.1." not in k}, file)
+
+def test_keys_without_a_place(copy):
+    path, state = copy
+    more = {"model.layers.0.mlp.extra.weight": state[UP]}
+    save_file(state | more, path / "model.safetensors")
+    load_fails(path, r"no place for: 'model\.layers\.0\.mlp\.extra\.weight'")
+    less = {k: v for k, v in state.items() if "layers.1." not in k}
+    save_file(less, path / "model.safetensors")
     load_fails(path, r"weights hold 1 layers, config\.json says 2")
 
 
@@ -210,8 +214,6 @@ def test_keys_that_do_not_fit(copy):
     ("rename", "prefix"),
     [
         (lambda name: f"module.{name}", "module."),
-        (lambda name: f"_orig_mod.{name}", "_orig_mod."),
-        (lambda name: name.replace("layers.", "_fsdp_wrapped_module.layers."), "_fsdp"),
         (lambda name: name.replace("s.0.", "s.0._orig_mod."), "_orig_mod."),
         (lambda name: name.replace("model.", "language_model.model."), "language_model."),
     ],
@@ -284,27 +286,28 @@ def test_values_that_the_type_cannot_hold(copy):
 
 def test_broken_index(copy):
     path, state = copy
-    (path / "model.safetensors").unlink()
-    save_file(state, path / "one.safetensors")
-    index = path / "model.safetensors.index.json"
-
-    def write(weight_map):
-        index.write_text(json.dumps({"weight_map": weight_map}))
-
-    write(dict.fromkeys(state, "one.safetensors"))
-    assert hf.load_backbone(str(path), make_mesh())[0] == TINY
-    write(dict.fromkeys(state, "two.safetensors"))
-    load_fails(path, "names the shard 'two.safetensors', which is not in")
-    write(dict.fromkeys(state, "../one.safetensors"))
-    load_fails(path, r"names the shard '\.\./one\.safetensors'")
-    write(dict.fromkeys([*state, "more"], "one.safetensors"))
-    load_fails(path, "key 'more' is missing from .*one.safetensors")
-    write({})
-    load_fails(path, "has no weight_map")
+    (path / "model.safetensors").rename(path / "one.safetensors")
     name = next(iter(state))
     save_file({name: state[name]}, path / "two.safetensors")
-    write(dict.fromkeys(state, "one.safetensors") | {name: "two.safetensors"})
-    load_fails(path, f"key '{name}' is both in")
+    index = path / "model.safetensors.index.json"
+    good = dict.fromkeys(state, "one.safetensors")
+    index.write_text(json.dumps({"weight_map": good}))
+    assert hf.load_backbone(str(path), make_mesh())[0] == TINY
+    for weight_map, message in (
+        (
+            dict.fromkeys(state, "no.safetensors"),
+            "the shard 'no.safetensors', which is not",
+        ),
+        (dict.fromkeys(state, "../one.safetensors"), r"the shard '\.\./one\.safetensors'"),
+        (
+            good | {"more": "one.safetensors"},
+            "key 'more' is missing from .*one.safetensors",
+        ),
+        ({}, "has no weight_map"),
+        (good | {name: "two.safetensors"}, f"key '{name}' is both in"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        load_fails(path, message)
 
 
 def test_storage_types_and_fingerprint(model_dir, tmp_path):
@@ -377,37 +380,8 @@ def test_hub_offline(tmp_path):
         "try:\n    hub.resolve('some-owner/some-model')\nexcept UserError as e:\n    print(e)"
     )
     line = output_of(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)).strip()
-    assert line.startswith("some-owner/some-model is neither a local directory nor in")
+    assert line.startswith("some-owner/some-model is no local directory, and the hub")
     assert "HF_HUB_OFFLINE" in line and "\n" not in line
-
-
-def hub_error(kind):
-    """An error of the hub library, whose constructors change between versions."""
-    from huggingface_hub import errors
-
-    error = getattr(errors, kind).__new__(getattr(errors, kind))
-    Exception.__init__(error, "401 Client Error.\nlong explanation")
-    return error
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("GatedRepoError", r"is gated: accept its terms at https://.*hf auth login"),
-        ("RepositoryNotFoundError", "is neither a local directory nor a repository"),
-        ("RevisionNotFoundError", "some/model has no revision 'v9'"),
-    ],
-)
-def test_hub_refusals(kind, message, monkeypatch):
-    import huggingface_hub
-
-    def refuse(*args, **kwargs):
-        raise hub_error(kind)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(UserError, match=message) as info:
-        hub.resolve("some/model@v9")
-    assert "\n" not in str(info.value)
 
 
 def test_hub_prefers_safetensors(monkeypatch, tmp_path):
