@@ -87,6 +87,8 @@ class Batch:
       longest: most tokens that a step appends.
     """
 
+    _state: DecodeState
+
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
         self.threads: GuideThreads | None = None
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
@@ -117,7 +119,7 @@ class Batch:
             del self._state  # frees its memory before the next is allocated
         self._apart = rows.RowExtras()
         self.rows, self.slots = n_rows, slots
-        state: DecodeState = rows.idle(self._engine, self._sizes, n_rows, slots)
+        state = rows.idle(self._engine, self._sizes, n_rows, slots)
         if (mesh := self._engine.llama.mesh) is not None:
             state = jax.device_put(state, decode_shardings(mesh, state))
         self._state = state

@@ -151,8 +151,8 @@ class Server:
         handles = [Handle(self._notify) for _ in requests]
         delivers = deliver or [handle.deliver for handle in handles]
         jobs = [
-            make_job(self.model, request, self.most_prompt, self.most_new, *where)
-            for request, *where in zip(requests, handles, delivers)
+            make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
+            for request, handle, each in zip(requests, handles, delivers)
         ]
         with self._wake:
             if not self.running:
