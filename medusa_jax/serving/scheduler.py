@@ -30,7 +30,7 @@ from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import Stopped, TooCostly
 from medusa_jax.serving.room import Known, Room, Row
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Chunks are short for this many turns after a row is free, so that a follow-up starts quickly.
 FOLLOW_UP_TURNS, FEW_STEPS = 4, 2

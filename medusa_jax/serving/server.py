@@ -14,7 +14,7 @@ from medusa_jax.serving.job import Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # The server ends after this many errors without a finished chunk between them.
 MOST_FAILURES = 3
