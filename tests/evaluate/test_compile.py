@@ -14,7 +14,7 @@ from medusa_jax.devices.chips import CHIPS, Chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compiled import report, targets
 from medusa_jax.evaluate.compiled.programs import Case, Step
-from medusa_jax.evaluate.compiled.text import Program
+from medusa_jax.hlo.program import Program
 from medusa_jax.native import library
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

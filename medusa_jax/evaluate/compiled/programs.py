@@ -12,12 +12,11 @@ from jax.typing import DTypeLike
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
-from medusa_jax.devices.collectives import collectives, sent_by_kind
-from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
-from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.targets import Target
-from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.hlo.collectives import collectives, sent_by_kind
+from medusa_jax.hlo.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
+from medusa_jax.hlo.program import Program, read_program
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import (

@@ -6,9 +6,9 @@ from typing import Any
 
 from medusa_jax.evaluate.compiled.programs import Case, Step, compile_step
 from medusa_jax.evaluate.compiled.targets import Target
-from medusa_jax.evaluate.compiled.warnings import warnings_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.hlo.warnings import warnings_of
 from medusa_jax.tree import Tree
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from medusa_jax.config import Config
 from medusa_jax.evaluate.compiled.targets import Target
-from medusa_jax.evaluate.compiled.text import read_program
-from medusa_jax.evaluate.compiled.warnings import step_warnings
+from medusa_jax.hlo.program import read_program
+from medusa_jax.hlo.warnings import step_warnings
 from medusa_jax.training import dry
 
 
