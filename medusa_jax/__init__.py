@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options, Piece, Result, generate, load
     from medusa_jax.errors import UserError
-    from medusa_jax.tree import Tree
+    from medusa_jax.tree.tree import Tree
 
 __all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load"]
 

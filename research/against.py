@@ -9,7 +9,7 @@ from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Name of a peer and its file in `research/peers/`.
 PEERS = {"transformers": "huggingface", "llama.cpp": "llamacpp"}

@@ -18,7 +18,8 @@ from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
-from medusa_jax.tree import Tree, tree_of_size
+from medusa_jax.tree.files import tree_of_size
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 EXAMPLES = """examples:

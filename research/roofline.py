@@ -30,8 +30,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline.operators import GROUPS, Operator, block_operators
 from medusa_jax.evaluate.roofline.predict import Roof
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.model.forms import choose_storage
 from medusa_jax.model.layers import Linear
+from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.plots import can_draw

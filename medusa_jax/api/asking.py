@@ -9,7 +9,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.constraints import Grammars, constraint_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.constrained import Guide
+from medusa_jax.decoding.guides import Guide
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.hf import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.log import progress
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from research import sweep, ties
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]

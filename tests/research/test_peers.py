@@ -13,7 +13,7 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import Model
 from medusa_jax.evaluate.race import Contender, Run, ourselves, race
-from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from research.peers import Setting, huggingface, llamacpp
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_llama_cpp_refuses(monkeypatch):
 
 def test_plain_decoding_is_the_same_program_whatever_the_heads(model):
     """Hydra++ has a layer that every accepted position goes through; plain decoding has not."""
-    heads = DRAFTERS["hydrapp"].Config(n_heads=2)
+    heads = drafter_class("hydrapp").Config(n_heads=2)
     other = Model(
         model.config,
         model.variables | {"heads": {"prefix": {}}},

@@ -7,7 +7,7 @@ import pytest
 from files import write_lines
 
 from medusa_jax.api import Model
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from research import batches, sweep, ties
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
@@ -29,7 +30,7 @@ from medusa_jax.sharding import (
     shapes_with,
 )
 from medusa_jax.training.dry import memory_of
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 @dataclass(frozen=True)
