@@ -18,7 +18,7 @@ RESEARCH = PACKAGE.parent / "research"
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"errors", "config"},
-    {"console", "devices", "repetition", "sharding", "whole_files"},
+    {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
     {"hosts"},
     {"tree", "plots"},
     {"measured"},
