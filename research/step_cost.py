@@ -33,7 +33,7 @@ from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
-from medusa_jax.model.forms import choose_storage
+from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree

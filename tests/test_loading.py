@@ -15,14 +15,14 @@ from training_setup import ROOT, tiny_config
 import medusa_jax
 from medusa_jax.api import Options, load
 from medusa_jax.api.baselines import find_baseline
+from medusa_jax.cpu import library
+from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
-from medusa_jax.model.stored import Panels
-from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup

@@ -25,8 +25,8 @@ from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.measured import TREES, DeviceCache, within
+from medusa_jax.model.engine import cpu
 from medusa_jax.model.stored import STORED, Storage
-from medusa_jax.native import library
 from medusa_jax.tree.files import (
     ACCELERATOR_NODES,
     auto_tree,
@@ -164,8 +164,7 @@ def kept_choices(
     """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
     tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT, CLOCK)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
-    native = library() if storage.panel else None
-    kernels = native and Path(native.path).name
+    kernels = cpu().mark() if storage.panel else None
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, kernels, sizes)
 
 

@@ -34,9 +34,8 @@ from medusa_jax.interop.tokenizer import (
     has_tokenizer,
     load_tokenizer,
 )
-from medusa_jax.model.block_rows import BlockRows
-from medusa_jax.model.forms import choose_storage, reads_blocks
-from medusa_jax.model.placing import place_head, place_part
+from medusa_jax.model.blocks import BlockRows
+from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
 from medusa_jax.model.stored import STORED, Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree.tree import Tree
@@ -213,7 +212,7 @@ def _forms(
     weights: str | None,
     draft_weights: str | None,
 ) -> tuple[np.dtype, Storage]:
-    """What to compute in, and how kernels are stored (`model/forms.py`)."""
+    """What to compute in, and how kernels are stored (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
     storage = choose_storage(config, number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":

@@ -28,8 +28,8 @@ STARTS = {
     "sweep": f"sweep {MODEL} --out {{t}}/x",
     "ties": f"ties {MODEL} --out {{t}}/x.json",
     "bench": f"bench race {BENCH}",
-    "batches": f"bench batches {BENCH}",
-    "against": f"bench against {BENCH} --max_new_tokens 6 --peers llama.cpp",
+    "batches": f"batches {BENCH}",
+    "against": f"against {BENCH} --max_new_tokens 6 --peers llama.cpp",
     "questions": f"{QUESTIONS} --max_new_tokens 16 --chat_template plain --max_prompt_tokens 60",
     "replay": "replay --model {m} --drafters {m}/heads --questions {q} --max_new_tokens 40"
     " --nodes 6 --chat_template plain --out {t}",
@@ -239,8 +239,6 @@ ROWS = {
         ("--shape 8b", "'8b' is no directory with a config.json and none of the shapes"),
         ("--batches 0,1", "--batches are 1 or more, not '0,1'"),
         ("--curve no.json", "cannot read the tree file no.json"),
-        ("--measure --measure_trees 0", "_lengths and _trees are 1 or more"),
-        ("--measure --most_gbyte 1e-12", "every point of a group is larger than"),
     ],
     "family": [
         ("--drafters=medusa,hydro", "there is no configs/demo_hydro.py"),
