@@ -19,7 +19,7 @@ from medusa_jax.evaluate.questions import prompt_of, read_questions
 from medusa_jax.evaluate.race import Contender, ourselves, race, step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import device_facts
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree import growth
@@ -49,9 +49,9 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
             n_1 = jnp.ones((1,), jnp.int32)
             new = Committed(moved.astype(dtype), ids_1L, ids_1L, position_1L, n_1)
             state = drafter.commit(variables["heads"], backbone, state, new)
-            request = DraftRequest(ids_1L[:, 0], tree, lambda depth, x: x)
-            nodes = drafter.propose(variables["heads"], backbone, state, request)
-            return state, nodes.astype(jnp.int32)
+            request = DraftRequest(ids_1L[:, 0], tree, lambda depth, x: Ranked(x, x))
+            filled = drafter.propose(variables["heads"], backbone, state, request)
+            return state, filled.nodes_BM.astype(jnp.int32)
 
         start = drafter.start(1, 2 * n_steps + L, dtype)
         first = jnp.zeros((1, tree.n_nodes), jnp.int32)
