@@ -3,16 +3,18 @@
 import json
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api import Options
-from medusa_jax.api.results import ALIASES, bias_of
+from medusa_jax.api.results import ALIASES, bias_of, constraints
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.flags import token_ids
-from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, parse_json, read_text
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Constraint
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
@@ -51,7 +53,7 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
         ) from error
 
 
-def _constraint(text: str) -> Constraint | None:
+def _constraint(text: str) -> "Constraint | None":
     """The constraint of --constraint; "choice:yes|no" has two choices."""
     if not text:
         return None
@@ -59,7 +61,8 @@ def _constraint(text: str) -> Constraint | None:
     if kind in ("json_schema", "grammar"):
         value = read_text(value, f"{value!r} of --constraint")
     made: Json = {"json_object": True, "choice": value.split("|")}
-    return constraint_of({kind: made.get(kind, value)})
+    constraint: Constraint = constraints().constraint_of({kind: made.get(kind, value)})
+    return constraint
 
 
 def _first(*values: float | None) -> float:
@@ -176,7 +179,7 @@ def own_options(record: Json, shared: Json) -> Json:
     if "logit_bias" in own:
         own["logit_bias"] = bias_of(own["logit_bias"])
     if own.get("constraint") is not None:
-        own["constraint"] = constraint_of(own["constraint"])
+        own["constraint"] = constraints().constraint_of(own["constraint"])
     for name, value in own.items():
         if name in ("eos_ids", "stop_sequences", "logit_bias", "constraint"):
             continue
