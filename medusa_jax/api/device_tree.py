@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import TREES, DeviceCache, within
-from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.model.stored import Storage
 from medusa_jax.native import library
 from medusa_jax.tree import Tree, file_ladder, tree_at, tree_of_size
 from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree, order_of

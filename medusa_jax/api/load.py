@@ -19,7 +19,7 @@ from medusa_jax.api.finding import (
 )
 from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.config import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import BASELINES, make_drafter, vocabulary
@@ -36,13 +36,12 @@ from medusa_jax.interop.tokenizer import (
 from medusa_jax.model.block_rows import BlockRows
 from medusa_jax.model.forms import choose_storage, reads_blocks
 from medusa_jax.model.placing import place_head, place_part
-from medusa_jax.model.stored import STORED, Storage, store
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def default_dtype() -> str:

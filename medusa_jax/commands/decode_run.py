@@ -22,7 +22,7 @@ from medusa_jax.commands.decode_report import (
     stored_bytes,
     summary,
 )
-from medusa_jax.commands.flags import file_to_write, load_model, parse_mesh
+from medusa_jax.commands.flags import file_to_write, load_model
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -54,7 +54,6 @@ def run(flags: Flags) -> int:
     model = load_model(
         flags,
         tree=flags.tree,
-        mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from medusa_jax.api import Options
 from medusa_jax.api.results import ALIASES, bias_of, constraints
 from medusa_jax.commands.decode_flags import Flags
-from medusa_jax.commands.flags import token_ids
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, parse_json, read_text
@@ -33,10 +32,8 @@ def shared_options(flags: Flags) -> Json:
         "temperature": _first(flags.temperature, brought.get("temperature"), 0.0),
         "top_p": _first(flags.top_p, brought.get("top_p"), 1.0),
         "stop": tuple(flags.stop),
-        "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
-        "stop_sequences": tuple(
-            token_ids(text, "--stop_sequence") for text in flags.stop_sequence
-        ),
+        "eos_ids": flags.eos_ids,
+        "stop_sequences": tuple(flags.stop_sequence),
         "logit_bias": _biases(flags.logit_bias),
         "constraint": _constraint(flags.constraint),
     }

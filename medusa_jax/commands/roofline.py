@@ -12,11 +12,10 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 
-from medusa_jax.commands.flags import DTYPES, Program, at_least, flag, numbers
-from medusa_jax.config import LlamaConfig
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.config import DTYPES, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.devices.chips import CHIPS, Chip, find_chip
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import operators, predict, report
 from medusa_jax.interop.shapes import SHAPES, find_shape
 from medusa_jax.plots import can_draw
@@ -44,8 +43,12 @@ class Flags:
     length: int = flag("cached tokens", 1024, type=at_least(1))
     nodes: int = flag("size of the tree whose products are listed", 64, type=at_least(1))
     most_nodes: int = flag("largest tree to predict", 512, type=at_least(64))
-    batches: str = flag("rows (figure 22)", "1,2,4,8,16,32,64")
-    lengths: str = flag("cached tokens (figure 23)", "128,512,1024,2048,4096,8192")
+    batches: tuple[int, ...] = flag(
+        "rows (figure 22)", "1,2,4,8,16,32,64", type=numbers(least=1)
+    )
+    lengths: tuple[int, ...] = flag(
+        "cached tokens (figure 23)", "128,512,1024,2048,4096,8192", type=numbers(least=1)
+    )
     length_batch: int = flag("rows of figure 23", 4, type=at_least(1))
     curve: str = flag(
         "tokens per step over nodes: the paper's fit, or a tree file that calibrate wrote",
@@ -56,9 +59,13 @@ class Flags:
     )
     heads: int = flag("Medusa heads of a whole step", 4, type=at_least(0))
     measure: bool = flag("time the products on this device", False)
-    measure_batches: str = flag("rows", "1,4,16")
-    measure_lengths: str = flag("cached tokens", "128,512,2048")
-    measure_trees: str = flag("nodes", "4,16,32,64,80,128")
+    measure_batches: tuple[int, ...] = flag("rows", "1,4,16", type=numbers(least=1))
+    measure_lengths: tuple[int, ...] = flag(
+        "cached tokens", "128,512,2048", type=numbers(least=1)
+    )
+    measure_trees: tuple[int, ...] = flag(
+        "nodes", "4,16,32,64,80,128", type=numbers(least=1)
+    )
     most_gflop: float = flag(
         "leave larger products out (default: 100 on a CPU, 20,000 elsewhere)", 0.0
     )
@@ -77,8 +84,8 @@ class Flags:
 def run(flags: Flags) -> int:
     """Predict, measure if asked to, print the tables, write the files."""
     config, chip = find_shape(flags.shape), find_chip(flags.chip)
-    batches = numbers(flags.batches, "--batches", least=1)
-    lengths = numbers(flags.lengths, "--lengths", least=1)
+    batches = flags.batches
+    lengths = flags.lengths
     curve = (
         predict.paper_acceleration
         if flags.curve == "paper"
@@ -162,11 +169,9 @@ def measure(
     on_cpu = device.platform == "cpu"
     dtype = flags.dtype or ("float32" if on_cpu else "bfloat16")
     grid = [
-        numbers(getattr(flags, name), f"--{name}")
+        list(getattr(flags, name))
         for name in ("measure_batches", "measure_lengths", "measure_trees")
     ]
-    if min(map(min, grid)) < 1:
-        raise UserError("--measure_batches, _lengths and _trees are 1 or more")
     records, left_out = measuring.measure(
         config,
         *grid,

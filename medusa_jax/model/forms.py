@@ -18,18 +18,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.config import DRAFT_WEIGHTS, STORED, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.measured import PRODUCTS, DeviceCache, in_rounds, within
-from medusa_jax.model.stored import (
-    DRAFT_WEIGHTS,
-    STORED,
-    WEIGHTS,
-    Kernel,
-    Storage,
-    multiply,
-    store,
-)
+from medusa_jax.model.stored import Kernel, Storage, multiply, store
 from medusa_jax.native import Library, library
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
