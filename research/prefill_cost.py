@@ -16,15 +16,16 @@ from medusa_jax.api.weightless import abstract_variables, prefill_arguments
 from medusa_jax.commands.flags import Program, flag, numbers
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
-from medusa_jax.decoding.generate import Engine, prefill
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import Params
 from medusa_jax.training.dry import GIB, memory_of, stored_bytes
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 PARTS = ("weights", "caches", "temporaries", "total")
@@ -58,7 +59,7 @@ def engine_of(
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
     if drafter_name not in DRAFTERS:
         raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
-    drafter = make_drafter(DRAFTERS[drafter_name].Config(drafter=drafter_name), arch)
+    drafter = make_drafter(drafter_class(drafter_name).Config(drafter=drafter_name), arch)
     llama = Llama(decoding_config(arch), dtype, shards=1)
     engine = Engine(llama, drafter, Tree.chain(drafter.n_heads))
     return engine, abstract_variables(arch, drafter, dtype)

@@ -23,13 +23,13 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
-from medusa_jax.heads import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
-from medusa_jax.model.forms import choose_storage
+from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree, load_tree_file
-from medusa_jax.tree.files import tree_of_size
+from medusa_jax.tree.files import load_tree_file, tree_of_size
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 
 SIZES = (8, 16, 32, 64)

@@ -29,7 +29,8 @@ from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.tree import Tree, growth
+from medusa_jax.tree import growth
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:

@@ -10,7 +10,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TypeGuard
 
 import jax
@@ -23,10 +22,17 @@ from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import TREES, DeviceCache, within
+from medusa_jax.model.engine import cpu
 from medusa_jax.model.stored import Storage
-from medusa_jax.native import library
-from medusa_jax.tree import Tree, file_ladder, tree_at, tree_of_size
-from medusa_jax.tree.files import ACCELERATOR_NODES, auto_tree, order_of
+from medusa_jax.tree.files import (
+    ACCELERATOR_NODES,
+    auto_tree,
+    file_ladder,
+    order_of,
+    tree_at,
+    tree_of_size,
+)
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # "bundled": the file's own choice is used and nothing is measured.
@@ -92,8 +98,7 @@ def kept_choices(
     """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
     tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT, CLOCK)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
-    native = library() if storage.panel else None
-    kernels = native and Path(native.path).name
+    kernels = cpu().mark() if storage.panel else None
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, kernels, sizes)
 
 

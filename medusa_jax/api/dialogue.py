@@ -10,6 +10,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.api.streaming import Chunk, stream_rows
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill, rows
+from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.sharding import Params
 
 # Slots of the first cache; every size is a program to compile.
@@ -29,9 +30,9 @@ class Dialogue:
     def __init__(self, model: Model) -> None:
         self.model = model
         self.reused = 0
-        self.state: loop.DecodeState | None = None
+        self.state: DecodeState | None = None
         self._prompt: Sequence[int] = ()
-        self._made_for: tuple[loop.Engine, rows.Sizes] | None = None
+        self._made_for: tuple[Engine, rows.Sizes] | None = None
 
     def stream(
         self, prompt: Sequence[int], options: Options, **engine_options: Any
@@ -44,8 +45,8 @@ class Dialogue:
         )
 
     def begin(
-        self, engine: loop.Engine, variables: Params, request: loop.Request
-    ) -> tuple[loop.DecodeState, list[int]]:
+        self, engine: Engine, variables: Params, request: loop.Request
+    ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; the state, and its cache size."""
         _, arguments = loop.prefill_arguments(engine, variables, request)
         _, _, lengths_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
@@ -76,7 +77,7 @@ class Dialogue:
         self._made_for, self._prompt = (engine, sizes), request.prompts[0]
         return row, [slots]
 
-    def _shared(self, row: loop.DecodeState | None, prompt: np.ndarray) -> int:
+    def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
         """The number of tokens at the start of a prompt that a row has in its cache."""
         if row is None or row.length_B.is_deleted():  # interrupted while a loop began
             return 0

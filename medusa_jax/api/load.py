@@ -22,7 +22,8 @@ from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.config import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import BASELINES, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
@@ -33,12 +34,11 @@ from medusa_jax.interop.tokenizer import (
     has_tokenizer,
     load_tokenizer,
 )
-from medusa_jax.model.block_rows import BlockRows
-from medusa_jax.model.forms import choose_storage, reads_blocks
-from medusa_jax.model.placing import place_head, place_part
+from medusa_jax.model.blocks import BlockRows
+from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
@@ -216,7 +216,7 @@ def _forms(
     weights: str | None,
     draft_weights: str | None,
 ) -> tuple[np.dtype, Storage]:
-    """What to compute in, and how kernels are stored (`model/forms.py`)."""
+    """What to compute in, and how kernels are stored (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
     storage = choose_storage(config, number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":

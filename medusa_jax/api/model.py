@@ -15,15 +15,18 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_asked
+from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import Backbone, Drafter, no_drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.interop.chat import Message
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
-from medusa_jax.tree import Tree, parse_tree, tree_at
+from medusa_jax.tree.files import parse_tree, tree_at
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -165,7 +168,7 @@ class Model:
         acceptance: str = "auto",
         sampled: bool = False,
         logprobs: int | None = None,
-    ) -> loop.Engine:
+    ) -> Engine:
         """The compile-time part of decoding.
 
         Args:
@@ -187,7 +190,7 @@ class Model:
                 f"logprobs {logprobs} exceeds the vocabulary of {self.config.vocab_size}"
             )
         tree = self.parse_tree(tree)
-        return loop.Engine(
+        return Engine(
             self.llama,
             # Plain decoding runs no layers that serve drafting only.
             self.drafter if tree.drafted.depth else no_drafter(self.config),
@@ -231,7 +234,7 @@ class Model:
         made: Grammars = constraints().Grammars(self.tokenizer, self.config.vocab_size)
         return made
 
-    def _compile(self, engine: loop.Engine, request: loop.Request) -> float:
+    def _compile(self, engine: Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 if it is compiled already)."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
@@ -399,7 +402,7 @@ class Model:
         options: Options | Sequence[Options],
         ids: Sequence[int] | None,
         engine_options: Json,
-    ) -> tuple[list[Options], loop.Engine, loop.Request]:
+    ) -> tuple[list[Options], Engine, loop.Request]:
         """The options of each row, the engine and the request of a call of `generate`.
 
         Raises:

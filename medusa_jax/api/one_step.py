@@ -9,8 +9,11 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import DecodeState
+from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -29,10 +32,10 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
     state, sizes = loop.begin(engine, model.variables, request)
     if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
         state = loop.grow(engine.depth_only, sizes[-1], state)
-    state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
+    state, _ = decode_loop(engine, model.variables, state, np.int32(n - 1))
 
     @jax.jit
-    def one(variables: Params, state: loop.DecodeState) -> Json:
+    def one(variables: Params, state: DecodeState) -> Json:
         backbone, heads, tree = (
             Backbone(engine.llama, variables["backbone"]),
             variables["heads"],
@@ -54,7 +57,7 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
             "root": (state.root_B[0], after.root_B[0]),
             "text": state.tokens_BO[0],
             "n_new": state.n_new_B[0],
-            "running": state.status_B[0] == loop.RUNNING,
+            "running": state.status_B[0] == RUNNING,
         }
 
     found = jax.tree.map(np.asarray, one(model.variables, state))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from medusa_jax.decoding.generate import Progress, Request
+from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import numpy as np
 
 from medusa_jax.api.results import Options, Piece, Result, results_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.state import Progress
+from medusa_jax.decoding.state import Engine, Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
 from medusa_jax.sharding import Params
@@ -136,7 +136,7 @@ class GrowingTexts:
 def stream_rows(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
-    engine: loop.Engine,
+    engine: Engine,
     variables: Params,
     request: loop.Request,
     compile_seconds: float,

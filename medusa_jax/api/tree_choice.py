@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.tree import Tree, file_ladder, load_tree_file, parse_tree, tree_at
+from medusa_jax.tree.files import file_ladder, load_tree_file, parse_tree, tree_at
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 

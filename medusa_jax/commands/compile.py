@@ -75,12 +75,12 @@ def run(flags: Flags) -> int:
     from medusa_jax.decoding.acceptance import RULES
     from medusa_jax.evaluate.compiled import report
     from medusa_jax.evaluate.compiled.programs import Case
-    from medusa_jax.heads import drafter_class, make_drafter
-    from medusa_jax.model.forms import choose_storage
+    from medusa_jax.heads.registry import drafter_class, make_drafter
     from medusa_jax.model.llama import decoding_config
+    from medusa_jax.model.placing import choose_storage
     from medusa_jax.sharding import make_mesh
-    from medusa_jax.tree import Tree, load_tree_file
-    from medusa_jax.tree.files import tree_of_size
+    from medusa_jax.tree.files import load_tree_file, tree_of_size
+    from medusa_jax.tree.tree import Tree
 
     if flags.acceptance not in RULES:
         raise UserError(

@@ -51,7 +51,6 @@ EXAMPLES = """examples:
   python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
   python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
-  python -m medusa_jax distill --model smollm2 --compose 8192 --out work/smollm2/composed
 """
 
 
@@ -68,11 +67,6 @@ class Flags(MeshFlags, TextOptions, HostFlags, ModelFlags):
     limit: int = flag("most seeds to use; 0 is all", 0, type=at_least(0))
     ask: int = flag(
         "instead of --prompts: number of conversations whose user the model plays from the start",
-        0,
-        type=at_least(0),
-    )
-    compose: int = flag(
-        "instead of --prompts: number of questions put together from tasks and subjects, each with a follow-up",
         0,
         type=at_least(0),
     )
@@ -128,21 +122,15 @@ def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.distill.compose import composed_seeds
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.interop.hub import refuse_model
 
-    if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
-        raise UserError(
-            "give one of --prompts FILE, --ask N and --compose N, a number of conversations"
-        )
+    if bool(flags.prompts) == (flags.ask > 0):
+        raise UserError("give either --prompts FILE or --ask N, a number of conversations")
     if flags.ask:
         if flags.mode not in ("auto", "self_talk"):
             raise UserError(f"--ask is for --mode self_talk, not {flags.mode}")
         seeds, mode = silent_seeds(flags.ask), "self_talk"
-    elif flags.compose:
-        seeds = composed_seeds(flags.compose)
-        mode = mode_for(seeds, flags.mode)
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)

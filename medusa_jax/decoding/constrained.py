@@ -10,7 +10,7 @@ logits are judged:
     device                 | verify                        | judge | draft the next tree |
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Verified
+from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
 from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
@@ -27,10 +28,10 @@ from medusa_jax.decoding.step import Drafts, draft, settle, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
-from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.heads.fill import Level, inner_nodes
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params, on_all, pin_state
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Guesses after each node, from which the host chooses where a draft is forbidden.
 GUESSES = 16
@@ -191,6 +192,48 @@ def step(
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     judged = (verified, nodes_BM, allowed_BMW, then_B)
     return judge(engine, variables, rest, cache, *judged)
+
+
+def stream(
+    engine: Engine, variables: Params, request: Request, kept: Kept | None = None
+) -> Generator[Progress, np.ndarray | None]:
+    """As `generate.stream`, one step at a time, for requests with guides.
+
+    The caller reads a step's text while the device judges the next one.
+    """
+    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
+    guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
+    ended_B = np.zeros(len(request.prompts), bool)
+    size = 0
+    ahead = look_ahead(engine, variables, state)
+    while True:
+        progress = ahead.progress
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
+        if running_B.any():
+            longest = np.asarray(progress.length_B)[running_B].max()
+            while longest + engine.n_rows > ladder[size]:
+                size += 1
+                state = grow(engine.depth_only, ladder[size], state)
+            state = step(engine, variables, state, guides, ahead)
+            ahead = look_ahead(engine, variables, state)
+        if kept:
+            kept.state = state
+        wanted_B = yield progress
+        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
+        if not (running_B & ~ended_B).any():
+            return
+
+
+def warm_up(engine: Engine, variables: Params, request: Request) -> None:
+    """As `generate.warm_up`, for requests with guides."""
+    state, ladder = begin(engine, variables, request)
+    end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
+    for slots in ladder:
+        if slots > ladder[0]:
+            state = grow(engine.depth_only, slots, state)
+        ahead = look_ahead(engine, variables, state)
+        state = step(engine, variables, state, {}, ahead)
+    jax.block_until_ready(state)
 
 
 @lru_cache(maxsize=64)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.heads.prompt_lookup import continuations
-from medusa_jax.tree import Tree
+from medusa_jax.heads.matches import continuations
+from medusa_jax.tree.tree import Tree
 
 # Longest n-gram to look up, and shortest match for which a tree with spares has its chain.
 NGRAM, REPEATS = 8, 2

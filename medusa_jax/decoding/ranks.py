@@ -5,8 +5,7 @@ import jax.numpy as jnp
 
 from medusa_jax.decoding.repeats import without_repeats
 from medusa_jax.decoding.sampling import gumbel
-from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params

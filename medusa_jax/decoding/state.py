@@ -16,7 +16,7 @@ from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, on_all
-from medusa_jax.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree, stand_in
 
 
 @dataclass(frozen=True)

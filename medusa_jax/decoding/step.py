@@ -12,21 +12,15 @@ from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
 from medusa_jax.decoding.repeats import node_texts, without_repeats
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.stopping import (
-    LIMIT,
-    PAUSED,
-    RUNNING,
-    completes_stop,
-    count_until_end,
-)
-from medusa_jax.devices.platforms import platform, program
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
+from medusa_jax.devices.platforms import platform
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import Params, PyTree, on_all, pin_state
-from medusa_jax.tree import Tree
+from medusa_jax.sharding import Params, PyTree
+from medusa_jax.tree.tree import Tree
 
 
 def decode_step(
@@ -358,44 +352,3 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
         return row_BO
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     return write(row_BO, new_BL, at_B)
-
-
-@program(static_argnums=(0, 4), donate_argnums=2)
-def decode_loop(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    max_steps: jax.Array,
-    until_one_ends: bool = False,
-) -> tuple[DecodeState, Progress]:
-    """Run steps until every row has ended, a live row lacks room in the cache, or `max_steps`.
-
-    Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
-    cache with the text.
-
-    Args:
-      until_one_ends: return as soon as a row ends.
-    """
-    slots, R = state.cache.slots, engine.n_rows
-    began_B = state.status_B == RUNNING
-
-    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        step, state = carry
-        running_B = state.status_B == RUNNING
-        # Steps write R slots of paused rows too, after their text.
-        alive_B = running_B | (state.status_B == PAUSED)
-        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
-        go_on = jnp.any(running_B)
-        if until_one_ends:
-            go_on &= jnp.all(running_B == began_B)
-        return (step < max_steps) & go_on & fits
-
-    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        step, state = carry
-        state = decode_step(engine, variables, state)
-        return step + 1, pin_state(engine.llama.mesh, state)
-
-    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
-    state = pin_state(engine.llama.mesh, state)
-    progress = jax.tree.map(jnp.copy, progress_of(state))
-    return state, on_all(engine.llama.mesh, progress)

@@ -10,14 +10,13 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.generate import (
-    DecodeState,
-    Engine,
     Request,
     least_slots,
     power_of_two,
-    prefill,
     prefill_arguments,
 )
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.devices.platforms import program
 from medusa_jax.errors import UserError

@@ -25,7 +25,7 @@ from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Positions at which the noise is measured: the divergence and those right before it.

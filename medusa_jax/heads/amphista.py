@@ -34,8 +34,8 @@ from medusa_jax.heads.drafter import (
     DraftRequest,
     Params,
     TextRows,
-    fill_by_rank,
 )
+from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,

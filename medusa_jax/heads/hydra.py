@@ -27,6 +27,7 @@ from medusa_jax.heads.drafter import (
     Params,
     TextRows,
 )
+from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     ResBlock,
     applied,
@@ -35,7 +36,6 @@ from medusa_jax.heads.layers import (
     shift_left,
     take_last,
 )
-from medusa_jax.heads.levels import Level, fill_by_level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
 from medusa_jax.sharding import PyTree

@@ -38,11 +38,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params
 from medusa_jax.heads.extra_rows import ExtraRows, WithExtraRows
-from medusa_jax.heads.levels import rank_given
+from medusa_jax.heads.fill import rank_given
+from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Marks an empty entry of the pool.
 NOTHING = -1

@@ -10,10 +10,10 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.decoding.constrained import Guide
 from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
 from medusa_jax.decoding.generate import Request as Row
-from medusa_jax.decoding.guides import GuideThreads
+from medusa_jax.decoding.guides import Guide, GuideThreads
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import Piece
@@ -25,12 +25,11 @@ from medusa_jax.decoding.state import (
     copied_progress,
     progress_of,
 )
-from medusa_jax.decoding.step import decode_loop
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
-from medusa_jax.heads import no_drafter
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.job import STOPS, Group
 from medusa_jax.sharding import decode_shardings
-from medusa_jax.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20

@@ -28,7 +28,7 @@ from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import Stopped, TooCostly
 from medusa_jax.serving.room import InPlace, Known, Room
 from medusa_jax.serving.seats import Look, Seat, shared_start
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Short chunks for this many turns after a row frees up, so that a follow-up starts quickly.
 FOLLOW_UP_TURNS, FEW_STEPS = 4, 2

@@ -14,7 +14,7 @@ from medusa_jax.serving.job import Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # After this many errors without a chunk of steps between them the server ends.
 MOST_FAILURES = 3

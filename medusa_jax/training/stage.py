@@ -15,7 +15,9 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, Drafter, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree

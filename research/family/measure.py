@@ -20,11 +20,11 @@ from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_question
 from medusa_jax.evaluate.race import Contender, ourselves, race, step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import device_facts
-from medusa_jax.heads import Backbone
-from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params, PyTree
-from medusa_jax.tree import Tree, growth
+from medusa_jax.tree import growth
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 
 

@@ -28,8 +28,8 @@ STARTS = {
     "sweep": f"sweep {MODEL} --out {{t}}/x",
     "ties": f"ties {MODEL} --out {{t}}/x.json",
     "bench": f"bench race {BENCH}",
-    "batches": f"bench batches {BENCH}",
-    "against": f"bench against {BENCH} --max_new_tokens 6 --peers llama.cpp",
+    "batches": f"batches {BENCH}",
+    "against": f"against {BENCH} --max_new_tokens 6 --peers llama.cpp",
     "questions": f"{QUESTIONS} --max_new_tokens 16 --chat_template plain --max_prompt_tokens 60",
     "replay": "replay --model {m} --drafters {m}/heads --questions {q} --max_new_tokens 40"
     " --nodes 6 --chat_template plain --out {t}",

@@ -12,7 +12,7 @@ from medusa_jax.commands.bench_race import trained_tokens
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import batches, race
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 @pytest.fixture

@@ -28,9 +28,11 @@ from trees import TreeArrays, trees
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalised, penalties_of
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
@@ -161,7 +163,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
         nonlocal histogram
         _, llama, backbone = random_model(CONFIG, seed)
         request, expected = reference(seed, acceptance)
-        engine = loop.Engine(llama, planted(CONFIG), example, acceptance)
+        engine = Engine(llama, planted(CONFIG), example, acceptance)
         known = [p + t for p, t in zip(PROMPTS, expected)]
         heads = planted_params(known, CONFIG.vocab_size, seed + tree.rank_M.sum())
         variables = {"backbone": backbone, "heads": heads}
@@ -180,7 +182,7 @@ def test_a_stream_counts_across_its_chunks():
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     heads = planted_params(known, CONFIG.vocab_size, 0)
-    engine = loop.Engine(llama, planted(CONFIG), Tree.chain(3))
+    engine = Engine(llama, planted(CONFIG), Tree.chain(3))
     *_, last = loop.stream(engine, {"backbone": backbone, "heads": heads}, request, 2)
     assert texts_of(last) == expected
 
@@ -190,7 +192,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
     params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
-    engine = loop.Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
+    engine = Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
     asked = [
         Asked(bias=((7, 300.0),)),
         Asked(presence=1000.0),
@@ -208,7 +210,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
 def test_log_probabilities_stay_the_models_own():
     params, llama, backbone = random_model(CONFIG, 0)
     request, [text, *_] = reference(0, "greedy")
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
+    engine = Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
     progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
     logits = forward_logits(CONFIG, params, PROMPTS[0] + text)[len(PROMPTS[0]) - 1 : -1]
     log_p = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(text)), text]
@@ -217,7 +219,7 @@ def test_log_probabilities_stay_the_models_own():
 
 def test_requests_that_do_not_ask_carry_nothing():
     _, llama, backbone = random_model(CONFIG, 0)
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none())
+    engine = Engine(llama, planted(CONFIG), Tree.none())
     for penalties in (None, [Asked()]):
         request = loop.Request([[1]], [4], penalties=penalties)
         state, _ = loop.begin(engine, {"backbone": backbone, "heads": {}}, request)

@@ -17,7 +17,7 @@ from scipy.special import softmax
 
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.acceptance.rejection import accept_rejection
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from medusa_jax.commands import compile as command
+from medusa_jax.cpu import library
 from medusa_jax.devices.chips import CHIPS, Chip
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.compiled import report, targets
 from medusa_jax.evaluate.compiled.programs import Case, Step
 from medusa_jax.evaluate.compiled.text import Program
-from medusa_jax.native import library
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 

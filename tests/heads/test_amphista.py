@@ -13,9 +13,9 @@ from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
-from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.registry import make_drafter
 
 pytestmark = pytest.mark.usefixtures("x64")
 

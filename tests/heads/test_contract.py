@@ -26,17 +26,19 @@ from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
-from medusa_jax.heads import BASELINES, DRAFTERS, Backbone, layers, make_drafter
+from medusa_jax.heads import layers
 from medusa_jax.heads.draft_model import DraftState
-from medusa_jax.heads.drafter import Committed, Drafter, TextRows
+from medusa_jax.heads.drafter import Backbone, Committed, Drafter, TextRows
+from medusa_jax.heads.registry import BASELINES, DRAFTERS, make_drafter
 from medusa_jax.heads.state import grown, rewound
 from medusa_jax.heads.text import TextState
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
@@ -258,7 +260,7 @@ def request_of(acceptance):
 def plain_texts(acceptance, tied=False, n_gram=0):
     config, _, llama, backbone = seven(tied)
     drafter = make_drafter(HeadsConfig(), config)
-    engine = loop.Engine(llama, drafter, Tree.none(), acceptance, n_gram)
+    engine = Engine(llama, drafter, Tree.none(), acceptance, n_gram)
     variables = {"backbone": backbone, "heads": {}}
     return texts_of(loop.generate(engine, variables, request_of(acceptance)))
 
@@ -273,7 +275,7 @@ def engine_of(name, acceptance):
         drafter, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
     tree = drafter.default_tree if name == "lookahead" else WIDE
     variables = {"backbone": backbone, "heads": heads}
-    return loop.Engine(llama, drafter, tree, acceptance), variables
+    return Engine(llama, drafter, tree, acceptance), variables
 
 
 @pytest.mark.parametrize("name, acceptance", thinned(product(ALL, RULES), *ONCE))

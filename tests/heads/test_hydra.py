@@ -17,7 +17,7 @@ from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.heads.state import grown
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -16,10 +16,10 @@ from tiny import tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import make_drafter
 from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.state import grown
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.torch_files import open_torch
+from medusa_jax.formats.torch_files import open_torch
 
 PICKLE_2 = b"\x80\x02"
 
@@ -303,7 +303,7 @@ def test_random_pickles_fail_closed(tmp_path_factory, body):
 def test_neither_torch_nor_its_unpickler_is_imported(tmp_path):
     path = one_tensor(tmp_path / "x", [6], [1])
     code = (
-        "import sys\nfrom medusa_jax.interop.torch_files import open_torch\n"
+        "import sys\nfrom medusa_jax.formats.torch_files import open_torch\n"
         f"open_torch({path!r})['x'].read((slice(0, 6),))\nassert 'torch' not in sys.modules"
     )
     output_of(code)

@@ -15,13 +15,13 @@ from medusa_jax.decoding.generate import Request as Row
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
-from medusa_jax.heads import make_drafter, no_drafter
 from medusa_jax.heads.lookahead import LookaheadConfig
+from medusa_jax.heads.registry import make_drafter, no_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import batch as batches
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import STOPS, Group
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 CONFIG = tiny_arch(n_layers=1)
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])

@@ -14,8 +14,9 @@ from closeness import assert_close
 from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import BASELINES, Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, TextRows
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 
@@ -56,7 +57,7 @@ def baseline_of(name, config, seed=0):
     if name == "draft_model":
         fields["arch"] = arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
         params = {"model": decoder(arch, random_params(arch, seed))[1]}
-    return make_drafter(BASELINES[name].Config(**fields), config), params
+    return make_drafter(drafter_class(name).Config(**fields), config), params
 
 
 def start_of(drafter, backbone):

@@ -34,7 +34,7 @@ from medusa_jax.decoding.sampling import (
     log_target_probs,
     uniform,
 )
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
 # below 2**31, so the keys cannot collide.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 class Accepted(NamedTuple):

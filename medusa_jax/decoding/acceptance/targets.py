@@ -11,7 +11,7 @@ from jax import lax
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 def target_tokens(

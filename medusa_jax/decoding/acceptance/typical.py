@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, walk
 from medusa_jax.decoding.sampling import Sampling, best_token, log_target_probs
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 def accept_typical(

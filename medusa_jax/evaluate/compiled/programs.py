@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding.generate import DecodeState, Engine, decode_loop
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
 from medusa_jax.evaluate.compiled.reads import bytes_read
@@ -30,7 +31,7 @@ from medusa_jax.sharding import (
     shapes_with,
 )
 from medusa_jax.training.dry import memory_of
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from medusa_jax.evaluate.compiled.targets import Target
 from medusa_jax.evaluate.compiled.warnings import warnings_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 def measure(case: Case, drafter: Drafter, tree: Tree) -> tuple[Step, Step]:
