@@ -199,7 +199,7 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
 def test_a_step_has_room_for_the_tree_and_what_is_extra_it(monkeypatch):
     heads = LookaheadConfig(window=4, ngram=4, guesses=3)
     drafter = make_drafter(heads, CONFIG)
-    tree, extra = drafter.default_tree, len(drafter.extra_rows.depth_X)
+    tree, extra = drafter.default_tree, len(drafter.window.depth_X)
     batch = batch_of(monkeypatch, {1: Tree.none(), 2: tree}, heads)
     assert batch.widest == tree.n_nodes + extra > tree.n_nodes
     assert batch.longest == tree.path_length > 1

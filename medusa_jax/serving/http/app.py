@@ -22,7 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from medusa_jax.evaluate.conversation import PLAIN
+from medusa_jax.interop.chat import PLAIN
 from medusa_jax.serving.echo import Echo, echo_of
 from medusa_jax.serving.http.answering import (
     Answering,

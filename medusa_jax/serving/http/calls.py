@@ -11,8 +11,8 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.results import bias_of
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import PLAIN, ending_turns
-from medusa_jax.interop.chat import SPECIALS, encode_turns, template_source
+from medusa_jax.evaluate.conversation import ending_turns
+from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
 from medusa_jax.serving.batch import MOST_BEST
