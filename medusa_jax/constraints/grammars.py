@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.constraints.asked import Constraint
-from medusa_jax.constraints.bounded import BoundedProcess
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
 from medusa_jax.interop.token_bytes import TokenBytes
