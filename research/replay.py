@@ -56,7 +56,7 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
     drafters: str = flag(
         "comma-separated names or directories of heads (default: the model's own)", ""
     )
-    nodes: str = flag("sizes of trees", "8,64")
+    nodes: tuple[int, ...] = flag("sizes of trees", "8,64", type=numbers())
     fit: str | None = flag(
         "JSONL of other prompts or conversations to grow the trees on (default: the order in the tree "
         "file next to the heads)",
@@ -78,7 +78,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
 
-    sizes = numbers(flags.nodes, "--nodes")
+    sizes = flags.nodes
     if min(sizes) < 2 or max(sizes) > GROWTH + 1:
         raise UserError(f"--nodes are sizes of trees, from 2 to {GROWTH + 1}")
     use_compilation_cache()

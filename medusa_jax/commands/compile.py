@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import Program, at_least, flag, parse_mesh
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.interop.shapes import SHAPES, find_shape
@@ -46,7 +46,7 @@ class Flags:
     batch: int = flag("rows", 1, type=at_least(1))
     context: int = flag("tokens of each row", 900, type=at_least(1))
     mesh: tuple[int, int, int] | None = flag(
-        "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=parse_mesh
+        "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=numbers()
     )
     acceptance: str = flag("greedy, sampled, rejection or typical", "greedy")
     top_p: float = flag(
