@@ -18,7 +18,7 @@ RESEARCH = PACKAGE.parent / "research"
 FLOORS = [
     {"errors", "config"},
     {"console", "devices", "repetition", "sharding", "whole_files"},
-    {"hosts"},
+    {"hosts", "progress"},
     {"tree", "plots"},
     {"measured", "native"},
     {"model"},

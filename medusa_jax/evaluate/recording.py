@@ -21,7 +21,7 @@ from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.conversation import Turn, all_turns
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.tree.growth import Recorded
 from medusa_jax.whole_files import Json
 

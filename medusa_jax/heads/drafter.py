@@ -173,7 +173,6 @@ class Drafter:
       least_layers: fewest hidden layers that a head may have.
       separable: the first heads alone are a drafter, so that the others need not be loaded.
       trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
-      has_induction: its attention can learn to copy (`train.induction_weight`).
     """
 
     heads: HeadsConfig
@@ -184,7 +183,6 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
-    has_induction: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -255,15 +253,6 @@ class Drafter:
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
-        raise NotImplementedError
-
-    def queries_keys(
-        self, params: Params, backbone: Backbone, rows: TextRows
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
-
-        For drafters with `has_induction` only. Row t is that of `features`: it reads tokens up to t + 1.
-        """
         raise NotImplementedError
 
     # Decoding.

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.config import Config, HeadsConfig, LlamaConfig, ModelConfig, TrainConfig
+from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import Backbone, make_drafter, vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
@@ -54,8 +54,8 @@ class HeadFunctions:
             raise UserError(
                 f"the backbone is frozen: train.stage medusa1, not {train.stage}"
             )
-        cfg = Config(model=ModelConfig(arch=arch), heads=heads, train=train)
-        self._stage, self._drafter = make_stage(cfg, 1), make_drafter(heads, arch)
+        self._stage = make_stage(train, arch, heads, LoraConfig(), 1)
+        self._drafter = make_drafter(heads, arch)
         self.heads, self.arch = self._drafter.heads, arch
         self._levels = self._drafter.loss_view(train.levels)
         self._llama = Llama(arch, jnp.dtype(train.dtype))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from files import write_lines
 
+from medusa_jax import progress
 from medusa_jax.__main__ import COMMANDS
 from medusa_jax.api import Model, device_tree
 from medusa_jax.commands import bench, bench_batches, calibrate, distill, sweep, ties
@@ -18,7 +19,6 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hf import read_config
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.log import progress
 from medusa_jax.tree import Tree
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]

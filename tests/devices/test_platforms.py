@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
+from medusa_jax.training.step import TrainState, compile_step
 
 import medusa_jax
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.step import TrainState, compile_step
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 

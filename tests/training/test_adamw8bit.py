@@ -9,6 +9,7 @@ import optax
 import pytest
 from closeness import assert_close
 from jax.sharding import PartitionSpec as P
+from medusa_jax.training.step import TrainState, abstract_batch, compile_step, make_step
 from test_trainer import records, run
 from training_setup import tiny_config, training_arch
 
@@ -26,7 +27,6 @@ from medusa_jax.training.optim.optimizer import (
 )
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import TrainState, abstract_batch, compile_step, make_step
 
 
 def test_updates_follow_adamw():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
+from medusa_jax.training.step import microbatches
 from test_losses import heads_problem
 from test_trainer import host, pieces, records, run
 from training_setup import tiny_config
@@ -18,7 +19,6 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, losses
 from medusa_jax.training.setup import load_setup
-from medusa_jax.training.step import microbatches
 
 
 def config(tokens, stage="medusa2", **train):
@@ -105,11 +105,12 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     cfg.model.path, cfg.optim.lr = model, 0.02
     run(cfg, tmp_path)
     mesh = make_mesh()
+    from medusa_jax.training.step import init_state
+
     from medusa_jax.training.checkpoint import Checkpoints
     from medusa_jax.training.optim.optimizer import make_optimizer
     from medusa_jax.training.partition import trained_groups
     from medusa_jax.training.stage import make_stage
-    from medusa_jax.training.step import init_state
 
     setup = load_setup(cfg, mesh)
     optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 6)

@@ -14,6 +14,7 @@ from cases import thinned
 from closeness import assert_close
 from damages import ARRAY_DAMAGES
 from filelock import FileLock
+from medusa_jax.training.step import abstract_batch
 from small_disk import run_on_small_disk
 from training_setup import tiny_config
 
@@ -25,7 +26,6 @@ from medusa_jax.training import hidden_store
 from medusa_jax.training.data import features, prepare
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import abstract_batch
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from cases import thinned
 from jax.sharding import AbstractMesh
+from medusa_jax.training.step import abstract_batch
 from training_setup import ROOT
 
 from medusa_jax.commands import decode
@@ -20,7 +21,6 @@ from medusa_jax.training.data import prepare, records
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import abstract_batch
 
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 # Of published models, for machines with accelerators; the others are ours, for any machine.

@@ -11,6 +11,13 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
+from medusa_jax.training.step import (
+    abstract_batch,
+    compile_step,
+    init_state,
+    make_step,
+    microbatches,
+)
 from training_setup import tiny_config
 
 import medusa_jax
@@ -26,13 +33,6 @@ from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import (
-    abstract_batch,
-    compile_step,
-    init_state,
-    make_step,
-    microbatches,
-)
 
 
 def records(workdir, kind="train"):

@@ -18,11 +18,11 @@ def compile_training(
 
     Args:
       mesh: of the target's devices; one axis may be -1.
-      layers: layers that are compiled, 0: all. The counted memory of the others is added; traffic is
+      layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
         that of these layers.
 
-    Returns: `memory_bytes` by the compiler, `sent_bytes` by collective, `counted_bytes` as the dry run
-      counts them (what is stored between steps, if it counts no temporaries), `warnings`.
+    Returns: `memory_bytes` by the compiler, `sent_bytes` by collective, `counted_bytes` that a step is given
+      (parameters, moments, batch), `warnings`.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -35,8 +35,8 @@ def compile_training(
         few.mesh, few.dry_run = mesh, True
         return few, dry.step_shapes(few, target.devices)
 
-    def counted(n_layers: int) -> int:
-        return dry.total_bytes(dry.training_bytes(*of(n_layers)), target.platform)
+    def stored(n_layers: int) -> int:
+        return sum(dry.sizes(of(n_layers)[1])["stored"].values())
 
     n_layers = cfg.model.arch.n_layers
     compiled = min(layers or n_layers, n_layers)
@@ -45,9 +45,9 @@ def compile_training(
     found = dry.figures(few, program)
     return {
         "layers": compiled,
-        "memory_bytes": found["total_bytes"] + counted(n_layers) - counted(compiled),
+        "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
         "sent_bytes": found["sent_bytes"],
-        "counted_bytes": counted(n_layers),
+        "counted_bytes": stored(n_layers),
         "warnings": step_warnings(
             read_program(program.as_text() or ""), cfg.train.dtype, target.platform
         ),

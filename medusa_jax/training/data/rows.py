@@ -27,6 +27,8 @@ from medusa_jax.whole_files import checksum, read_array, write_array
 
 ARRAYS = ("tokens.npy", "counted.npy", "doc_starts.npy")
 REPORT = "report.json"
+# The arrays of a row and their types.
+ROW = {"tokens": "int32", "positions": "int32", "segment_ids": "int32", "counted": "bool"}
 # Rows that first-fit packing keeps open at once.
 OPEN_ROWS = 64
 
@@ -183,10 +185,7 @@ class TokenRows(Rows):
 
     def _assemble(self, spans: list[tuple[int, int]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len
-        row = {
-            name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
-        }
-        row["counted"] = np.zeros(T, bool)
+        row = {name: np.zeros(T, kind) for name, kind in ROW.items()}
         filled = 0
         for segment, (begin, end) in enumerate(spans, start=1):
             place = slice(filled, filled + int(end - begin))
