@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from medusa_jax.training.step import TrainState, compile_step
 
 import medusa_jax
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
+from medusa_jax.training.placement import compile_step
+from medusa_jax.training.trainer import TrainState
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 

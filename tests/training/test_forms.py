@@ -1,7 +1,8 @@
 """Turns of training data: their roles and fields, and why some are skipped."""
 
 import pytest
-from medusa_jax.training.data.forms import parse_turns
+
+from medusa_jax.training.data.sources import parse_turns
 
 
 def share(*turns):

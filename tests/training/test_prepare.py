@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 import pytest
-from training_setup import tiny_config
+from training_setup import texts_of, tiny_config
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
@@ -24,7 +24,7 @@ def text_config(vicuna, workdir, source, **data):
 
 
 def directory_of(cfg):
-    return prepare.token_directory(cfg, cfg.data.source, cfg.data)
+    return prepare.token_directory(cfg.data.source, cfg.data, cfg.model, cfg.workdir)
 
 
 def samples_of(directory):
@@ -265,10 +265,10 @@ def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path,
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     cfg.model.arch.vocab_size = 400
     file = os.path.join(directory_of(cfg), name)
-    prepare.texts(cfg)
+    texts_of(cfg)
     np.save(file, np.zeros_like(np.load(file)))
     with pytest.raises(UserError, match=rf"{name} is damaged .*; delete .*, so that it is"):
-        prepare.texts(cfg)
+        texts_of(cfg)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path,
 )
 def test_sources_that_are_not_there(vicuna, tmp_path, source, data, words):
     with pytest.raises(UserError, match=words):
-        directory_of(text_config(vicuna, tmp_path, source, **data))
+        texts_of(text_config(vicuna, tmp_path, source, **data))
 
 
 def test_a_hub_id_without_network_names_it(vicuna, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from medusa_jax.commands import train as cli
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data.preview import COUNTED, RESET, painted, preview
+from medusa_jax.training.data.preview import COUNTED, RESET, mark_counted, preview
 
 
 class Terminal(io.StringIO):
@@ -85,7 +85,7 @@ def test_line_breaks_inside_an_answer_are_seen(vicuna):
     tokenizer = load_tokenizer(vicuna)
     ids = tokenizer.encode("a é\nb")
     counted = [False, *[True] * (len(ids) - 1)]
-    assert painted(tokenizer, ids, counted, "<", ">").count("↵>\n<b>") == 1
+    assert mark_counted(tokenizer, ids, counted, "<", ">").count("↵>\n<b>") == 1
 
 
 def test_a_cut_sample_is_shown_cut_and_unusable_ones_are_skipped(vicuna, tmp_path):

@@ -24,21 +24,26 @@ from medusa_jax.model.rope import rope_tables, rotate
 from medusa_jax.training.losses.targets import Batch
 
 
-def queries_keys(
-    drafter: Drafter, params: Params, backbone: Backbone, rows: TextRows
-) -> tuple[jax.Array, jax.Array]:
-    """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the drafter's first layer.
-
-    Row t is that of `features`: it reads tokens up to t + 1.
+def check(drafter: Drafter) -> None:
+    """Refuse a drafter without attention over the text.
 
     Raises:
-      UserError: the drafter has no attention over the text.
+      UserError: names the drafter.
     """
     if not isinstance(drafter, Autoregressive):
         raise UserError(
             "train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
             f"{drafter.name}"
         )
+
+
+def queries_keys(
+    drafter: Autoregressive, params: Params, backbone: Backbone, rows: TextRows
+) -> tuple[jax.Array, jax.Array]:
+    """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the drafter's first layer.
+
+    Row t is that of `features`: it reads tokens up to t + 1.
+    """
     hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
     shape, dtype = drafter.shape, backbone.llama.dtype
     name = "q_norm" if shape.qk_norm else "q_proj"

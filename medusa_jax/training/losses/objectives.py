@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -187,13 +187,12 @@ def heads_sums(
     logits_K, features_K, mask_K, weight_K = [], [], [], []
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     further = jnp.zeros((), count_K.dtype)
-    if targets.induction_weight:  # seam: chosen by `train.induction_weight`
-        induction = importlib.import_module("medusa_jax.training.losses.induction")
-        layer = induction.queries_keys(drafter, heads, backbone, text)
+    if targets.induction_weight:
+        layer = induction().queries_keys(drafter, heads, backbone, text)
         pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
         pairs_BT &= shift_left(scored_BT, 2)
         share = objective.lambda_k(1) / count_K[0]
-        found = induction.induction_sum(*layer, batch, pairs_BT)
+        found = induction().induction_sum(*layer, batch, pairs_BT)
         further += targets.induction_weight * share * found
     for k in range(drafter.n_heads):
 
@@ -217,6 +216,11 @@ def heads_sums(
         mesh_to_split(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
     )  # fmt: skip
     return loss + further, sums
+
+
+def induction() -> Any:
+    """Seam: `train.induction_weight` asks for this term."""
+    return importlib.import_module("medusa_jax.training.losses.induction")
 
 
 def feature_sum(
