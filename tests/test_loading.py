@@ -15,17 +15,17 @@ from training_setup import ROOT, setup_of, tiny_config
 import medusa_jax
 from medusa_jax.api import Options, load
 from medusa_jax.api.baselines import find_baseline
+from medusa_jax.cpu import library
+from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
-from medusa_jax.model.stored import Panels
-from medusa_jax.native import library
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 LAYERS = 12
 SIZES = {"n_layers": LAYERS, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8}

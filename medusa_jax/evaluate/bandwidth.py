@@ -13,8 +13,9 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model
-from medusa_jax.model.stored import Codes, Panels
-from medusa_jax.native import library, read_native
+from medusa_jax.model.engine import engine_for
+from medusa_jax.model.stored import Stored
+from medusa_jax.sharding import make_mesh
 
 # Bytes of the largest array that is read, and reads in a program on accelerators.
 LARGEST, READS = 2**30, 16
@@ -47,8 +48,8 @@ def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
     parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
     pool = ThreadPoolExecutor(len(parts))
     ways.append(lambda: list(pool.map(np.max, parts)))
-    if library() is not None:
-        read = jax.jit(read_native)
+    if engine := engine_for(x.dtype, make_mesh()):
+        read = jax.jit(engine.read)
         ways.append(lambda: read(x))
     return times * x.nbytes / _best(ways, rounds, times)
 
@@ -83,18 +84,14 @@ def bytes_per_token(model: Model, length: int) -> int:
 def stored_as(model: Model) -> dict[str, int]:
     """How many of the backbone's weights are stored as what, such as {"Q4_1": 106168320}."""
     found: Counter[str] = Counter()
-    forms = jax.tree.leaves(
-        model.variables["backbone"], is_leaf=lambda x: isinstance(x, Panels | Codes)
-    )
     seen = set()
+    forms = jax.tree.leaves(
+        model.variables["backbone"], is_leaf=lambda x: isinstance(x, Stored)
+    )
     for form in forms:
-        parts = {str(form.dtype): form.size} if isinstance(form, jax.Array) else {}
-        if isinstance(form, Codes):
-            parts = {"int8": form.codes.size}
-        if isinstance(form, Panels):
-            if id(form.panels) in seen:  # a tied LM head is the embedding's panels
-                continue
-            seen.add(id(form.panels))
-            parts = {kind: n * form.inputs for kind, n in form.parts}
-        found.update(parts)
+        [first, *_] = jax.tree.leaves(form)
+        if id(first) not in seen:  # a tied LM head may be the embedding's array
+            seen.add(id(first))
+            stored = isinstance(form, Stored)
+            found.update(form.types if stored else {str(form.dtype): form.size})
     return dict(found)

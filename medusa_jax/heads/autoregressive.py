@@ -28,10 +28,11 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
 )
+from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.layers import LayerState, last_of, shift_left
-from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import LevelCache, cached_mask
 from medusa_jax.model.causal import CausalMask
 from medusa_jax.sharding import PyTree
@@ -114,7 +115,7 @@ class Autoregressive(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Draft level by level: run nodes with children after the text; the state has the root's row."""
         tree = request.tree
         inner = inner_nodes(Level.of(tree), tree)

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop.tensors import flatten
-from medusa_jax.model.block_rows import BlockRows
+from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params
 
 

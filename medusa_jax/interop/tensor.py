@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
-from medusa_jax.model.block_rows import Blocks
+from medusa_jax.model.blocks import Blocks
 
 Index = tuple[slice, ...]
 # The bits of the exponent, which are all set in what is not finite: a pass over integers.
@@ -32,6 +32,12 @@ class Tensor:
 
 
 Tensors = dict[str, Tensor]
+
+
+def rename(tensors: Tensors, new_key: Callable[[str], str]) -> Tensors:
+    """Tensors by their renamed keys; unchanged if two would have the same."""
+    renamed = {new_key(key): tensor for key, tensor in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
 
 
 def whole(tensor: Tensor) -> np.ndarray:

@@ -23,11 +23,11 @@ from medusa_jax.model.causal import (
     grouped,
     products,
 )
+from medusa_jax.model.engine import Pair, cpu
 from medusa_jax.model.kernels import attend_rows, cached_kernel, cudnn_cached
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
-from medusa_jax.native import rotate_native
 
 
 def attend(
@@ -90,11 +90,8 @@ def attend_one(
     return out_BGRH.astype(dtype).reshape(B, 1, N * H)
 
 
-Pair = tuple[jax.Array, jax.Array]
-
-
 class PathMask(struct.PyTreeNode):
-    """Visibility in layers that `native` computes whole: the cached text and the path to the token itself.
+    """Visibility in layers that the CPU engine computes whole: the cached text and the path to the token itself.
 
     Attributes:
       mask_TT: [t, s] is True where new token s is on the path to t, itself included.
@@ -266,7 +263,7 @@ class Attention(nn.Module):
             norm = functools.partial(RMSNorm, c.rms_eps, self.dtype, self.native)
             q_BTNH = norm(name="q_norm")(q_BTNH)
             k_BTGH = norm(name="k_norm")(k_BTGH)
-        turn = rotate_native if self.native else rotate
+        turn = cpu().rotate if self.native else rotate
         q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)

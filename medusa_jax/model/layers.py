@@ -6,11 +6,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from medusa_jax.model.engine import cpu
 from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.quantise import quantised_product
-from medusa_jax.model.stored import Kernel, Panels, multiply
-from medusa_jax.native import norm_native, unpacked_rows
+from medusa_jax.model.stored import Kernel, Stored, multiply
 
 
 class Linear(nn.Module):
@@ -57,12 +57,9 @@ class Embed(nn.Embed):
             super().setup()
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        table = self.embedding
-        if not isinstance(table, Panels):
-            return super().__call__(tokens)
-        [(kind, outputs)] = table.parts
-        rows = unpacked_rows(tokens, table.panels, kind, outputs, table.inputs)
-        return rows.astype(self.dtype)
+        if isinstance(self.embedding, Stored):
+            return self.embedding.rows(tokens).astype(self.dtype)
+        return super().__call__(tokens)
 
 
 def kernel_of(
@@ -75,7 +72,7 @@ def kernel_of(
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the mean square in float32 or wider; `native`: by our CPU kernel."""
+    """x / rms(x) * scale, the mean square in float32 or wider; `native`: by the CPU engine."""
 
     eps: float
     dtype: DTypeLike = jnp.float32
@@ -85,7 +82,7 @@ class RMSNorm(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         if self.native:
-            return norm_native(x, scale, self.eps)
+            return cpu().norm(x, scale, self.eps)
         wide = x.astype(at_least_f32(self.dtype))
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return jnp.broadcast_to(scale.astype(self.dtype), x.shape) * wide.astype(self.dtype)

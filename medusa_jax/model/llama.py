@@ -29,7 +29,7 @@ from medusa_jax.model.attention import (
 )
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.fused_layer import fused_layer
+from medusa_jax.model.engine import cpu
 from medusa_jax.model.layers import Embed, Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
@@ -86,7 +86,7 @@ class Block(nn.Module):
         if isinstance(mask, PathMask):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
-            return fused_layer(c, layer, x_BTD, rope, mask, cache, start_B)
+            return cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B)
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
@@ -116,7 +116,7 @@ class Llama(nn.Module):
         tensor axis of n devices.
       mesh: the devices that rows are split over; None: no constraint.
       scored: number of outputs of the LM head if it scores only some tokens; 0: the vocabulary.
-      native: norms, and attention of few new tokens, use the CPU kernels of `native` (float32, one device);
+      native: norms, and attention of few new tokens, use the CPU engine (float32, one device);
         the result of a token is then independent of the number of tokens.
       taps: layers whose input (the residual stream) is returned as well; `n_layers` is the output of
         the last one. With A of them hidden states are E = (1 + A) D wide: the final ones first.

@@ -11,32 +11,58 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
-from medusa_jax.model.block_rows import in_blocks, packed, without_blocks
+from medusa_jax.config import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.model.blocks import split_blocks
+from medusa_jax.model.engine import cpu, engine_for
 from medusa_jax.model.llama import Llama, decoding_config, prepare
 from medusa_jax.model.stored import Storage, store
-from medusa_jax.native import library
 from medusa_jax.sharding import Params, param_shardings
-
-# Linear maps that `prepare` makes one of.
-FUSED = {
-    "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "o_proj": ("o_proj",)},
-    "mlp": {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
-}
 
 _in_form = jax.jit(store, static_argnums=1)
 
 
+def choose_storage(
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    weights: str | None = None,
+    draft_weights: str | None = None,
+) -> Storage:
+    """The form of kernels for this model on these devices.
+
+    Args:
+      weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
+      draft_weights: the type for draft heads, of `DRAFT_WEIGHTS`; None is the default of `Storage`.
+
+    Raises:
+      UserError: an unknown type or form, or one that is not available here.
+    """
+    for what, given, known in (
+        ("weights are", weights, WEIGHTS),
+        ("draft weights are", draft_weights, DRAFT_WEIGHTS),
+    ):
+        if given not in (None, *known):
+            names = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise UserError(f"{what} {names}, not {given!r}{did_you_mean(given, known)}")
+    if "int8" in (weights, draft_weights) and mesh.size > 1:
+        raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
+    same = weights in (None, jnp.dtype(dtype).name)
+    plain = Storage(0, "" if same else weights or "", draft_weights or "")
+    engine = engine_for(dtype, mesh)
+    return engine.choose(config, dtype, plain) if engine else plain
+
+
+def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
+    """Whether weights can be read here in the blocks of a GGUF file."""
+    return jnp.dtype(dtype) == jnp.float32 and engine_for(dtype, mesh) is not None
+
+
 def decoder(config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage) -> Llama:
     """The backbone for parameters from `place_part`."""
-    kernels = library() if storage.panel and dtype == jnp.float32 else None
-    return Llama(
-        decoding_config(config),
-        dtype,
-        shards=mesh.shape["tensor"],
-        mesh=mesh,
-        native=kernels is not None and kernels.attends(config.head_dim),
-    )
+    native = bool(storage.panel) and dtype == jnp.float32 and cpu().attends(config.head_dim)
+    shards = mesh.shape["tensor"]
+    return Llama(decoding_config(config), dtype, shards=shards, mesh=mesh, native=native)
 
 
 def place_part(
@@ -47,40 +73,14 @@ def place_part(
     Waits for the device, so that the caller can free the original.
     """
     [(name, inner)] = part.items()
-    if blocks := in_blocks(inner):
-        return _place_blocks(config, part, blocks, dtype, mesh, storage)
+    blocks, rest = split_blocks(inner)
+    if blocks:
+        others = partial(place_part, config, {name: rest}, dtype, mesh, storage)
+        return cpu().prepare(config, part, blocks, others)
     # All layers are one program, and one name serves the table for all.
     known = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))
     return {name if entry == known else entry: value for entry, value in out.items()}
-
-
-def _place_blocks(
-    config: LlamaConfig,
-    part: Params,
-    blocks: Params,
-    dtype: DTypeLike,
-    mesh: Mesh,
-    storage: Storage,
-) -> Params:
-    """A part whose kernels are `BlockRows`: these as panels of the same blocks, fused."""
-    [(name, inner)] = part.items()
-    if name == "embed_tokens":
-        rows = blocks["embedding"]
-        panels = packed([rows]) if rows.packs or config.tie_embeddings else None
-        embedding = panels if rows.packs else jnp.asarray(rows.blocks.unpacked(slice(None)))
-        # A tied LM head is the same panels.
-        head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
-        return {name: {"embedding": embedding}, **head}
-    if name == "lm_head":
-        return {name: {"kernel": packed([blocks["kernel"]])}}
-    rest = {name: without_blocks(inner)}
-    [(_, placed)] = place_part(config, rest, dtype, mesh, storage).items()
-    for group, fused in FUSED.items():
-        for linear, names in fused.items():
-            kernels = [blocks[group][each]["kernel"] for each in names]
-            placed[group].setdefault(linear, {})["kernel"] = packed(kernels)
-    return {name: placed}
 
 
 def place_head(part: Params, form: Storage) -> Params:

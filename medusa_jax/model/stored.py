@@ -4,10 +4,9 @@ A decoding step is bound by reading the weights, so what counts is how many byte
 whether they are read in one go:
 
     an array [inputs, outputs]   as trained; the product is XLA's
-    Panels                       as the kernels of `native` read them, on one CPU device: in the
-                                 type of the model, in bfloat16, in int8, or in the blocks of a
-                                 GGUF file, which give the bits that float32 would
-    Codes                        int8 [inputs, outputs], where there are no panels
+    Codes                        int8 [inputs, outputs]
+    Panels (`cpu/panels.py`)     on one CPU device: in the type of the model, in bfloat16, in int8, or in
+                                 the blocks of a GGUF file, which give the bits that float32 would
 
 int8 has one scale for each output, as in `model/quantise.py`.
 """
@@ -20,17 +19,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from medusa_jax.config import STORED
+from medusa_jax.model.engine import cpu
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
-from medusa_jax.native import Parts, in_panels, panel_product, panel_scales
 
-Params = dict[str, Any]
-
-# What `--weights` may say; by default what a GGUF file stores, else the type that the model computes in.
-STORED = "stored"
-WEIGHTS = (STORED, "float32", "bfloat16", "int8")
-# What `--draft_weights` may say, likewise.
-DRAFT_WEIGHTS = WEIGHTS[1:]
 # The names of what multiplies: kernels, and the factors of low-rank LM heads.
 KERNELS = ("kernel", "down", "up")
 
@@ -42,7 +35,7 @@ class Storage:
     Attributes:
       panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
       weights: their type; "" is that of the model, "stored" the blocks of its file
-        (`model/block_rows.py`), for kernels that come in blocks.
+        (`model/blocks.py`), for kernels that come in blocks.
       draft_weights: that of draft heads; "" is what `of_drafts` and `of_deciding_drafts` say.
     """
 
@@ -74,44 +67,47 @@ class Storage:
         return "" if self.weights == STORED else self.weights
 
 
-class Panels(struct.PyTreeNode):
-    """A kernel in panels of words, and for int8 its scales [n * panel].
-
-    Attributes:
-      parts: how outputs are stored and how many of them so, in their order.
-      inputs: weights of an output.
-    """
-
-    panels: jax.Array
-    scales: jax.Array | None
-    parts: Parts = struct.field(pytree_node=False)
-    inputs: int = struct.field(pytree_node=False)
+class Stored(struct.PyTreeNode):
+    """A kernel [inputs, outputs] in another form than this array; `cpu/panels.py` has one, too."""
 
     @property
-    def outputs(self) -> int:
-        return sum(n for _, n in self.parts)
+    def types(self) -> dict[str, int]:
+        """Weights by the type they are stored in, such as {"int8": 4096}."""
+        raise NotImplementedError
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """x [..., inputs] times the kernel, summed in float32 or wider."""
+        raise NotImplementedError
+
+    def rows(self, tokens: jax.Array) -> jax.Array:
+        """Rows [..., inputs] of an embedding, whose tokens are the outputs."""
+        raise NotImplementedError
 
 
-class Codes(struct.PyTreeNode):
+class Codes(Stored):
     """An int8 kernel [inputs, outputs] with a scale [outputs] for each output."""
 
     codes: jax.Array
     scales: jax.Array
 
+    @property
+    def types(self) -> dict[str, int]:
+        return {"int8": self.codes.size}
+
+    def product(self, x: jax.Array) -> jax.Array:
+        # Codes are exact in 16 bits, so the scales can wait for the float32 sums.
+        y = product(x, self.codes.astype(x.dtype))
+        return y * jnp.broadcast_to(self.scales, y.shape)
+
 
 # A kernel in any form.
-Kernel = jax.Array | Panels | Codes
+Kernel = jax.Array | Stored
 
 
 def multiply(x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
-    """x [..., inputs] times a kernel in any form, computed in `dtype`, float32 or wider sums."""
-    if isinstance(kernel, Panels):
-        k = kernel
-        return panel_product(x.astype(dtype), k.panels, k.parts, k.scales)
-    if isinstance(kernel, Codes):
-        # Codes are exact in 16 bits, so that the scales may wait for the float32 sums.
-        y = product(x, kernel.codes.astype(dtype))
-        return y * jnp.broadcast_to(kernel.scales, y.shape)
+    """x [..., inputs] times a kernel in any form, computed in `dtype`, summed in float32 or wider."""
+    if isinstance(kernel, Stored):
+        return kernel.product(x.astype(dtype))
     return product(x, kernel.astype(dtype))
 
 
@@ -136,11 +132,7 @@ def _stored(kernel: jax.Array, storage: Storage) -> Any:
     elif storage.converted:
         flat = flat.astype(storage.converted)
     if storage.panel:
-        if scales is not None:
-            scales = panel_scales(scales, storage.panel)
-        words = in_panels(flat, storage.panel)
-        parts = ((flat.dtype.name, kernel[0].size),)
-        return Panels(words, scales, parts, kernel.shape[0])
+        return cpu().panels(flat, scales, storage.panel)
     if scales is not None:
         return Codes(flat, scales)
     return flat.reshape(kernel.shape)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
-from medusa_jax.heads import Backbone, Drafter, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree

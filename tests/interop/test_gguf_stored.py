@@ -10,10 +10,10 @@ from gguf_files import byte_level_metadata, gguf, random_blocks, shape_metadata,
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
+from medusa_jax.cpu import library
+from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import resolve
-from medusa_jax.model.stored import Panels
-from medusa_jax.native import library
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 D, F, HEADS, KV_HEADS = 256, 512, 4, 2
@@ -145,7 +145,7 @@ def test_where_blocks_are_not_read_they_are_unpacked(
 @native
 def test_a_scale_that_is_no_number(tmp_path, tokenizer_json):
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
-    from medusa_jax.interop.gguf.reader import read_gguf
+    from medusa_jax.formats.gguf.reader import read_gguf
 
     tensor = read_gguf(path).tensors["blk.1.ffn_down.weight"]
     with open(path, "r+b") as file:

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from tiny import write_model
 
 from medusa_jax.commands import train
+from medusa_jax.cpu.library import library
 from medusa_jax.errors import UserError
-from medusa_jax.native.library import library
 from research.family import report
 from research.family.command import main, refuse_other
 

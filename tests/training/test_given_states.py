@@ -13,7 +13,7 @@ from training_setup import stage_of, texts_of, tiny_config
 
 from medusa_jax.commands.train import override
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh

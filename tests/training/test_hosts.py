@@ -240,7 +240,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.interop.fingerprint import sample_bytes
 from medusa_jax.sharding import make_mesh, local_rows
-from medusa_jax.training.step import microbatches, local_numbers
+from medusa_jax.training.placement import local_numbers, microbatches
 
 hosts.join(dict(a.removeprefix("--").split("=") for a in sys.argv[1:]))
 whole = np.arange(16)[:, None] * np.ones((1, 3), int)

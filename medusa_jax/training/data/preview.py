@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.heads import drafter_class, whole_config
+from medusa_jax.heads.registry import drafter_class, whole_config
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.training import losses
 from medusa_jax.training.data import prepare, sources

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.drafter import Params, TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.causal import BLOCK, CausalMask, block, grouped, scores, whole_blocks
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables, rotate
+from medusa_jax.sharding import Params
 from medusa_jax.training.losses.targets import Batch
 
 

@@ -1,0 +1,167 @@
+// Vectors as wide as the machine's registers.
+//
+// Compiled on the machine it runs on (cpu/library.py), so the width is the compiler's to tell; vector
+// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Operations that these do not reach
+// (multiply-adds, narrow numbers made wide, a look-up in a table) have forms for these and one that is portable.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kRows = 12;  // 32 registers: 24 sums, 2 of weights, the rest to work with
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kRows = 6;  // 16 registers: 12 sums
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kRows = 12;  // 32 registers
+#else
+constexpr int kLanes = 4, kRows = 6;
+#endif
+typedef float Vector __attribute__((vector_size(kLanes * 4)));
+typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(4)));
+
+inline Vector Load(const float* at) { return *reinterpret_cast<const Unaligned*>(at); }
+inline Words LoadWords(const uint32_t* at) { return *reinterpret_cast<const UnalignedWords*>(at); }
+inline void Store(float* at, Vector x) { *reinterpret_cast<Unaligned*>(at) = x; }
+inline Vector Spread(float x) { return x - Vector{}; }
+
+// a * b + c, rounded once wherever the machine can. Compilers may not choose (-ffp-contract=off): for some processors
+// GCC rounds the product in one loop and not in another, and a row's bits would depend on how many there are.
+inline Vector MulAdd(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+  return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
+#elif defined(__FMA__) && defined(__AVX2__)
+  return Vector(_mm256_fmadd_ps(__m256(a), __m256(b), __m256(c)));
+#elif defined(__aarch64__)
+  return Vector(vfmaq_f32(float32x4_t(c), float32x4_t(a), float32x4_t(b)));
+#else
+  return a * b + c;
+#endif
+}
+
+// Keeps x in a register: where registers are to spare, GCC loads from memory again at every use.
+inline void InRegister(Vector& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+}
+
+// kLanes float16 as float32, exactly. Infinities and what is no number do not occur (`pack.h` refuses them).
+inline Vector Halves(const uint16_t* at) {
+#if defined(__AVX512F__)
+  return Vector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return Vector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#else
+  Ints half;
+  for (int i = 0; i < kLanes; ++i) half[i] = at[i];
+  const Ints exponent = half & 0x7c00, fraction = half & 0x3ff;
+  // Numbers below the smallest exponent are multiples of 2^-24. No float32 on the way is that small: these
+  // threads take such numbers for zero.
+  const Vector least = __builtin_convertvector(fraction, Vector) * 0x1p-24f;
+  const Ints usual = ((half & 0x7fff) << 13) + (112 << 23);
+  Ints small;
+  std::memcpy(&small, &least, sizeof small);
+  const Ints bits = (exponent == 0 ? small : usual) | (half & 0x8000) << 16;
+  return reinterpret_cast<Vector>(bits);
+#endif
+}
+
+// kLanes bytes, with or without a sign, as float32.
+template <bool kSigned>
+inline Vector Bytes(const uint8_t* at) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  const Ints wide = Ints(kSigned ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+  const Ints wide = Ints(kSigned ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#else
+  Ints wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = kSigned ? int8_t(at[i]) : at[i];
+#endif
+  return __builtin_convertvector(wide, Vector);
+}
+
+template <int n>
+struct Lanes {
+  typedef float Type __attribute__((vector_size(n * 4)));
+};
+
+// The sum of n lanes, halves first. In registers: a loop over an array of them goes through memory.
+template <int n>
+inline float SumOf(typename Lanes<n>::Type x) {
+  if constexpr (n == 1) {
+    return x[0];
+  } else {
+    typename Lanes<n / 2>::Type halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    return SumOf<n / 2>(halves[0] + halves[1]);
+  }
+}
+
+inline float Sum(Vector x) { return SumOf<kLanes>(x); }
+
+// Of each 2 d lanes: d of a, then d of b, both from lane `from` of them on.
+template <int d, int from, int... l>
+inline Vector Mixed(Vector a, Vector b, std::integer_sequence<int, l...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, (l / (2 * d) * 2 * d + l % d + from + (l & d ? kLanes : 0))...);
+#else
+  return __builtin_shuffle(a, b, Ints{(l / (2 * d) * 2 * d + l % d + from + (l & d ? kLanes : 0))...});
+#endif
+}
+
+// Lane j of vector i to lane i of vector j, for kLanes vectors.
+template <int d = kLanes / 2>
+inline void Transpose(Vector* x) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes;
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & d) continue;
+    const Vector a = x[i], b = x[i + d];
+    x[i] = Mixed<d, 0>(a, b, lanes), x[i + d] = Mixed<d, d>(a, b, lanes);
+  }
+  if constexpr (d > 1) Transpose<d / 2>(x);
+}
+
+// exp(x) for x <= 0 to 2 units in the last place: 2^n exp(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and the
+// series of exp(r) to r^7 / 5040. Zero below -87, where float32 ends.
+inline Vector Exp(Vector x) {
+  const Vector zero = {};
+  const Vector least = zero - 87.0f;
+  const auto nothing = x < least;
+  x = nothing ? least : x;
+  // Adding 1.5 x 2^23 rounds to a whole number, which is then in the lower bits.
+  const float kRound = 12582912.0f;
+  const Vector shifted = MulAdd(x, Spread(1.44269504088896341f), Spread(kRound));
+  const Vector n = shifted - kRound;
+  const Vector r = MulAdd(n, Spread(2.12194440e-4f), MulAdd(n, Spread(-0.693359375f), x));
+  Vector y = zero + 1.0f / 5040;
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    y = MulAdd(y, r, Spread(c));
+  Ints power;
+  std::memcpy(&power, &shifted, sizeof power);
+  power = (power << 23) + (127 << 23);
+  Vector scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  return nothing ? zero : y * scale;
+}
+
+}  // namespace

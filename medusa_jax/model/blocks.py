@@ -1,0 +1,70 @@
+"""Parameters in the blocks of a GGUF file, which are read later."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.sharding import PyTree
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of a tensor as they are stored.
+
+    Attributes:
+      kind: type of the blocks, such as "Q4_1".
+      rows: reads all of them: [rows, bytes], uint8.
+      unpacked: reads some, by a slice or an array of their numbers, in float32.
+      damaged: the error to raise if a scale is not finite.
+    """
+
+    kind: str
+    rows: Callable[[], np.ndarray]
+    unpacked: Callable[[Any], np.ndarray]
+    damaged: Exception
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """A kernel, or an embedding, in blocks; a row has all weights of an output (a token).
+
+    Attributes:
+      shape: the parameter's: kernels [inputs, outputs], embeddings [tokens, width].
+      by_column: whether outputs are the parameter's columns, as a kernel's are.
+      blocks: its rows in the file.
+    """
+
+    shape: tuple[int, ...]
+    by_column: bool
+    blocks: Blocks
+
+    @property
+    def outputs(self) -> int:
+        return self.shape[1] if self.by_column else self.shape[0]
+
+    @property
+    def inputs(self) -> int:
+        return self.shape[0] if self.by_column else self.shape[1]
+
+    def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Single weights, by the parameter's indices."""
+        inputs, outputs = places if self.by_column else places[::-1]
+        needed, where = np.unique(outputs, return_inverse=True)
+        return self.blocks.unpacked(needed)[where, inputs]
+
+
+def split_blocks(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """A parameter tree as two: its `BlockRows` alone, and the rest (with empty entries)."""
+    blocks: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, BlockRows):
+            blocks[name] = value
+        elif isinstance(value, dict):
+            found, rest[name] = split_blocks(value)
+            blocks |= {name: found} if found else {}
+        else:
+            rest[name] = value
+    return blocks, rest

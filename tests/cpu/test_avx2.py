@@ -1,0 +1,40 @@
+"""The kernels as a processor without AVX-512 compiles them: other vectors, panels and blocks of rows."""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+from children import output_of
+
+from medusa_jax.console import processor
+from medusa_jax.cpu import library
+
+CHILD = """
+import sys
+
+import pytest
+
+from medusa_jax.cpu import library
+
+assert library().panel == 16, "two vectors of eight"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+# Products with rows that fill the registers of AVX2 and not, a layer, bits in any company, and blocks.
+CHOSEN = "13-50-150 or 50-601-33 or (fused_layer_call and int8) or every_number or (every_bit and 97-3)"
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(
+    library() is None or platform.machine() != "x86_64", reason="no x86 compiler"
+)
+def test_the_kernels_built_for_avx2():
+    """XLA's limit on instructions holds for the kernels. Tuned for Zen 2, where GCC would split some multiply-adds."""
+    if "avx2" not in processor():
+        pytest.skip("this processor has no AVX2")
+    tests = [
+        str(Path(__file__).with_name(f"test_{name}.py")) for name in ("native", "blocks")
+    ]
+    compiler = f"{os.environ.get('CXX') or shutil.which('c++')} -mtune=znver2"
+    output_of(CHILD, *tests, "-k", CHOSEN, xla_flags="--xla_cpu_max_isa=AVX2", CXX=compiler)

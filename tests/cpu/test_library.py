@@ -1,0 +1,100 @@
+"""The compiled kernels in the user's cache: made once, and again where they are damaged or made otherwise."""
+
+import ctypes
+import importlib
+from pathlib import Path
+
+import pytest
+from cases import wide
+from children import output_of
+
+from medusa_jax.cpu import library
+from medusa_jax.errors import UserError
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+# The package's name for it is the function.
+module = importlib.import_module("medusa_jax.cpu.library")
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then cat {folder}/version; exit; fi
+case "$*" in *-shared*) echo >> {folder}/runs;; esac
+for last; do :; done
+cp {good} "$last"
+"""
+DAMAGE = {
+    "cut short": lambda data: data[:5000],
+    "zeros": lambda data: bytes(len(data)),
+    "garbage": lambda data: b"\xff" * 100 + data[100:],
+    "empty": lambda data: b"",
+    "one bit": lambda data: data[:70_000] + bytes([data[70_000] ^ 1]) + data[70_001:],
+}
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A folder with a compiler that takes no time, and counts how often it links; an empty cache."""
+    program = tmp_path / "compiler"
+    program.write_text(COMPILER.format(folder=tmp_path, good=library().path))
+    program.chmod(0o755)
+    (tmp_path / "version").write_text("1")
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def runs(folder):
+    return (folder / "runs").read_text().count("\n")
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_library_is_made_again(damage, compiler):
+    path = module._compiled()
+    good = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](good))
+    again = module._compiled()
+    assert again.read_bytes() == good and runs(compiler) == 2
+    assert ctypes.CDLL(str(again)).medusa_panel_width() == library().panel
+    assert module._compiled() == again and runs(compiler) == 2
+    assert list(again.parent.iterdir()) == [again]
+
+
+def test_a_library_that_others_could_write_is_made_again(compiler):
+    path = module._compiled()
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o766)
+    assert module._compiled() == path and runs(compiler) == 2
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_other_flags_processors_and_compilers_make_another(compiler, monkeypatch):
+    paths = [module._compiled(), module._compiled()]
+    assert paths[0] == paths[1]
+    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-g"))
+    paths.append(module._compiled())
+    monkeypatch.setattr(module, "processor", lambda: "another")
+    paths.append(module._compiled())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
+    paths.append(module._compiled())
+    (compiler / "version").write_text("2")
+    paths.append(module._compiled())
+    assert len(set(paths)) == runs(compiler) == 5
+    # A compiler that is gone since has left what can be used.
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert module._compiled() in paths[-2:]
+
+
+def test_a_compiler_that_is_no_command(monkeypatch):
+    for malformed in ("g++ '", 'c++ "-O2', "c++ \\"):
+        monkeypatch.setenv("CXX", malformed)
+        with pytest.raises(UserError, match="CXX is no command"):
+            module._compiled()
+
+
+@pytest.mark.parametrize("damage", wide("cut short", "garbage"))
+def test_a_process_starts_over_a_damaged_library(damage, compiler):
+    """What ended every process with SIGBUS, or left the kernels out without a word."""
+    path = module._compiled()
+    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    said = output_of("from medusa_jax.cpu import library; print(library().panel)")
+    assert said.split() == [str(library().panel)]
+    assert Path(path).exists() and runs(compiler) == 2

@@ -1,0 +1,216 @@
+"""The native kernels against NumPy, and that a row comes out the same bit for bit in any company."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import wide
+from closeness import assert_close
+from planted import planted, planted_params
+from tiny import random_params, tiny_arch
+from trees import random_tree
+
+from medusa_jax.cpu import library, norm, read
+from medusa_jax.cpu import rotate as rotate_native
+from medusa_jax.cpu.panels import panel_product
+from medusa_jax.decoding import generate as loop
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import prepare
+from medusa_jax.model.placing import decoder
+from medusa_jax.model.rope import rotate
+from medusa_jax.model.stored import Storage, multiply, store
+from medusa_jax.sharding import make_mesh
+from medusa_jax.tree.tree import Tree
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+# Attention has instances for heads of whole vectors, whatever their width here.
+CONFIG = tiny_arch(
+    vocab_size=70, d_model=48, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=64, qk_norm=True
+)
+
+
+# Rows that fill the registers and not, and more than take turns; inputs that fill words and not, and of several
+# turns; outputs that fill panels and not.
+@pytest.mark.parametrize("weights", ["", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"),
+    [
+        (1, 1, 1),
+        (2, 3, 5),
+        (5, 64, 64),
+        (7, 65, 33),
+        (13, 50, 150),
+        (30, 67, 97),
+        (50, 601, 33),
+    ],
+)
+def test_a_product_in_panels(rows, inputs, outputs, weights):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    kernel = rng.standard_normal((inputs, outputs)).astype(np.float32)
+    some = {0, rows // 2, rows - 1}
+
+    @jax.jit
+    def run(x, kernel):
+        """The product, the kernel as it is stored without panels, some rows alone."""
+        [panels] = store({"kernel": kernel}, Storage(library().panel, weights)).values()
+        [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
+        got, *alone = (
+            multiply(part, panels, jnp.float32)
+            for part in (x, *(x[row : row + 1] for row in some))
+        )
+        return got, plain, alone
+
+    got, plain, alone = run(x, kernel)
+    exact = (
+        np.asarray(plain.codes, np.float64) * np.asarray(plain.scales)
+        if weights == "int8"
+        else plain
+    )
+    assert_close(
+        got, np.asarray(x, np.float64) @ np.asarray(exact, np.float64), dtype="float32"
+    )
+    for row, by_itself in zip(some, alone):
+        np.testing.assert_array_equal(by_itself[0], np.asarray(got)[row])
+
+
+# Widths of the results in panels, from one output short of the last panel to one beyond it.
+@pytest.mark.parametrize(
+    ("width", "extra", "panels", "form"),
+    [(0, 1, 2, "float32"), (1, 0, 2, "float32"), (2, 1, 2, "float32"), (1, 0, 1, "Q4_1")],
+)
+def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, form):
+    """Fewer outputs than the last panel begins with were written beyond the results' memory."""
+    panel = library().panel
+    words = jnp.zeros((panels, 5, panel), jnp.uint32)
+    with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
+        y = panel_product(jnp.ones((2, 5)), words, ((form, width * panel + extra),))
+        jax.block_until_ready(y)
+
+
+# Every option of a layer in one case at least; MLPs that fill panels and not.
+@pytest.mark.parametrize(
+    ("weights", "options"),
+    [
+        ("", {"qk_norm": True, "n_kv_heads": 1, "d_ff": 550}),
+        ("bfloat16", {"qkv_bias": True, "out_bias": True, "mlp_bias": True}),
+        ("int8", {"sliding_window": 7, "n_kv_heads": 4}),
+    ],
+)
+def test_a_fused_layer_call(weights, options):
+    """Against the layer's own modules, by XLA: a tree after texts of two lengths."""
+    config = dataclasses.replace(CONFIG, n_layers=1, **{"qk_norm": False, **options})
+    tree, start_B = Tree.cartesian([2, 2]), jnp.array([29, 3])
+    shape = (2, config.n_kv_heads, 40, config.head_dim)
+    rng = np.random.default_rng(0)
+    cache = KVCache(
+        (tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in "kv"),)
+    )
+    tokens_BT = rng.integers(0, config.vocab_size, (2, tree.n_nodes))
+    positions_BT = start_B[:, None] + tree.depth_M[None]
+
+    def run(storage, params):
+        llama = decoder(config, jnp.float32, make_mesh(), storage)
+        params = store(prepare(params, config, jnp.float32), storage)
+        args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
+        return llama.apply({"params": params}, *args, method="decode")
+
+    params = random_params(config, 1)
+    native, plain = (
+        jax.jit(partial(run, Storage(panel, weights)))(params)
+        for panel in (library().panel, 0)
+    )
+    assert_close(native, plain, roundings=256)
+
+
+@pytest.mark.parametrize("width", [5, 64, 70])
+def test_norm_and_sum(width):
+    rng = np.random.default_rng(0)
+    x, scale = rng.standard_normal((50, width)), rng.standard_normal(width)
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+    got = norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    assert_close(got, want, dtype="float32")
+    alone = norm(jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
+    np.testing.assert_array_equal(alone, got[7])
+    many = jnp.arange(200_000, dtype=jnp.float32) % 3
+    assert float(read(many)) == float(np.asarray(many).sum())
+
+
+def test_rotation():
+    rng = np.random.default_rng(0)
+    x, angle = rng.standard_normal((2, 40, 3, 12)), rng.standard_normal((2, 40, 1, 12))
+    f32 = [jnp.asarray(a, jnp.float32) for a in (x, np.cos(angle), np.sin(angle))]
+    assert_close(rotate_native(*f32), rotate(*f32))
+
+
+@pytest.fixture(scope="module", params=["", "bfloat16", "int8"])
+def model(request):
+    """With kernels in each type that they are stored in; activations are float32."""
+    params = random_params(CONFIG, 0)
+    storage = Storage(library().panel, request.param)
+    llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
+    assert llama.native
+    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32), storage))(params)
+
+
+def test_every_number_is_that_of_one_token_at_a_time(model):
+    """Hidden states, logits and the cache of T tokens in a batch, bit for bit, for rows enough that
+    XLA sums up in another order."""
+    llama, params = model
+
+    @jax.jit
+    def run(tokens_BT, start_B, cache):
+        T = tokens_BT.shape[1]
+        positions_BT = start_B[:, None] + jnp.arange(T)[None]
+        args = (tokens_BT, positions_BT, cache, start_B, jnp.tri(T, dtype=bool))
+        hidden, cache = llama.apply({"params": params}, *args, method="decode")
+        return hidden, llama.apply({"params": params}, hidden, method="lm_head"), cache
+
+    B, T = 3, 24
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (B, T)))
+    empty = KVCache.zeros(2, B, 64, 2, 32, jnp.float32)
+    single, one_by_one = empty, []
+    for t in range(T):
+        *out, single = run(tokens[:, t : t + 1], jnp.full((B,), t), single)
+        one_by_one.append(out)
+    for size in (2, 12, 24):
+        several = empty
+        for t in range(0, T, size):
+            hidden, logits, several = run(
+                tokens[:, t : t + size], jnp.full((B,), t), several
+            )
+            for i in range(size):
+                np.testing.assert_array_equal(hidden[:, i], one_by_one[t + i][0][:, 0])
+                np.testing.assert_array_equal(logits[:, i], one_by_one[t + i][1][:, 0])
+        jax.tree.map(np.testing.assert_array_equal, several, single)
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [*wide(("", "greedy"), ("", "sampled"), ("bfloat16", "sampled")), ("int8", "greedy")],
+    indirect=["model"],
+)
+def test_texts_are_equal_bit_for_bit(model, rule):
+    """With a tree and without, in float32: no mismatch, and none explained. Sampled from all tokens,
+    from a nucleus, and through every filter at once."""
+    llama, backbone = model
+    rng = np.random.default_rng(0)
+    prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    request = loop.Request(prompts, [120] * 3)
+    if rule == "sampled":
+        filters = {"top_p": [1.0, 0.9, 0.8], "top_k": [0, 0, 30], "min_p": [0.0, 0.0, 0.02]}
+        request = loop.Request(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
+
+    def text(tree, texts):
+        variables = {"backbone": backbone, "heads": planted_params(texts, 70, 0)}
+        engine = loop.Engine(llama, planted(CONFIG), tree, rule)
+        return loop.generate(engine, variables, request)
+
+    plain = np.asarray(text(Tree.none(), prompts).tokens_BO)
+    texts = [[*prompt, *row] for prompt, row in zip(prompts, plain[:, :120].tolist())]
+    drafted = text(random_tree(rng, 12, 4), texts)
+    np.testing.assert_array_equal(np.asarray(drafted.tokens_BO)[:, :120], plain[:, :120])
+    assert np.asarray(drafted.histogram_BL)[:, 1:].sum() > 0
