@@ -100,10 +100,9 @@ def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
     schedule = make_schedule(cfg.optim, steps)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     rows = random_rows(cfg, stage.width)
-    size, accumulation = cfg.train.batch_size, cfg.train.accumulation
-    shapes = batch_shapes(
-        mesh, {name: x[0] for name, x in rows.items()}, size, accumulation
-    )
+    accumulation = cfg.train.accumulation
+    micro, row = cfg.train.batch_size // accumulation, {k: x[0] for k, x in rows.items()}
+    shapes = batch_shapes(mesh, row, micro, accumulation)
     compiled = compile_step(step_fn, state, setup.frozen, shapes, mesh)
     batch = microbatches(mesh, rows, accumulation)
     return Ready(compiled, state, setup.frozen, jax.block_until_ready(batch))

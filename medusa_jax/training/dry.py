@@ -66,11 +66,10 @@ def dry_run(cfg: Config) -> Json:
     print(f"stage {cfg.train.stage} in {cfg.train.dtype}, mesh {report['mesh']}")
     for kind, groups in (("frozen", shapes.frozen), ("trained", shapes.state.params)):
         for name, group in groups.items():
-            print(*group_lines(f"{kind} {name}", group), sep="\n")
+            print(f"{kind + ' ' + name:21} {stored_bytes(group) / GIB:.2f} GiB")
     micro, rows, length = report["batch"]
     stored = " + ".join(f"{n / GIB:.2f} {name}" for name, n in report["stored"].items())
     total = sum(report["stored"].values()) / GIB
-    print(f"backbone              {report['backbone_bytes'] / GIB:.2f} GiB")
     print(f"trainable parameters  {report['trainable_parameters']:,}")
     print(f"batch                 {micro} x {rows} x {length} tokens per update")
     # Flushed, since compiling may take long.
@@ -91,21 +90,6 @@ def dry_run(cfg: Config) -> Json:
     seconds = time.monotonic() - begin
     print(f"compiled in           {seconds:.1f} s on {jax.default_backend()}")
     return report
-
-
-def group_lines(title: str, group: PyTree) -> list[str]:
-    """Types and shapes of a group of parameters; of layers that are alike, the first."""
-    lines = []
-    for name, part in sorted(group.items()):
-        stem, _, number = name.rpartition("_")
-        alike = sum(other.rpartition("_")[0] == stem for other in group)
-        if number.isdigit() and number != "0":
-            continue
-        times = f" (x {alike})" if number == "0" else ""
-        for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]:
-            inner = "/".join([name, *(str(k.key) for k in path)])
-            lines.append(f"  {title} {inner}{times}: {leaf.dtype}{list(leaf.shape)}")
-    return lines
 
 
 def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
@@ -143,7 +127,8 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     if kind := cfg.data.cache_features:
         width = stored_width(kind, arch.d_model, stage.width)
         row["hidden"] = jax.ShapeDtypeStruct((T, width), batch_type(kind))
-    batch = batch_shapes(mesh, row, cfg.train.batch_size, cfg.train.accumulation)
+    micro = cfg.train.batch_size // cfg.train.accumulation
+    batch = batch_shapes(mesh, row, micro, cfg.train.accumulation)
     return Shapes(step, state, frozen, batch, mesh)
 
 

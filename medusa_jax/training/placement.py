@@ -43,13 +43,15 @@ def microbatches(mesh: Mesh, batch: dict[str, np.ndarray], accumulation: int) ->
 def batch_shapes(
     mesh: Mesh,
     row: Mapping[str, np.ndarray | jax.ShapeDtypeStruct],
-    batch_size: int,
+    micro: int,
     accumulation: int,
 ) -> PyTree:
-    """Shapes and placement of a batch [A, B / A, ...] of rows like `row`."""
-    rows, sharding = (accumulation, batch_size // accumulation), batch_sharding(mesh)
+    """Shapes and placement of a batch [accumulation, micro, ...] of rows like `row`."""
+    sharding = batch_sharding(mesh)
     return {
-        name: jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype, sharding=sharding)
+        name: jax.ShapeDtypeStruct(
+            (accumulation, micro, *x.shape), x.dtype, sharding=sharding
+        )
         for name, x in row.items()
     }
 

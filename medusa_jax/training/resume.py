@@ -45,7 +45,8 @@ CONTENT = {
 
 def record(cfg: Config) -> None:
     """Write the configuration for the next start."""
-    write_json(os.path.join(cfg.workdir, FILE), dataclasses.asdict(cfg))
+    if hosts.first():
+        write_json(os.path.join(cfg.workdir, FILE), dataclasses.asdict(cfg))
 
 
 def changes(cfg: Config) -> dict[str, str]:

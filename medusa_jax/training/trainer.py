@@ -86,16 +86,16 @@ class Run:
         self.bad_in_row = self.bad = 0
 
         size = setup.arch.vocab_size
-        texts = prepare.texts(cfg.data, cfg.model, cfg.workdir, size)
-        held_out_text = prepare.held_out_text(cfg.data, cfg.model, cfg.workdir, size)
+        source = (cfg.data, cfg.model, cfg.workdir, size)
+        texts, held_out_text = prepare.texts(*source), prepare.held_out_text(*source)
         rows: Rows = mixed(texts)
         held_out: Rows | None = held_out_text
         self.checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
         resumed = self.checkpoints.latest is not None
         changed = resume.changes(cfg) if resumed else {}
         if "heads" in groups and cfg.heads.draft_vocab:
-            source = cfg.data.draft_vocab_from
-            choose = partial(draft_vocab, cfg.heads, size, rows, cfg.workdir, source)
+            counts = cfg.data.draft_vocab_from
+            choose = partial(draft_vocab, cfg.heads, size, rows, cfg.workdir, counts)
             setup = with_draft_vocab(setup, mesh, choose)
         self.setup = setup
 
@@ -106,45 +106,34 @@ class Run:
         if cfg.data.cache_features:  # seam: the flag asks for them
             features = importlib.import_module("medusa_jax.training.data.features")
             assert setup.base is not None
-            home = os.path.join(cfg.workdir, "features")
-            made_by = [
-                cfg.train.dtype,
-                dataclasses.asdict(cfg.model),
-                setup.base["fingerprint"],
-            ]
-            cache = features.Cache(cfg.data, home, made_by, stage, setup.frozen, mesh, micro)  # fmt: skip
-            rows = mixed([cache.rows(text) for text in texts])
+            made_by = [cfg.train.dtype, dataclasses.asdict(cfg.model)]
+            made_by.append(setup.base["fingerprint"])
+            cache = features.Cache(
+                cfg.data, cfg.workdir, made_by, stage, setup.frozen, mesh
+            )
+            rows = mixed([cache.rows(text, micro) for text in texts])
             if held_out_text:
-                held_out = cache.rows(held_out_text, cfg.data.eval_samples)
+                held_out = cache.rows(held_out_text, micro, cfg.data.eval_samples)
         self.rows, self.content = rows, resume.contents(cfg.train.batch_size, rows, setup)
 
         optimizer = make_optimizer(cfg.optim, groups, self.steps)
         with announced("initialising"):
-            state = init_state(
-                stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start
-            )
+            given = (setup.frozen, cfg.train.seed, setup.start)
+            state = init_state(stage, optimizer, mesh, *given)
         self.best = float("inf")
-        if resumed:
-            state = self.restore(state, changed)
-        self.state = state
-        if hosts.first():
-            resume.record(cfg)
+        self.state = self.restore(state, changed) if resumed else state
+        resume.record(cfg)
         schedule = make_schedule(cfg.optim, self.steps)
         step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
-        size, accumulation = cfg.train.batch_size, cfg.train.accumulation
-        shapes = batch_shapes(mesh, rows.row(0), size, accumulation)
-        self.step_fn = compile_step(step, state, setup.frozen, shapes, mesh)
+        batch = batch_shapes(mesh, rows.row(0), micro, cfg.train.accumulation)
+        self.step_fn = compile_step(step, self.state, setup.frozen, batch, mesh)
         self.evaluator: Evaluator | None = None
         if held_out:
             total = min(cfg.data.eval_samples, held_out.rows)
             self.evaluator = Evaluator(stage, mesh, held_out, micro, total)
 
     def restore(self, state: TrainState, changed: dict[str, str]) -> TrainState:
-        """The state of the newest checkpoint, placed like `state`.
-
-        Args:
-          changed: fields that differ from the last start.
-        """
+        """The state of the newest checkpoint; `changed` are fields that differ from the last start."""
         workdir = self.cfg.workdir
         params, opt, data, meta = self.checkpoints.restore(state.params, state.opt)
         resume.check(data, self.content, workdir)
@@ -197,7 +186,7 @@ class Run:
                 if stop and not end:
                     self.checkpoints.wait()
                     return last | {"stopped": stop_request.report(n)}
-            where = self.export("export", state, self.recipe(self.steps))
+            where = self.export("export", self.steps, state)
             self.checkpoints.wait()
             if hosts.first():
                 inform(f"done: {self.steps} steps; the result is in {where}")
@@ -220,13 +209,9 @@ class Run:
         if n % self.cfg.train.log_every == 0 or n in (1, self.steps):
             self.log.train(n, record)
         if self.bad_in_row >= self.cfg.train.max_bad_steps:
-            at = self.checkpoints.latest
-            where = (
-                "there is no checkpoint yet" if at is None else f"checkpoint {at} is good"
-            )
             raise UserError(
-                f"{self.bad_in_row} steps in a row had a loss or gradient that is not finite, "
-                f"the last one step {n}; {where}; lower optim.lr or look at the data"
+                f"{self.bad_in_row} steps in a row had a loss or gradient that is not finite, the "
+                f"last one step {n}: lower optim.lr or look at the data"
             )
         return record
 
@@ -242,7 +227,7 @@ class Run:
             score = record["lm_objective"] + train.lambda_0 * train.lambda_decay * score
         if score < self.best:
             self.best = score
-            self.export("best", state, self.recipe(n) | {"held_out": record})
+            self.export("best", n, state, held_out=record)
 
     def save(self, n: int, state: TrainState) -> None:
         """Start to write the checkpoint of step n."""
@@ -251,17 +236,15 @@ class Run:
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
-    def export(self, name: str, state: TrainState, recipe: Json) -> str:
-        """Write the result to `<workdir>/<name>/`, and return that path."""
-        cfg, directory = self.cfg, os.path.join(self.cfg.workdir, name)
-        export(directory, cfg.model, cfg.heads, cfg.lora, self.setup, state.params, recipe)
+    def export(self, name: str, n: int, state: TrainState, **more: Json) -> str:
+        """Write the result of step n, with its recipe, to `<workdir>/<name>/`; returns that path."""
+        cfg, setup, directory = self.cfg, self.setup, os.path.join(self.cfg.workdir, name)
+        recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(cfg)}
+        if setup.heads_recipe is not None:
+            recipe["start"] = setup.heads_recipe
+        recipe |= more
+        export(directory, cfg.model, cfg.heads, cfg.lora, setup, state.params, recipe)
         return directory
-
-    def recipe(self, n: int) -> Json:
-        """The recipe of the result of step n; "start" is the recipe of the initial heads."""
-        recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(self.cfg)}
-        start = self.setup.heads_recipe
-        return recipe if start is None else recipe | {"start": start}
 
 
 def init_state(

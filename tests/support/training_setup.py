@@ -112,4 +112,5 @@ def abstract_batch(cfg: Config, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and placement of a batch without hidden states."""
     T, train = cfg.data.seq_len, cfg.train
     row = {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
-    return batch_shapes(mesh, row, train.batch_size, train.accumulation)
+    micro = train.batch_size // train.accumulation
+    return batch_shapes(mesh, row, micro, train.accumulation)

@@ -172,4 +172,4 @@ def test_frozen_variables_cost_neither_gradient_nor_moments(tokens, capsys):
     assert heads["temporary_bytes"] < 0.5 * full["temporary_bytes"]
     small = memory(tokens, "medusa2", rank=2, quantise="nf4")
     assert small["argument_bytes"] < 0.6 * adapters["argument_bytes"]
-    assert "backbone              0.00 GiB" in capsys.readouterr().out
+    assert "frozen backbone       0.00 GiB" in capsys.readouterr().out

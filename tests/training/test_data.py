@@ -136,8 +136,8 @@ def test_a_stream_shorter_than_a_row_is_padded(tmp_path):
     [
         ("tokens.npy", np.array([1, 99], np.int32), ["99", str(VOCAB)]),
         ("tokens.npy", np.zeros(0, np.int32), ["tokens.npy"]),
-        ("counted.npy", np.ones(3, bool), ["counted.npy", "length"]),
-        ("counted.npy", np.full(4000, -1, np.int8), ["counted.npy", "1 and 0 only"]),
+        ("counted.npy", np.ones(3, bool), ["counted.npy", "4000 values"]),
+        ("counted.npy", np.full(4000, -1, np.int8), ["counted.npy", "1 or 0"]),
         ("doc_starts.npy", np.array([5, 3]), ["doc_starts.npy", "rise"]),
     ],
 )

@@ -220,4 +220,4 @@ def test_dry_run(capsys):
     report = dry.dry_run(cfg)
     assert report["trainable_parameters"] == 2 * (16 * 16 + 16 + 16 * 40)
     said = capsys.readouterr().out
-    assert "frozen draft_vocab ids: int32[40]" in said
+    assert "frozen draft_vocab" in said

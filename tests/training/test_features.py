@@ -55,12 +55,12 @@ def rows_of(cfg, **options):
 
 def cache(cfg, frozen, fingerprint="abc"):
     made_by = ["float32", dataclasses.asdict(cfg.model), fingerprint]
-    home = os.path.join(cfg.workdir, "features")
-    return features.Cache(cfg.data, home, made_by, stage_of(cfg), frozen, make_mesh(), 8)
+    given = (made_by, stage_of(cfg), frozen, make_mesh())
+    return features.Cache(cfg.data, cfg.workdir, *given)
 
 
 def cached(cfg, frozen):
-    return cache(cfg, frozen).rows(rows_of(cfg))
+    return cache(cfg, frozen).rows(rows_of(cfg), 8)
 
 
 def stamps(found):
@@ -222,7 +222,7 @@ def test_which_files_are_shared(tokens, tmp_path, frozen):
 def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path, frozen):
     cfg = config(tokens, tmp_path)
     held_out = rows_of(cfg, shuffle=False)
-    few = cache(cfg, frozen).rows(held_out, 6)
+    few = cache(cfg, frozen).rows(held_out, 8, 6)
     assert few.rows == 6 and few.bytes == 6 * ROW
     batch = few.batch(4, 4)  # two rows beyond the last: the evaluator blanks them
     hidden = jax.jit(stage_of(cfg).hidden)(frozen, held_out.batch(4, 2))
@@ -238,7 +238,7 @@ def test_a_text_that_is_added_leaves_the_states_of_the_others(tokens, tmp_path, 
     found = []
     for source in (tokens, f"{more},{tokens}"):
         cfg.data.source = source
-        texts = [cache(cfg, frozen).rows(text) for text in texts_of(cfg)]
+        texts = [cache(cfg, frozen).rows(text, 8) for text in texts_of(cfg)]
         found.append([(text.directory, stamps(text)) for text in texts])
     (alone,), (added, again) = found
     assert alone == again and added[0] != alone[0]

@@ -121,8 +121,8 @@ def rows_of(source, tmp_path):
     cfg = checks.settle(cfg, cfg.model.arch, make_mesh())
     [text] = texts_of(cfg)
     frozen = {"backbone": backbone()[1]}
-    cache = features.Cache(cfg.data, "", [], stage_of(cfg), frozen, make_mesh(), 8)
-    rows = cache.rows(text)
+    cache = features.Cache(cfg.data, "", [], stage_of(cfg), frozen, make_mesh())
+    rows = cache.rows(text, 8)
     return cfg, rows.batch(0, rows.rows)
 
 

@@ -206,7 +206,7 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     run_cfg = tiny_config(tokens, steps=4)
     run(run_cfg, tmp_path)
     cfg.optim.lr = 1e30  # the first update ruins the weights
-    with pytest.raises(UserError, match=r"3 steps in a row .* checkpoint \d+ is good"):
+    with pytest.raises(UserError, match="3 steps in a row"):
         run(cfg, tmp_path)
     assert "update skipped" in capsys.readouterr().err
 

@@ -181,7 +181,7 @@ def compile_training(
       layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
         that of these layers.
 
-    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `counted_bytes` those of
+    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `stored_bytes` those of
       a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
 
     Raises:
@@ -210,7 +210,7 @@ def compile_training(
         "layers": compiled,
         "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
         "sent_bytes": found["sent_bytes"],
-        "counted_bytes": stored(n_layers),
+        "stored_bytes": stored(n_layers),
         "warnings": step_warnings(
             read_program(program.as_text() or ""), cfg.train.dtype, target.platform
         ),

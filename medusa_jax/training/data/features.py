@@ -157,24 +157,23 @@ class Cache:
     """Makes and finds the hidden states of a run's texts.
 
     Attributes:
-      home: where the directories are, unless `data.features_path` is set.
+      workdir: has the directories, unless `data.features_path` is set.
       made_by: everything that the states depend on but the text, `data` and the stage's taps: the type of
         the computation, the model, its fingerprint (`interop.hf.fingerprint`).
-      batch_rows: rows of a pass.
     """
 
     data: DataConfig
-    home: str
+    workdir: str
     made_by: list[object]
     stage: Stage
     frozen: PyTree
     mesh: Mesh
-    batch_rows: int
 
-    def rows(self, text: TokenRows, limit: int | None = None) -> Rows:
+    def rows(self, text: TokenRows, size: int, limit: int | None = None) -> Rows:
         """The rows of a text with hidden states; computes those that are neither given nor on disk.
 
         Args:
+          size: rows of a pass.
           limit: use only the first `limit` rows (of text that is not shuffled).
 
         Raises:
@@ -188,7 +187,8 @@ class Cache:
             return rows
         count = min(text.rows, limit or text.rows)
         digest = hashlib.sha256(json.dumps([*self.key(text), count]).encode()).hexdigest()
-        directory = os.path.join(self.data.features_path or self.home, digest[:12])
+        home = self.data.features_path or os.path.join(self.workdir, "features")
+        directory = os.path.join(home, digest[:12])
         kind = self.data.cache_features
         stored = stored_width(kind, arch.d_model, width)
         found = CachedRows(text, count, directory, stored, kind)
@@ -204,7 +204,7 @@ class Cache:
             if missing and hosts.first():
                 announce(found, missing)
             if missing:
-                self.compute(found, missing)
+                self.compute(found, missing, size)
         multihost_utils.sync_global_devices(
             f"hidden states {digest}"
         )  # the last file exists
@@ -219,10 +219,9 @@ class Cache:
         key = [content.hexdigest(), data.seq_len, data.packing, data.cache_features]
         return [*key, *self.made_by, *([taps] if taps else [])]
 
-    def compute(self, found: CachedRows, missing: list[int]) -> None:
-        """Run the backbone over the rows of the missing shards."""
-        names = ("tokens", "positions", "segment_ids")
-        local, size = local_rows(self.mesh, self.batch_rows), self.batch_rows
+    def compute(self, found: CachedRows, missing: list[int], size: int) -> None:
+        """Run the backbone over the rows of the missing shards, `size` at a time."""
+        names, local = ("tokens", "positions", "segment_ids"), local_rows(self.mesh, size)
         kind, D, hidden = found.kind, self.stage.arch.d_model, self.stage.hidden
         assert hidden is not None
         encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))

@@ -19,8 +19,6 @@ from medusa_jax.training import losses
 from medusa_jax.training.data import prepare, sources
 from medusa_jax.training.data.rows import token_arrays
 
-COUNTED, RESET = "\x1b[30;42m", "\x1b[0m"
-
 
 class Sample(NamedTuple):
     """The first usable sample of a source: its location, ids, and which of them count."""
@@ -44,8 +42,6 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
     where, ids, counts = first_sample(source, encode)
     kept = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
     counted = [c > 0 for c in counts[:kept]]
-    colours = out.isatty() and not os.environ.get("NO_COLOR")
-    opening, closing = (COUNTED, RESET) if colours else marks(out)
     if cfg.train.stage == "backbone":
         name, n, ahead = "next-token targets", 1, 1
     else:  # the model is not read; the default shape has the same heads
@@ -53,30 +49,15 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
         n, ahead = drafter.loss_view(cfg.train.levels).n_heads, 2
         name = "targets of head 1" if n == 1 else f"targets of heads 1 ... {n}"
     cut = f", cut from {len(ids)} to data.seq_len" if kept < len(ids) else ""
-    print(
-        mark_counted(encode.tokenizer, list(ids[:kept]), counted, opening, closing),
-        file=out,
-    )
+    print(mark_counted(encode.tokenizer, list(ids[:kept]), counted), file=out)
     print("-" * 60, where, sep="\n", file=out)
-    example = f"{opening}like this{closing}"
-    print(f"counted (the loss is computed on these tokens): {example}", file=out)
+    print("counted (the loss is computed on these tokens): ⟦like this⟧", file=out)
     print(f"{kept} tokens{cut}, {sum(counted)} of them counted", file=out)
     print(f"{name}: {pairs(counted, range(ahead, ahead + n))}", file=out)
 
 
-def marks(out: TextIO) -> tuple[str, str]:
-    """Brackets that replace colours."""
-    try:
-        "⟦⟧".encode(out.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return "[[", "]]"
-    return "⟦", "⟧"
-
-
-def mark_counted(
-    tokenizer: Tokenizer, ids: list[int], counted: list[bool], opening: str, closing: str
-) -> str:
-    """Text of the ids, special tokens included, each run of counted ones inside the marks.
+def mark_counted(tokenizer: Tokenizer, ids: list[int], counted: list[bool]) -> str:
+    """Text of the ids, special tokens included, each run of counted ones inside ⟦ ⟧.
 
     A counted line break is shown as ↵. A character with bytes in several tokens belongs to the run that completes
     it.
@@ -91,9 +72,8 @@ def mark_counted(
             upto = upto.rstrip("\ufffd")
         piece, done = upto[len(done) :], upto
         if is_counted:
-            # Mark each line separately: a terminal would colour up to the margin.
             lines = piece.replace("\n", "↵\n").split("\n")
-            piece = "\n".join(f"{opening}{x}{closing}" if x else x for x in lines)
+            piece = "\n".join(f"⟦{x}⟧" if x else x for x in lines)
         text += piece
     return text
 
