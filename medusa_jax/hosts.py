@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -162,6 +163,11 @@ def on_host(x: ArrayLike) -> np.ndarray:
         return multihost_utils.process_allgather(part, tiled=True)
 
     return np.concatenate([piece(i) for i in range(0, len(x), rows)])
+
+
+def numbers(arrays: PyTree) -> dict[str, Any]:
+    """A dictionary of arrays as numbers and lists of numbers; all processes must call this."""
+    return {name: on_host(x).tolist() for name, x in arrays.items()}
 
 
 def asked_to_stop(step: int) -> bool:

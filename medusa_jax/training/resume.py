@@ -104,12 +104,17 @@ def contents(batch_size: int, rows: Rows, setup: Setup) -> Json:
     }
 
 
-def check(saved: Json, now: Json, workdir: str) -> None:
-    """Refuse to resume with a different text, backbone or draft vocabulary.
+def check(saved: Json, now: Json, steps: int, workdir: str) -> None:
+    """Refuse to resume with a different text, backbone or draft vocabulary, or beyond `steps`.
 
     Raises:
       UserError: names the difference.
     """
+    if (step := saved["step"]) > steps:
+        raise UserError(
+            f"the checkpoint in {workdir} is at step {step}, beyond the {steps} of this run: set "
+            f"train.steps to {step} to export it unchanged, or higher to continue"
+        )
     for name, word in CONTENT.items():
         if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
             raise UserError(

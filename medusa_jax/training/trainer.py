@@ -136,13 +136,7 @@ class Run:
         """The state of the newest checkpoint; `changed` are fields that differ from the last start."""
         workdir = self.cfg.workdir
         params, opt, data, meta = self.checkpoints.restore(state.params, state.opt)
-        resume.check(data, self.content, workdir)
-        if meta["step"] > self.steps:
-            raise UserError(
-                f"the checkpoint in {workdir} is at step {meta['step']}, beyond the "
-                f"{self.steps} of this run: set train.steps to {meta['step']} to export it "
-                "unchanged, or higher to continue"
-            )
+        resume.check(data, self.content, self.steps, workdir)
         if not changed.keys() & set(resume.SCORED):
             self.best = meta["best"]
         inform(f"resuming from step {meta['step']} of {self.steps} in {workdir}")
@@ -205,7 +199,7 @@ class Run:
             inform(
                 f"step {n}: loss or gradient is not finite, update skipped ({self.bad} in all)"
             )
-        record = to_host(metrics) | {"bad_steps": self.bad}
+        record = hosts.numbers(metrics) | {"bad_steps": self.bad}
         if n % self.cfg.train.log_every == 0 or n in (1, self.steps):
             self.log.train(n, record)
         if self.bad_in_row >= self.cfg.train.max_bad_steps:
@@ -352,10 +346,5 @@ class Evaluator:
             total = out if total is None else jax.tree.map(jnp.add, total, out)
             if self.ranks is not None and first < estimate.ROWS:
                 ranks.append(hosts.on_host(self.ranks(params, frozen, placed)))
-        record = to_host(self.stage.metrics(*total))
+        record = hosts.numbers(self.stage.metrics(*total))
         return record | (estimate.accepted_lengths(np.concatenate(ranks)) if ranks else {})
-
-
-def to_host(metrics: PyTree) -> Json:
-    """Numbers, and lists of numbers for arrays."""
-    return {name: hosts.on_host(x).tolist() for name, x in metrics.items()}

@@ -3,11 +3,17 @@
 import dataclasses
 
 import pytest
-from test_recipes import load
+from training_setup import ROOT
 
+from medusa_jax.commands import train as cli
 from medusa_jax.devices.chips import find_chip
 from medusa_jax.training import dry
 from research import planning
+
+
+def load(name, *more):
+    config = f"--config={ROOT}/configs/{name}.py"
+    return cli.parse([config, "--workdir=w", "--config.mesh=1,1,1", *more])
 
 
 def flops(name, *more):

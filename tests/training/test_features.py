@@ -16,7 +16,7 @@ from closeness import assert_close
 from damages import ARRAY_DAMAGES
 from filelock import FileLock
 from small_disk import run_on_small_disk
-from training_setup import stage_of, texts_of, tiny_config
+from training_setup import stage_of, tiny_config
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
@@ -228,20 +228,6 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
     hidden = jax.jit(stage_of(cfg).hidden)(frozen, held_out.batch(4, 2))
     assert_close(batch["hidden"][:2], hidden)
     assert cached(cfg, frozen).directory != few.directory
-
-
-def test_a_text_that_is_added_leaves_the_states_of_the_others(tokens, tmp_path, frozen):
-    """Each text of `data.source` has its own files."""
-    more = shutil.copytree(tokens, tmp_path / "more")
-    np.save(more / "tokens.npy", np.load(more / "tokens.npy")[::-1].copy())
-    cfg = config(tokens, tmp_path)
-    found = []
-    for source in (tokens, f"{more},{tokens}"):
-        cfg.data.source = source
-        texts = [cache(cfg, frozen).rows(text, 8) for text in texts_of(cfg)]
-        found.append([(text.directory, stamps(text)) for text in texts])
-    (alone,), (added, again) = found
-    assert alone == again and added[0] != alone[0]
 
 
 @pytest.mark.usefixtures("shards")

@@ -68,22 +68,6 @@ def test_a_claim_ends_with_its_process(tmp_path):
         pass
 
 
-def test_one_process_of_a_program_holds_the_claim(tmp_path, monkeypatch):
-    with hosts.locked(tmp_path):
-        monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
-        with hosts.locked(tmp_path):
-            pass
-
-
-def test_a_directory_that_cannot_be_claimed(tmp_path):
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match="cannot be written to"),
-        hosts.locked(tmp_path / "file"),
-    ):
-        pass
-
-
 def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     """There the environment says nothing: JAX is asked, and knows of no others, or of late ones."""
     asked, answer = [], ValueError("no pod")

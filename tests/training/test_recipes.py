@@ -129,24 +129,6 @@ def test_recipes_have_the_sizes_of_their_models(name):
     assert jax.eval_shape(optimizer.init, groups)
 
 
-@pytest.mark.parametrize("name", ["vicuna7b_m2", "vicuna13b_m2", "vicuna33b", "zephyr7b"])
-def test_medusa_2_recipes_follow_appendix_b(name):
-    cfg = load(name)
-    assert (cfg.lora.rank, cfg.lora.alpha, cfg.lora.dropout) == (32, 16, 0.05)
-    assert cfg.optim.heads_lr_multiplier == 4 and cfg.train.lambda_decay == 0.8
-    two_stages = name.endswith("_m2")
-    assert bool(cfg.train.heads_path) == two_stages and cfg.optim.name == "adamw8bit"
-    assert cfg.model.quantise == ("nf4" if two_stages else "")
-    assert cfg.train.backbone_loss == ("labels" if two_stages else "kl")
-    expected = (
-        (5e-4, 0.2, "constant", 64, 40) if two_stages else (1e-4, 0.01, "sine", 128, 20)
-    )
-    assert expected == (
-        cfg.optim.lr, cfg.train.lambda_0, cfg.train.lambda_0_schedule,
-        cfg.train.batch_size, cfg.optim.warmup_steps,
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_the_dry_run(name, capsys):

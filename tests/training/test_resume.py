@@ -187,8 +187,8 @@ def test_configurations_of_other_versions_and_damaged_ones(tmp_path, capsys):
 def test_other_content_is_refused(name):
     saved = {"step": 4, "rows": 3, "batch_size": 8}
     saved |= {"text": 1, "backbone": "a", "draft_vocab": 2}
-    resume.check(saved, dict(saved), "w")
+    resume.check(saved, dict(saved), 4, "w")
     with pytest.raises(UserError, match="made with another"):
-        resume.check(saved, saved | {name: None}, "w")
+        resume.check(saved, saved | {name: None}, 4, "w")
     before = {"step": 4, "rows": 3, "batch_size": 8}  # as earlier versions saved
-    resume.check(before, saved, "w")
+    resume.check(before, saved, 4, "w")

@@ -20,19 +20,6 @@ def parse(*args, config="vicuna7b_m1"):
     return cli.parse([f"--config={ROOT}/configs/{config}.py", "--workdir=w", *args])
 
 
-def test_overrides_take_the_type_of_the_field():
-    cfg = parse(
-        "--config.optim.lr=3e-4",
-        "--config.train.remat=true",
-        "--config.mesh=1,2,4",
-        "--config.model.arch.n_layers",
-        "3",
-        "--config.dry_run",
-    )
-    assert cfg.optim.lr == 3e-4 and cfg.train.remat is True and cfg.dry_run
-    assert cfg.mesh == (1, 2, 4) and cfg.model.arch.n_layers == 3
-
-
 def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
     def train(cfg):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nstack\n")
