@@ -34,7 +34,7 @@ STALLED = 1800.0
 
 
 def join(given: Mapping[str, str]) -> None:
-    """Join the other processes of this run, if there are any; call before any use of a device.
+    """Join the other processes of this run, if any; call before any use of a device.
 
     JAX reads addresses and numbers from SLURM, Open MPI, Cloud TPU and GKE; elsewhere all three
     `FLAGS` are needed. Without flags and launcher the process runs alone. If no other process answers,
@@ -222,7 +222,7 @@ def wait(x: PyTree) -> None:
 def _lost_message(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
-        "same command: they resume from what was saved last"
+        "same command: they resume from the last checkpoint or batch"
     )
 
 

@@ -155,7 +155,7 @@ def frozen_shapes(stage: Stage, model: ModelConfig, kl: bool) -> PyTree:
 
 
 def sizes(shapes: Shapes) -> Json:
-    """Figures from shapes alone; `stored` has the bytes per device of what a step is given, exactly."""
+    """Figures from shapes alone; `stored` has the exact bytes per device of a step's arguments."""
     params = shapes.state.params
     groups = (shapes.frozen, params)
     return {

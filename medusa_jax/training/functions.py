@@ -4,7 +4,7 @@
     params = functions.init(jax.random.key(0), frozen)
     loss, grads = jax.value_and_grad(functions.loss)(params, frozen, hidden_BTE, tokens_BT, counted_BT)
 
-`frozen` has of the backbone only what heads read, kernels as [in, out]:
+`frozen` holds the parts of the backbone that heads read, kernels as [in, out]:
 
     {"backbone": {"embed_tokens": {"embedding": [V, D]}, "norm": {"scale": [D]}, "lm_head": {"kernel": [D, V]}}}
 

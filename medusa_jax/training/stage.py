@@ -145,7 +145,7 @@ class GroupedBackbone:
         return Backbone(self.llama, groups["backbone"], own)
 
     def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The backbone for heads: its LM head scores only the draft vocabulary, if there is one."""
+        """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""
         backbone = self.backbone(groups, dropout_key)
         if vocabulary.GROUP not in groups:
             return backbone
@@ -241,7 +241,7 @@ def label_ranks(
 def fresh_groups(
     arch: LlamaConfig, drafter: Drafter | None, rank: int, key: jax.Array, given: PyTree
 ) -> PyTree:
-    """Initial values of what is trained and not given: "backbone", "lora", "heads"."""
+    """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
     out = {}
     if "backbone" not in given:
         out["backbone"] = init_params(arch, key)

@@ -29,7 +29,7 @@ from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import prepare
 from medusa_jax.training.data.pipeline import batches, read
-from medusa_jax.training.data.rows import Rows, mixed
+from medusa_jax.training.data.rows import Rows, mix
 from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.export import export
 from medusa_jax.training.log.run_log import RunLog
@@ -88,7 +88,7 @@ class Run:
         size = setup.arch.vocab_size
         source = (cfg.data, cfg.model, cfg.workdir, size)
         texts, held_out_text = prepare.texts(*source), prepare.held_out_text(*source)
-        rows: Rows = mixed(texts)
+        rows: Rows = mix(texts)
         held_out: Rows | None = held_out_text
         self.checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
         resumed = self.checkpoints.latest is not None
@@ -111,7 +111,7 @@ class Run:
             cache = features.Cache(
                 cfg.data, cfg.workdir, made_by, stage, setup.frozen, mesh
             )
-            rows = mixed([cache.rows(text, micro) for text in texts])
+            rows = mix([cache.rows(text, micro) for text in texts])
             if held_out_text:
                 held_out = cache.rows(held_out_text, micro, cfg.data.eval_samples)
         self.rows, self.content = rows, resume.contents(cfg.train.batch_size, rows, setup)

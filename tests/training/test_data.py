@@ -17,7 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.training import losses
 from medusa_jax.training.data import pipeline
-from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mixed
+from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mix
 from medusa_jax.whole_files import checksum, write_json
 
 
@@ -151,7 +151,7 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
         directory.mkdir()
         write_tokens(directory, n=n, seed=seed)
         texts.append(open_rows(directory, packing))
-    both = mixed(texts)
+    both = mix(texts)
     assert both.rows == texts[0].rows + texts[1].rows
     expected = [text.row(i)["tokens"].tolist() for text in texts for i in range(text.rows)]
     epoch = both.batch(0, both.rows)["tokens"].tolist()
@@ -160,7 +160,7 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     assert epoch != expected and all(row in epoch for row in first_of_each)
     counts_V = both.counts(VOCAB)
     assert np.array_equal(counts_V, texts[0].counts(VOCAB) + texts[1].counts(VOCAB))
-    assert mixed(texts[:1]) is texts[0]
+    assert mix(texts[:1]) is texts[0]
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     if processes[0].returncode == hosts.LOST:
         last = errors[0].strip().splitlines()[-1]
         assert last.startswith("error: another process of this run is lost"), errors[0]
-        assert "resume from what was saved last" in last
+        assert "resume from the last checkpoint" in last
     else:
         assert processes[0].returncode == -signal.SIGABRT, errors
         assert "stopped sending heartbeats" in errors[0]

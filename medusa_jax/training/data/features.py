@@ -101,7 +101,7 @@ class CachedRows(Rows):
     def _hidden(self, number: int) -> np.ndarray:
         shard, inside = divmod(number, self.shard_rows)
         if shard not in self._open:
-            self._open[shard] = self._opened(shard)
+            self._open[shard] = self._open_shard(shard)
         hidden, crc, checked = self._open[shard]
         row = np.asarray(hidden[inside])
         # Once per row, at 3 GiB/s: a third of a millisecond for 1 MB.
@@ -114,7 +114,7 @@ class CachedRows(Rows):
             checked[inside] = True
         return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
 
-    def _opened(self, shard: int) -> Shard:
+    def _open_shard(self, shard: int) -> Shard:
         path, sums = self.path(shard), self.path(shard, "crc32")
         try:
             hidden = read_array(path, "r")

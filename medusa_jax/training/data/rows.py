@@ -96,7 +96,7 @@ class MixedRows(Rows):
         return np.sum([text.counts(vocab_size) for text in self.texts], axis=0)
 
 
-def mixed(texts: Sequence[Rows]) -> Rows:
+def mix(texts: Sequence[Rows]) -> Rows:
     """The rows of all texts."""
     return MixedRows(texts) if len(texts) > 1 else texts[0]
 

@@ -124,7 +124,7 @@ def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
     here = os.path.exists(source)
     is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
     if not here and (is_path or source.count("/") > 1):
-        raise UserError(f"there is no file or token directory {source}")
+        raise UserError(f"no file or token directory {source}")
     import datasets
 
     try:

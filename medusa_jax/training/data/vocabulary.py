@@ -41,7 +41,7 @@ def draft_vocab(
     inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
     inform(
         f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
-        f"{100 * covered(counts_V, n):.2f}% of what they were chosen by"
+        f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
     )
     return ids
 

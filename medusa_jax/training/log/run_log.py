@@ -1,4 +1,4 @@
-"""Logs of a run: progress lines, log.jsonl, and what the machine or the configuration adds to them."""
+"""Logs of a run: progress lines, log.jsonl, and the optional sinks."""
 
 import contextlib
 import importlib
