@@ -19,7 +19,7 @@ RESEARCH = PACKAGE.parent / "research"
 FLOORS = [
     {"errors", "config"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
-    {"hosts"},
+    {"hosts", "progress"},
     {"tree", "plots"},
     {"measured"},
     {"model"},
