@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load"]
 
-_HOMES = {"Tree": "medusa_jax.tree", "UserError": "medusa_jax.errors"}
+_HOMES = {"Tree": "medusa_jax.tree.tree", "UserError": "medusa_jax.errors"}
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from medusa_jax.console import announced, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
@@ -143,8 +143,8 @@ def draft_bytes(
 
     def run(params: PyTree, backbone: Backbone, state: PyTree, new: Committed) -> PyTree:
         state = drafter.commit(params, backbone, state, new)
-        request = DraftRequest(new.tokens_BT[:, 0], tree, lambda depth, logits: logits)
-        return state, drafter.propose(params, backbone, state, request)
+        request = DraftRequest(new.tokens_BT[:, 0], tree, lambda depth, x: Ranked(x, x))
+        return state, drafter.propose(params, backbone, state, request).nodes_BM
 
     params, backbone = jax.eval_shape(init, jax.random.key(0))
     state = jax.eval_shape(lambda: drafter.start(1, slots, jnp.float32))

@@ -16,7 +16,7 @@ from cases import wide
 from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, TextRows
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
 from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
@@ -25,7 +25,6 @@ from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
-from medusa_jax.training.stage import make_stage
 from medusa_jax.tree.tree import Tree
 
 B, T, SLOTS = 2, 6, 16
@@ -125,7 +124,7 @@ def test_every_drafter(name, lm_head, weights):
         new = Committed(hidden, tokens, tokens, positions, n_B)
         state = drafter.commit(params, backbone, state, new)
         return drafter.propose(
-            params, backbone, state, DraftRequest(n_B, tree, lambda depth, logits: logits)
+            params, backbone, state, DraftRequest(n_B, tree, lambda depth, x: Ranked(x, x))
         )
 
     def train(params):
@@ -161,7 +160,7 @@ def test_losses_and_their_gradients(stage, more):
         )
     elif stage != "medusa1":
         frozen = {}
-    made = make_stage(cfg, 10)
+    made = training_setup.stage_of(cfg, 10)
     params = jax.eval_shape(made.init, key, frozen)
     ints = jnp.zeros((B, 16), jnp.int32)
     batch = {"tokens": ints, "positions": ints, "segment_ids": ints + 1}

@@ -13,7 +13,6 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -36,23 +35,17 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
 
     @jax.jit
     def one(variables: Params, state: DecodeState) -> Json:
-        backbone, heads, tree = (
-            Backbone(engine.llama, variables["backbone"]),
-            variables["heads"],
-            engine.tree.in_every_step,
-        )
-        drafts, _ = parts.draft(engine, heads, backbone, state, tree)
-        verified = parts.verify(engine, backbone, state, tree, drafts)
-        accepted = engine.rule.accept(verified)
-        emitted_BL = parts.emitted_tokens(verified, accepted)
-        after = parts.commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
+        drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
+        verified = parts.verify(engine, variables, state, drafts)
+        kept = parts.accept(engine, variables, state, verified)
+        after = parts.commit(engine, variables, state, verified, kept)
         return {
-            "nodes": verified.nodes_BM[0],
+            "nodes": drafts.nodes_BM[0],
             "positions": verified.positions_BM[0],
             "targets": verified.logits_BMV[0].argmax(-1),
-            "path": accepted.path_BL[0],
-            "n": accepted.n_B[0],
-            "emitted": emitted_BL[0],
+            "path": kept.path_BL[0],
+            "n": kept.n_B[0],
+            "emitted": kept.emitted_BL[0],
             "length": (state.length_B[0], after.length_B[0]),
             "root": (state.root_B[0], after.root_B[0]),
             "text": state.tokens_BO[0],

@@ -29,13 +29,13 @@ from pathlib import Path
 
 from medusa_jax.commands.flags import (
     HostFlags,
+    MeshFlags,
     ModelFlags,
     Program,
     at_least,
     flag,
     load_model,
     on_hosts,
-    parse_mesh,
 )
 from medusa_jax.console import inform
 from medusa_jax.distill.files import TextOptions
@@ -55,7 +55,7 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(TextOptions, HostFlags, ModelFlags):
+class Flags(MeshFlags, TextOptions, HostFlags, ModelFlags):
     """Let a model answer seed prompts and write a training set of its own text."""
 
     model: str | None = None
@@ -77,7 +77,6 @@ class Flags(TextOptions, HostFlags, ModelFlags):
     )
     tree: str = flag("as for decode.py", "auto")
     chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
-    mesh: str = flag("devices along data, fsdp, tensor", "1,1,1")
     temperature: float | None = flag(  # type: ignore[assignment]
         "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
     )
@@ -152,7 +151,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
-    from medusa_jax.training.log.progress import Progress
+    from medusa_jax.progress import Progress
 
     temperature = flags.temperature
     if temperature is None:
@@ -165,8 +164,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         seed=flags.seed,
     )
     warn_if_quantised(flags.model)
-    mesh = parse_mesh(flags.mesh)
-    model = load_model(flags, tree=flags.tree, mesh=mesh, batch=flags.batch_size)
+    model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}

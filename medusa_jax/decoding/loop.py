@@ -1,5 +1,7 @@
 """Decode steps in one loop on the device."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +11,12 @@ from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.sharding import Params, on_all, pin_state
+
+
+def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
+    """The decode step of the engine's drafter."""
+    own = engine.own_step
+    return own.decode_step if own else decode_step
 
 
 @program(static_argnums=(0, 4), donate_argnums=2)
@@ -43,7 +51,7 @@ def decode_loop(
 
     def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         step, state = carry
-        state = decode_step(engine, variables, state)
+        state = step_of(engine)(engine, variables, state)
         return step + 1, pin_state(engine.llama.mesh, state)
 
     _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))

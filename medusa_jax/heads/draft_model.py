@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import PositionState
@@ -114,7 +114,7 @@ class DraftModel(Untrained):
 
     def propose(
         self, params: Params, backbone: Backbone, state: DraftState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Draft level by level: run nodes with children after the text, each seeing its path.
 
         The root runs again along with the first level, which needs its key and value.

@@ -19,11 +19,33 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree.tree import Tree
 
-# (depth, logits of the children at that depth) -> the scores that rank them: [B, O] if all parents
-# share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the order of
-# the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits, sampling
-# adds the noise of the children's position.
-RankScores = Callable[[int, jax.Array], jax.Array]
+
+class Ranked(NamedTuple):
+    """The guesses of one depth in their order.
+
+    Both arrays are [B, O] if all parents share the guesses, else [B, P, O] with one row for each node
+    of the depth above that has children, in the order of the nodes.
+
+    Attributes:
+      logits: logits of the guesses, with the request's n-gram bars, biases and penalties.
+      scores: the guesses are ranked by these: the logits, plus the noise of their position in sampled
+        decoding.
+    """
+
+    logits: jax.Array
+    scores: jax.Array
+
+
+class Proposal(NamedTuple):
+    """A filled tree, the result of `Drafter.propose`.
+
+    Attributes:
+      nodes_BM: token ids of all nodes, the root first.
+      ranked: the guesses by depth. Rejection sampling reads them; other rules do not.
+    """
+
+    nodes_BM: jax.Array
+    ranked: tuple[Ranked, ...] = ()
 
 
 class Committed(NamedTuple):
@@ -67,12 +89,13 @@ class DraftRequest(NamedTuple):
     Attributes:
       root_B: the last token of each text.
       tree: the nodes to fill.
-      rank_scores: how to rank the guesses of a depth.
+      rank: ranks the guesses of a depth by their logits, with arguments (depth, logits) as in
+        `Ranked`.
     """
 
     root_B: jax.Array
     tree: Tree
-    rank_scores: RankScores
+    rank: Callable[[int, jax.Array], Ranked]
 
 
 @jax.tree_util.register_dataclass
@@ -169,7 +192,6 @@ class Drafter:
       least_layers: fewest hidden layers that a head may have.
       separable: the first heads alone are a drafter, so that the others need not be loaded.
       trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
-      has_induction: its attention can learn to copy (`train.induction_weight`).
     """
 
     heads: HeadsConfig
@@ -180,7 +202,6 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
-    has_induction: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -253,15 +274,6 @@ class Drafter:
         """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
-    def queries_keys(
-        self, params: Params, backbone: Backbone, rows: TextRows
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
-
-        For drafters with `has_induction` only. Row t is that of `features`: it reads tokens up to t + 1.
-        """
-        raise NotImplementedError
-
     # Decoding.
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
@@ -276,11 +288,8 @@ class Drafter:
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
-        """Token ids of all tree nodes [B, M], the root first.
-
-        Heads beyond the tree's depth are not computed.
-        """
+    ) -> Proposal:
+        """Fill the tree. Heads beyond the tree's depth are not computed."""
         raise NotImplementedError
 
 
@@ -300,5 +309,5 @@ class NoDrafter(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
-        return request.root_B[:, None]
+    ) -> Proposal:
+        return Proposal(request.root_B[:, None])

@@ -1,4 +1,4 @@
-"""Draft a tree level by level: constants of each level, and tokens without scores."""
+"""Fill the nodes of a tree from logits, all at once or level by level."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
-from medusa_jax.heads.drafter import Backbone, DraftRequest
+from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 
@@ -47,24 +47,25 @@ def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
 
 def fill_by_rank(
     request: DraftRequest, backbone: Backbone, logits: Sequence[jax.Array]
-) -> jax.Array:
-    """Node tokens [B, M] of heads that do not depend on the path.
+) -> Proposal:
+    """Fill the tree with guesses that do not depend on the path.
 
     Rank r of depth d is the (r+1)-th best guess of head d on every path.
 
     Args:
       logits: logits of the first `tree.depth` heads, each [B, O].
     """
-    root_B, tree, rank_scores = request
+    root_B, tree, rank = request
     if tree.depth == 0:
-        return root_B[:, None]
-    scores = [rank_scores(k + 1, logits_BO) for k, logits_BO in enumerate(logits)]
-    best_BKR = best_tokens(backbone, jnp.stack(scores, axis=1), tree.max_rank + 1)
+        return Proposal(root_B[:, None])
+    ranked = tuple(rank(k + 1, logits_BO) for k, logits_BO in enumerate(logits))
+    scores_BKO = jnp.stack([depth.scores for depth in ranked], axis=1)
+    best_BKR = best_tokens(backbone, scores_BKO, tree.max_rank + 1)
     # A gather by constants; slices of the top-k result would compile to a full sort.
     depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)
     drafts_BM = best_BKR[:, depth_M, jnp.asarray(tree.rank_M)]
     is_root_M = jnp.asarray(tree.depth_M) == 0
-    return jnp.where(is_root_M[None, :], root_B[:, None], drafts_BM)
+    return Proposal(jnp.where(is_root_M[None, :], root_B[:, None], drafts_BM), ranked)
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ LogitsOf = Callable[[int, Level, jax.Array, PyTree], tuple[jax.Array, PyTree]]
 
 def fill_by_level(
     request: DraftRequest, backbone: Backbone, logits_of: LogitsOf, carry: PyTree
-) -> jax.Array:
-    """Node tokens [B, M] for guesses that depend on the path: the best after each node's path.
+) -> Proposal:
+    """Fill the tree with guesses that depend on the path.
 
     Rows of a level are gathered from the level above by constants, so shapes are static and there is
     no loop over nodes.
@@ -122,41 +123,43 @@ def fill_by_level(
       backbone: maps logits to tokens.
       carry: the carry of `logits_of` at the root.
     """
-    root_B, tree, rank_scores = request
-    tokens = [root_B[:, None]]  # per depth, all its nodes
+    root_B, tree, rank = request
+    tokens, ranked = [root_B[:, None]], list[Ranked]()  # per depth, of all its nodes
     for depth, level in enumerate(Level.of(tree)):
         parents_BP = tokens[-1][:, level.nodes_P]
         logits_BPO, carry = logits_of(depth, level, parents_BP, carry)
-        scores_BPO = rank_scores(depth + 1, logits_BPO)
-        best_BPR = best_tokens(backbone, scores_BPO, int(level.rank_C.max()) + 1)
+        ranked.append(rank(depth + 1, logits_BPO))
+        best_BPR = best_tokens(backbone, ranked[-1].scores, int(level.rank_C.max()) + 1)
         tokens.append(best_BPR[:, level.parent_C, level.rank_C].astype(root_B.dtype))
-    return jnp.concatenate(tokens, axis=1)
+    return Proposal(jnp.concatenate(tokens, axis=1), tuple(ranked))
 
 
-def rank_given(
+def propose_given(
     request: DraftRequest,
     nodes_BM: jax.Array,
     given_BM: jax.Array,
     vocab_size: int,
     dtype: DTypeLike,
-) -> None:
-    """Report deterministic drafts to `rank_scores`, for drafters without scores.
+) -> Proposal:
+    """A filled tree of a drafter without scores.
 
     The first child of a node gets all the mass, the next one all that remains, and so on. Rejection
-    sampling then accepts each with the verifier's probability of that token. Rules without scores
-    have no overhead.
+    sampling then accepts each with the verifier's probability of that token. Under other rules the
+    logits are not computed.
 
     Args:
       given_BM: False for nodes that hold a placeholder instead of a draft.
     """
-    B, tree = nodes_BM.shape[0], request.tree
+    B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
     for depth, level in enumerate(Level.of(tree)):
         children = tree.level(depth + 1)
         mass_1C = -AHEAD * tree.rank_M[children][None, :]
         score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
         logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
         at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
-        request.rank_scores(depth + 1, logits_BPV.at[at].max(score_BC.astype(dtype)))
+        logits_BPV = logits_BPV.at[at].max(score_BC.astype(dtype))
+        ranked.append(request.rank(depth + 1, logits_BPV))
+    return Proposal(nodes_BM, tuple(ranked))
 
 
 def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:

@@ -25,6 +25,7 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
 )
 from medusa_jax.heads.fill import Level, fill_by_level
@@ -162,7 +163,7 @@ class Hydra(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Head d runs on one row per node of depth d with children and ranks these children."""
         dtype = backbone.llama.dtype
 

@@ -23,8 +23,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params
-from medusa_jax.heads.fill import Level, rank_given
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.fill import Level, propose_given
 from medusa_jax.heads.matches import continuations
 from medusa_jax.heads.text import TextState
 from medusa_jax.heads.untrained import Untrained
@@ -75,7 +75,7 @@ class PromptLookup(Untrained):
 
     def propose(
         self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         root_B, tree, _ = request
         index_1S = jnp.arange(state.text_BS.shape[1])[None, :]
         is_root_BS = index_1S == state.length_B[:, None]
@@ -86,8 +86,7 @@ class PromptLookup(Untrained):
         chains_BCL, length_BC = found
         nodes_BM, given_BM = merged(tree, chains_BCL, length_BC > 0, root_B)
         dtype = at_least_f32(backbone.llama.dtype)
-        rank_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
-        return nodes_BM
+        return propose_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
 
 
 def merged(

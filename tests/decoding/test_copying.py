@@ -13,6 +13,7 @@ from tiny import tiny_arch
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copying import NGRAM, copied_lengths, copied_tokens, with_copies
 from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.drafter import Proposal
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -81,10 +82,11 @@ def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats)
 
     def propose(tree):
         jax.debug.callback(lambda: ran.append(tree))
-        return jnp.tile(jnp.array([6, 1, 2, 3])[: tree.n_nodes], (len(texts), 1))
+        nodes_BM = jnp.tile(jnp.array([6, 1, 2, 3])[: tree.n_nodes], (len(texts), 1))
+        return Proposal(nodes_BM)
 
     arguments = map(np.array, (texts, [4] * len(texts), running))
-    nodes_BM, filled = jax.jit(with_copies, static_argnums=(0, 1))(
+    (nodes_BM, _), filled = jax.jit(with_copies, static_argnums=(0, 1))(
         tree, propose, *arguments
     )
     jax.effects_barrier()

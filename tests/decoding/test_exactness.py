@@ -33,6 +33,7 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.drafter import Proposal
 from medusa_jax.model import attention, causal, kernels, rope, tree_kernel
 from medusa_jax.model import cache as kv_cache
 from medusa_jax.model.llama import Llama
@@ -399,10 +400,10 @@ class Noise(Planted):
     """Drafts by the noise alone, as if its logits were flat."""
 
     def propose(self, params, backbone, state, request):
-        root_B, tree, rank_scores = request
+        root_B, tree, rank = request
         flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), backbone.llama.dtype)
-        drafts = [jnp.argmax(rank_scores(d + 1, flat), -1) for d in range(tree.depth)]
-        return jnp.stack([root_B, *drafts], axis=1)
+        drafts = [jnp.argmax(rank(d + 1, flat).scores, -1) for d in range(tree.depth)]
+        return Proposal(jnp.stack([root_B, *drafts], axis=1))
 
 
 def test_drafts_are_ranked_by_the_noise_of_their_own_positions():

@@ -27,7 +27,7 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalised, penalties_of
+from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalise, penalties_of
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
@@ -99,7 +99,9 @@ def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed)
         assert asked == Asked()
         return
     counts = np.bincount(np.array(text, int), minlength=6)[None, None]
-    got = penalised(jnp.array(logits)[None, None], penalties, jnp.array(counts))[0, 0]
+    got = penalise(
+        jnp.array(logits)[None, None], penalties, jnp.array(counts), jnp.zeros(1, int)
+    )[0, 0]
     wanted = expected_scores(logits, prompt or [0], text, asked)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 

@@ -26,9 +26,9 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import barred_tokens, node_texts, without_repeats
+from medusa_jax.decoding.repeats import bar_repeats, barred_tokens, node_texts
 from medusa_jax.decoding.state import Engine
-from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.drafter import Backbone, Proposal
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
@@ -60,7 +60,8 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
 def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
     """Zeros [B, M, V = 3] with the bars after every node."""
     texts = node_texts(text_BS, length_B, nodes_BM, tree)
-    return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
+    last_BM = length_B[:, None] + tree.depth_M[None, :]
+    return bar_repeats(jnp.zeros((*nodes_BM.shape, 3)), texts, last_BM, n)
 
 
 @SETTINGS
@@ -166,14 +167,14 @@ class Tempted(Planted):
     """
 
     def propose(self, params, backbone, state, request):
-        root_B, _, rank_scores = request
+        root_B, _, rank = request
         at_B1 = state[:, None]
         true_B1 = jnp.take_along_axis(params["text_BS"], at_B1 + 1, axis=1)
         barred_B1 = jnp.take_along_axis(params["barred_BS"], at_B1, axis=1)
         token_1V = jnp.arange(self.llama.vocab_size)[None, :]
         logits_BV = (true_B1 == token_1V) + 2.0 * (barred_B1 == token_1V)
-        best_B = jnp.argmax(rank_scores(1, logits_BV), axis=-1)
-        return jnp.stack([root_B, best_B], axis=1)
+        best_B = jnp.argmax(rank(1, logits_BV).scores, axis=-1)
+        return Proposal(jnp.stack([root_B, best_B], axis=1))
 
 
 def test_what_is_barred_after_the_root_is_not_drafted():

@@ -17,7 +17,7 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.lookahead import remembered
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.registry import BASELINES, make_drafter
@@ -76,8 +76,8 @@ def proposal(drafter, backbone, tree):
     def run(text_BS, length_B, root_B):
         state = TextState(length_B, text_BS)
         return drafter.propose(
-            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, logits: logits)
-        )
+            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, x: Ranked(x, x))
+        ).nodes_BM
 
     def of(texts, slots=40):
         # After a text comes what must not count.

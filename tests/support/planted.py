@@ -17,7 +17,7 @@ from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.drafter import Drafter, Proposal
 from medusa_jax.tree.tree import Tree
 
 # A short prompt, one that repeats itself and one of a single token; rows of different kinds.
@@ -55,8 +55,6 @@ class Planted(Drafter):
 
     def propose(self, params, backbone, state, request):
         root_B, tree, _ = request
-        if tree.depth == 0:
-            return root_B[:, None]
         depth_M, M = jnp.asarray(tree.depth_M), tree.n_nodes
         at_B1 = state[:, None]
         picked_B = jnp.take_along_axis(params["pick_BS"], at_B1, axis=1)[:, 0] * M
@@ -66,7 +64,7 @@ class Planted(Drafter):
             :, 0, :M
         ]
         drafts_BM = jnp.where(on_path_BM, true_BM, noise_BM)
-        return jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM)
+        return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
 
 
 def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 32):
