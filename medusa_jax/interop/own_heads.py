@@ -94,7 +94,7 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
 
 
 def base_record(config: LlamaConfig, fingerprint: str) -> Json:
-    """The `base` record of `save_heads`, for a backbone with this `hf.fingerprint`."""
+    """The `base` record of `save_heads`, for a backbone with this `fingerprint.py`."""
     return {
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,

@@ -35,6 +35,7 @@ from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
@@ -224,7 +225,7 @@ def test_random_round_trips_are_exact(base, tmp_path):
 
 def test_a_fingerprint_needs_no_model(base):
     config, params = hf.load_backbone(base.directory, make_mesh())
-    assert base.fingerprint() == hf.fingerprint(config, params)
+    assert base.fingerprint() == fingerprint(config, params)
 
 
 # What an adapter adds to the backbone.

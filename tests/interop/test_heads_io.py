@@ -12,7 +12,8 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, hf, own_heads, tensors
+from medusa_jax.interop import heads_io, own_heads, tensors
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 
@@ -30,7 +31,7 @@ def make(base, **fields):
 @pytest.fixture
 def saved(base, tmp_path):
     heads, params = make(base)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
     return tmp_path, heads, params
 
@@ -48,9 +49,9 @@ def fails(match, path, *args, **options):
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
     heads, params = make(base, lm_head=lm_head)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
-    mark = hf.fingerprint(LLAMA, base.params)
+    mark = fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
@@ -60,7 +61,7 @@ def test_round_trip(lm_head, base, tmp_path):
 
 def test_stored_and_loaded_types(base, tmp_path):
     heads, params = make(base)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(
         str(tmp_path), heads, params, base=record, recipe={}, dtype="bfloat16"
     )

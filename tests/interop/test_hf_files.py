@@ -16,6 +16,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.fingerprint import fingerprint
+from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.rope import rope_frequencies, rope_tables
 from medusa_jax.sharding import make_mesh
@@ -32,7 +34,7 @@ LLAMA31_ROPE |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"
 def read(tmp_path, **changes):
     raw = {k: v for k, v in (LLAMA2 | changes).items() if v != "absent"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    return hf.read_config(str(tmp_path))
+    return read_config(str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +115,8 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
         np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-5)
     cos, _ = rope_tables(config, jnp.zeros((1, 1), jnp.int32), "float32")
     np.testing.assert_allclose(cos, factor, rtol=1e-6)
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_to_hf(config)))
-    assert hf.read_config(str(tmp_path)) == config
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    assert read_config(str(tmp_path)) == config
 
 
 def test_other_families(tmp_path):
@@ -232,7 +234,7 @@ def test_keys_without_the_models_prefix(copy):
     again = hf.load_backbone(str(path), make_mesh())
     assert again[0] == config
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again[1]))
-    assert BaseFiles.open(str(path)).fingerprint() == hf.fingerprint(config, params)
+    assert BaseFiles.open(str(path)).fingerprint() == fingerprint(config, params)
     save_file(
         flat | {"model.norm.weight": state["model.norm.weight"]}, path / "model.safetensors"
     )
@@ -255,7 +257,7 @@ def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
     )
     assert again[0] == config == hf.model_shape(str(path))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, again[1]))
-    assert BaseFiles.open(str(path)).fingerprint() == hf.fingerprint(config, params)
+    assert BaseFiles.open(str(path)).fingerprint() == fingerprint(config, params)
     (path / "model.safetensors").unlink()
     assert hf.model_shape(str(path)).tie_embeddings  # all that is known
 
@@ -317,12 +319,12 @@ def test_storage_types_and_fingerprint(model_dir, tmp_path):
     config, wide = hf.load_backbone(str(tmp_path), make_mesh(), "float32")
     _, narrow = hf.load_backbone(str(tmp_path), make_mesh(), jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("bfloat16")}
-    mark = hf.fingerprint(config, params)
+    mark = fingerprint(config, params)
     assert len(mark) == 16 and int(mark, 16)
-    assert hf.fingerprint(config, wide) == mark == hf.fingerprint(config, narrow)
-    assert hf.fingerprint(config, jax.tree.map(np.asarray, wide)) == mark
+    assert fingerprint(config, wide) == mark == fingerprint(config, narrow)
+    assert fingerprint(config, jax.tree.map(np.asarray, wide)) == mark
     other = init_params(TINY, jax.random.key(1))
-    assert hf.fingerprint(config, other) != mark
+    assert fingerprint(config, other) != mark
 
 
 def test_impossible_combination_cannot_be_saved(tmp_path):
@@ -366,7 +368,7 @@ kernel = params["layers_0"]["mlp"]["up_proj"]["kernel"]
 assert kernel.addressable_shards[0].data.shape == (16, 24), kernel.sharding
 sizes = [size for name, size in read if name == "model.layers.0.mlp.up_proj.weight"]
 assert sizes == [16 * 24] * 4, sizes  # a quarter each; the two replicas do not read again
-assert hf.fingerprint(config, params) == hf.fingerprint(one_config, one)
+assert fingerprint(config, params) == fingerprint(one_config, one)
 """
 
 

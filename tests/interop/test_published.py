@@ -46,6 +46,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.errors import UserError
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.sharding import make_mesh
 
@@ -114,7 +115,7 @@ def test_full_model(full_model):
     # The same directory is a model, and its heads know it.
     config, backbone = hf.load_backbone(str(folder), make_mesh())
     assert config.d_model == D
-    mark = hf.fingerprint(config, backbone)
+    mark = fingerprint(config, backbone)
     assert load(folder, fingerprint=mark)[0] == heads
     fails(f"trained on the model with fingerprint {mark}, this one has 01", folder,
           fingerprint="01")  # fmt: skip
