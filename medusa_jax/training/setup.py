@@ -43,6 +43,11 @@ class Setup(NamedTuple):
     base: Json | None
     heads_recipe: Json | None = None
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the loaded backbone."""
+        return None if self.base is None else self.base["fingerprint"]
+
 
 def load_setup(
     model: ModelConfig, heads: HeadsConfig, train: TrainConfig, trained: Collection[str], mesh: Mesh
