@@ -99,11 +99,6 @@ def test_auto_may_answer_with_text(client):
     assert choice.finish_reason == "length"
 
 
-def test_what_the_drafts_were_worth(client):
-    usage = ask(client, tool_choice="required").usage.completion_tokens_details
-    assert usage.accepted_prediction_tokens > 20 and usage.rejected_prediction_tokens > 0
-
-
 def test_names_of_vllm(http, client):
     ask(client, tool_choice="required")
     said = http.get("/metrics").text
@@ -263,15 +258,6 @@ def test_allowed_tools(client):
     for seed in range(4):
         [whole] = ask(client, tool_choice=choice, seed=seed).choices
         assert {call.function.name for call in whole.message.tool_calls} == {"now"}
-
-
-def test_auto_without_tools_is_none(client):
-    asked = {"tools": openai.omit, "max_tokens": 5}
-    texts = {
-        ask(client, **asked, tool_choice=choice).choices[0].message.content
-        for choice in ("auto", "none", openai.omit)
-    }
-    assert len(texts) == 1
 
 
 def test_calls_without_a_mark():
