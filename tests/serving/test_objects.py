@@ -3,7 +3,6 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
@@ -12,13 +11,11 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
-from medusa_jax.decoding.scoring import score
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
-from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -179,47 +176,6 @@ def test_text_offsets():
         found = completion_logprobs(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
         whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
         assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
-
-
-@pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])
-def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
-    """`max_tokens` 0, or 1 whose token they leave out; compared with a teacher-forced pass."""
-    ids = port.model.encode(given)
-    asked = ASKED | {"prompt": given, "logprobs": 3, "echo": True}
-    scored = http.post(PATHS["completion"], json=asked | {"max_tokens": 0}).json()
-    [choice] = scored["choices"]
-    found = choice["logprobs"]
-    decoded = given if isinstance(given, str) else port.model.tokenizer.decode(given)
-    assert choice["text"] == decoded and choice["finish_reason"] == "length"
-    assert scored["usage"]["completion_tokens"] == 0
-    assert scored["usage"]["prompt_tokens"] == len(ids) == len(found["tokens"])
-    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
-    expected = log_probabilities(port.model, ids[:1], ids[1:])
-    np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=2e-4, atol=2e-4)
-    for token, logprob, top in list(zip(*list(found.values())[:3]))[1:]:
-        assert top[token] == logprob and len(top) in (3, 4)
-        assert logprob == min(top.values()) or len(top) == 3
-    # What the model goes on with is scored as it was when it was written.
-    asked["max_tokens"] = 6
-    [more] = http.post(PATHS["completion"], json=asked).json()["choices"]
-    for name in found:
-        assert more["logprobs"][name][: len(ids)] == found[name]
-    alone = http.post(PATHS["completion"], json=asked | {"echo": False}).json()
-    [answer] = alone["choices"]
-    assert more["text"] == decoded + answer["text"]
-    own = answer["logprobs"]
-    assert more["logprobs"]["token_logprobs"][len(ids) :] == own["token_logprobs"]
-    offsets = [len(decoded) + place for place in own["text_offset"]]
-    assert more["logprobs"]["text_offset"][len(ids) :] == offsets
-
-
-def test_echo_of_prompts_longer_than_a_piece(port):
-    ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
-    for piece in (8, 128):
-        found, top = zip(*score(port.model.backbone, ids, 2, piece))
-        expected = log_probabilities(port.model, ids[:1], ids[1:])
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
-        assert len(top) == 69 and all(len(one) == 2 for one in top)
 
 
 @pytest.mark.parametrize("template", ["", "plain"])
