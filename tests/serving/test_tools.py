@@ -130,8 +130,6 @@ def cut_call(arguments):
     ("fields", "about"),
     [
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "each with a 'name'"),
-        ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
             "'maximum' has a number beyond",
@@ -144,21 +142,17 @@ def cut_call(arguments):
             {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
             "the tools cannot",
         ),
-        ({"messages": [{"role": "tool"}]}, "messages"),
         (
             {"tools": [{"function": {"name": "a", "parametrs": {}}}]},
             "'parametrs' in 'tools",
         ),
-        ({"tools": [{"type": "web_search"}]}, "unknown field|each with a 'name'"),
         ({"tools": TOOLS * 2}, "two functions of one name"),
         ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "names no tool"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}},
             "auto or required",
         ),
         (cut_call('{"city": "Par'), r"'arguments' in .* of the call of 'weather' .* cut"),
-        (cut_call("[1]"), r"messages\[0\].tool_calls\[0\].*'weather'"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
     ],
 )
