@@ -16,7 +16,7 @@ from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.api.asking import Prompt
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.tree import growth
 from medusa_jax.tree.growth import Recorded
 from medusa_jax.tree.tree import Tree

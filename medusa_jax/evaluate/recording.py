@@ -20,7 +20,7 @@ from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.tree.growth import Recorded
 
 # Longest chain copied from the text, as in prompt lookup.

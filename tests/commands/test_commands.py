@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from files import write_lines
 
+from medusa_jax import progress
 from medusa_jax.api import device_tree
 from medusa_jax.commands import bench, calibrate, distill
 from medusa_jax.commands.flags import Program, at_least, flag
@@ -15,7 +16,6 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hf import read_config
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.log import progress
 from medusa_jax.tree.tree import Tree
 from research import sweep, ties
 
