@@ -19,7 +19,7 @@ RESEARCH = PACKAGE.parent / "research"
 FLOORS = [
     {"errors", "config"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
-    {"hosts"},
+    {"hosts", "progress"},
     {"tree", "plots"},
     {"measured"},
     {"model"},
@@ -154,6 +154,12 @@ SEAMS = {
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
     "model/engine.py": "the platform",
+    "training/data/features.py": "data.source",
+    "training/data/prepare.py": "data.source",
+    "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
+    "training/losses/objectives.py": "train.induction_weight, data.cache_features",
+    "training/optim/optimizer.py": "optim.name",
+    "training/trainer.py": "data.cache_features",
 }
 
 

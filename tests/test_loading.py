@@ -10,7 +10,7 @@ from cases import wide
 from closeness import assert_close
 from live import Peak, shard_bytes
 from tiny import write_heads, write_model
-from training_setup import ROOT, tiny_config
+from training_setup import ROOT, setup_of, tiny_config
 
 import medusa_jax
 from medusa_jax.api import Options, load
@@ -25,7 +25,6 @@ from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
-from medusa_jax.training.setup import load_setup
 from medusa_jax.tree.tree import Tree
 
 LAYERS = 12
@@ -132,7 +131,7 @@ def test_33b_in_bfloat16_loads_on_80_gb():
 def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kind):
     cfg = tiny_config("", "medusa1")
     cfg.model.path, cfg.model.quantise = directory, kind
-    setup = load_setup(cfg, make_mesh())
+    setup = setup_of(cfg, make_mesh())
     held = shard_bytes(setup.frozen)
     layer = largest_part(setup.arch, 4)
     assert held < LAYERS * layer / 2

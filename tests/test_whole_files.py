@@ -21,7 +21,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate import questions
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data import records
+from medusa_jax.training.data import sources
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.whole_files import (
     decode_text,
@@ -60,7 +60,7 @@ def template(path):
 
 
 def samples(path):
-    return [records.parsed(r) for r in records.read_records(str(path), DataConfig())]
+    return [sources.parse(r) for r in sources.read_records(str(path), DataConfig())]
 
 
 def seeds(path):

@@ -151,7 +151,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
-    from medusa_jax.training.log.progress import Progress
+    from medusa_jax.progress import Progress
 
     temperature = flags.temperature
     if temperature is None:

@@ -13,7 +13,7 @@ from medusa_jax.console import announced
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:

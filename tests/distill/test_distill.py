@@ -12,6 +12,7 @@ import pytest
 from children import environment
 from tiny import set_template, write_model
 
+from medusa_jax import progress
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
@@ -21,7 +22,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.prepare import Encoder
-from medusa_jax.training.log import progress
 
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (

@@ -164,13 +164,12 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     base = own_heads.base_record(cfg.model.arch, hf.fingerprint(cfg.model.arch, params))
     recipe = {"steps": 7}
     own_heads.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
-    cfg.train.heads_path = str(tmp_path)
-    loaded = load_heads(cfg, cfg.model.arch, base, make_mesh())
+    loaded = load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, loaded[0], heads)
     assert loaded[1] == {"steps": 7}
     cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
     with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
-        load_heads(cfg, cfg.model.arch, base, make_mesh())
+        load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
 
 
 def test_an_export_keeps_the_models_own_ends(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from training_setup import tiny_config
+from training_setup import abstract_batch, groups_of, stage_of, tiny_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
@@ -24,15 +24,8 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import (
-    abstract_batch,
-    compile_step,
-    init_state,
-    make_step,
-    microbatches,
-)
+from medusa_jax.training.placement import compile_step, microbatches
+from medusa_jax.training.trainer import Evaluator, init_state, make_step
 
 
 def records(workdir, kind="train"):
@@ -68,10 +61,9 @@ def test_a_backbone_learns_and_is_exported(backbone, tokens):
     arch, params = load_backbone(str(workdir / "export"), make_mesh())
     assert arch.d_model == 16 and (workdir / "best" / "model.safetensors").exists()
     cfg = tiny_config(tokens)
-    stage = make_stage(cfg, 40)
     rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
-    cfg.data.eval_samples = 12
-    again = trainer.Evaluator(cfg, stage, make_mesh(), rows)({"backbone": params}, {})
+    evaluator = Evaluator(stage_of(cfg, 40), make_mesh(), rows, 8, 12)
+    again = evaluator({"backbone": params}, {})
     assert_close(again["loss"], held_out[1]["loss"])
 
 
@@ -141,9 +133,9 @@ def test_eagle_learns_and_its_export_decodes(
 def pieces(cfg, tokens):
     """Everything that one step needs."""
     mesh = make_mesh(cfg.mesh)
-    stage = make_stage(cfg, 10)
+    stage = stage_of(cfg, 10)
     schedule = make_schedule(cfg.optim, 10)
-    groups = trained_groups(cfg)
+    groups = groups_of(cfg)
     optimizer = make_optimizer(cfg.optim, groups, 10)
     frozen = {}
     if "backbone" not in groups:
@@ -214,7 +206,7 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     run_cfg = tiny_config(tokens, steps=4)
     run(run_cfg, tmp_path)
     cfg.optim.lr = 1e30  # the first update ruins the weights
-    with pytest.raises(UserError, match=r"3 steps in a row .* checkpoint \d+ is good"):
+    with pytest.raises(UserError, match="3 steps in a row"):
         run(cfg, tmp_path)
     assert "update skipped" in capsys.readouterr().err
 
