@@ -65,7 +65,7 @@ class Case:
 
     @property
     def within(self) -> float:
-        """What extrapolating to all layers may be off, as a share (docs/accelerators.md)."""
+        """What extrapolating to all layers may be off, as a share (research/log/)."""
         if self.compiled_layers == self.config.n_layers:
             return 0.0
         return 0.02 if self.layers >= 8 else 0.07
