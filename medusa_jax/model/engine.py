@@ -1,4 +1,4 @@
-"""The seam to the engine for one CPU, the room `cpu/`, which nothing imports on another platform.
+"""The seams to code for one platform, which nothing imports on another: the engine `cpu/`, and `tpu.py`.
 
 XLA for CPU reads kernels below memory speed and rounds by the number of rows. The engine replaces its products
 of few rows (`Stored.product`) and whole layers over few tokens. Everywhere else XLA computes everything.
@@ -6,6 +6,7 @@ of few rows (`Stored.product`) and whole layers over few tokens. Everywhere else
 
 import importlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
+from medusa_jax.devices.platforms import platform
 from medusa_jax.sharding import Params
 
 Pair = tuple[jax.Array, jax.Array]
@@ -74,3 +76,10 @@ def engine_for(dtype: DTypeLike, mesh: Mesh) -> Engine | None:
     """The engine if this mesh is one CPU device and the engine computes in this type; else None."""
     one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     return cpu() if one_cpu and cpu().usable(dtype) else None
+
+
+def tpu() -> ModuleType | None:
+    """`model/tpu.py` where a program for TPUs is traced: the platform chooses."""
+    if platform() != "tpu":
+        return None
+    return importlib.import_module("medusa_jax.model.tpu")

@@ -17,83 +17,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import (
-    MAX_MASKED,
-    Attention,
-    LayerCache,
-    Mask,
-    Pair,
-    PathMask,
-    row_of,
-    tree_mask,
-)
+from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, PathMask, tree_mask
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.engine import cpu
-from medusa_jax.model.layers import Embed, Linear, RMSNorm
+from medusa_jax.model.engine import Pair
+from medusa_jax.model.layers import Block, Embed, Linear, RMSNorm
 from medusa_jax.model.lora import Adapter
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
-
-
-class Mlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    config: LlamaConfig
-    dtype: DTypeLike
-    shards: int
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        c = self.config
-        if self.shards:
-            fused = Linear(
-                2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj"
-            )
-            gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
-        else:
-            gate = Linear(c.d_ff, c.mlp_bias, self.dtype, name="gate_proj")(x_BTD)
-            up = Linear(c.d_ff, c.mlp_bias, self.dtype, name="up_proj")(x_BTD)
-        inner = (nn.silu(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
-        return Linear(c.d_model, c.mlp_bias, self.dtype, name="down_proj")(inner)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
-
-    `only_B` as in `Attention`.
-    """
-
-    config: LlamaConfig
-    dtype: DTypeLike
-    shards: int = 0
-    native: bool = False
-    input_norm: bool = True
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        mask: Mask,
-        cache: LayerCache | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        c = self.config
-        if isinstance(mask, PathMask):
-            assert isinstance(cache, tuple) and start_B is not None
-            layer = self.variables["params"]
-            return cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B)
-        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
-        normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
-        attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, cache = attention(normed, rope, mask, cache, start_B, only_B)
-        x_BTD = row_of(x_BTD, only_B) + out
-        normed = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 
 
 @partial(jax.jit, static_argnums=0)

@@ -14,7 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.heads.layers import shift_left
-from medusa_jax.model.causal import BLOCK, CausalMask, block, grouped, scores, whole_blocks
+from medusa_jax.model.attention import (
+    BLOCK,
+    CausalMask,
+    block,
+    grouped,
+    scores,
+    whole_blocks,
+)
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses.targets import Batch
 
