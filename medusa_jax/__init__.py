@@ -19,11 +19,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options, Piece, Result, generate, load
     from medusa_jax.errors import UserError
-    from medusa_jax.tree import Tree
+    from medusa_jax.tree.tree import Tree
 
 __all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load"]
 
-_HOMES = {"Tree": "medusa_jax.tree", "UserError": "medusa_jax.errors"}
+_HOMES = {"Tree": "medusa_jax.tree.tree", "UserError": "medusa_jax.errors"}
 
 
 def __getattr__(name: str) -> Any:

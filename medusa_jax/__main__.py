@@ -18,9 +18,6 @@ COMMANDS: dict[str, Command] = {
     **_command("train", "distill", "let a model write the text that its heads learn from"),
     **_command("train", "calibrate", "fit the tree to heads and device"),
     **_command("measure", "bench", "compare drafters and trees with plain decoding"),
-    **_command("measure", "replay", "accepted lengths on a question file, without timings"),
-    **_command("measure", "sweep", "acceptance rules over threshold and temperature"),
-    **_command("measure", "ties", "where low precision leaves plain decoding, and why"),
     **_command("measure", "roofline", "the speed-up that a chip allows, by tree size"),
     **_command("measure", "compile", "what a TPU's or GPU's compiler makes of a step"),
 }

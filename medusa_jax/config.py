@@ -8,6 +8,13 @@ nothing else may assign to them.
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Types to compute in.
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Types to store kernels in: of the backbone ("stored": the blocks of a GGUF file), and of draft heads.
+STORED = "stored"
+WEIGHTS = (STORED, "float32", "bfloat16", "int8")
+DRAFT_WEIGHTS = WEIGHTS[1:]
+
 
 @dataclass(unsafe_hash=True)
 class LlamaConfig:

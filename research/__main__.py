@@ -16,6 +16,20 @@ COMMANDS = {
         "research.tree_shapes",
         "fitted, dense and shallow trees (figure 4, table 7)",
     ),
+    "sweep": Command(
+        "papers", "research.sweep", "acceptance rules over threshold and temperature"
+    ),
+    "replay": Command(
+        "papers", "research.replay", "accepted lengths on a question file, without timings"
+    ),
+    "ties": Command(
+        "papers", "research.ties", "where low precision leaves plain decoding, and why"
+    ),
+    "batches": Command("costs", "research.batches", "batch sizes, the tree fitted to each"),
+    "roofline": Command(
+        "costs", "research.roofline", "the roofline fitted to products timed on this device"
+    ),
+    "against": Command("costs", "research.against", "other engines on the same weights"),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(
         "costs", "research.train_cost", "seconds and memory of a training step"
@@ -42,6 +56,9 @@ COMMANDS = {
         "demo", "research.demo.build", "rebuild the bundled demo from nothing"
     ),
     "demo_corpus": Command("demo", "research.demo.corpus", "the demo's text and tokenizer"),
+    "compose": Command(
+        "smollm2", "research.smollm2.compose", "questions to distil SmolLM2's answers from"
+    ),
 }
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from medusa_jax.decoding import constrained
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 PROMPTS = (

@@ -19,19 +19,19 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.heads import Backbone, make_drafter
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
-from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import stand_in
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.dry import count, stored_bytes
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 from research.layers import extrapolated
 
@@ -143,8 +143,8 @@ def draft_bytes(
 
     def run(params: PyTree, backbone: Backbone, state: PyTree, new: Committed) -> PyTree:
         state = drafter.commit(params, backbone, state, new)
-        request = DraftRequest(new.tokens_BT[:, 0], tree, lambda depth, logits: logits)
-        return state, drafter.propose(params, backbone, state, request)
+        request = DraftRequest(new.tokens_BT[:, 0], tree, lambda depth, x: Ranked(x, x))
+        return state, drafter.propose(params, backbone, state, request).nodes_BM
 
     params, backbone = jax.eval_shape(init, jax.random.key(0))
     state = jax.eval_shape(lambda: drafter.start(1, slots, jnp.float32))

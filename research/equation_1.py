@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads import Backbone, Drafter
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.attention import CausalMask
 from medusa_jax.sharding import PyTree

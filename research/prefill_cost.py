@@ -16,15 +16,16 @@ from medusa_jax.api.weightless import abstract_variables, prefill_arguments
 from medusa_jax.commands.flags import Program, flag, numbers
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
-from medusa_jax.decoding.generate import Engine, prefill
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import Params
 from medusa_jax.training.dry import GIB, memory_of, stored_bytes
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 PARTS = ("weights", "caches", "temporaries", "total")
@@ -44,7 +45,9 @@ class Flags:
     """Memory of reading a prompt: weights, caches, temporaries."""
 
     shape: str = flag("shape of a published model", "llama-7b", choices=sorted(SHAPES))
-    tokens: str = flag("lengths of the prompt", "1024,2048,8192,32768")
+    tokens: tuple[int, ...] = flag(
+        "lengths of the prompt", "1024,2048,8192,32768", type=numbers()
+    )
     batch: int = flag("rows", 1)
     drafter: str = flag("drafter on the model", "hydra")
     json: bool = flag("one JSON object instead of a table", False)
@@ -56,7 +59,7 @@ def engine_of(
     """The engine with a chain of all heads, and the shapes of its variables in `dtype`."""
     if drafter_name not in DRAFTERS:
         raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
-    drafter = make_drafter(DRAFTERS[drafter_name].Config(drafter=drafter_name), arch)
+    drafter = make_drafter(drafter_class(drafter_name).Config(drafter=drafter_name), arch)
     llama = Llama(decoding_config(arch), dtype, shards=1)
     engine = Engine(llama, drafter, Tree.chain(drafter.n_heads))
     return engine, abstract_variables(arch, drafter, dtype)
@@ -100,7 +103,7 @@ def measure(
 
 def run(flags: Flags) -> int:
     """Measure and print."""
-    lengths = numbers(flags.tokens, "--tokens")
+    lengths = flags.tokens
     use_compilation_cache()
     found = measure(flags.shape, lengths, flags.batch, flags.drafter)
     if flags.json:

@@ -25,7 +25,8 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama

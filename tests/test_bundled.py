@@ -14,8 +14,8 @@ from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.names import NAMES
-from medusa_jax.tree import Tree
 from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.tree import Tree
 
 OF_DEMO = bundled_heads(None)
 OF_MODELS = [(name, drafter) for name in NAMES for drafter in bundled_heads(name)]

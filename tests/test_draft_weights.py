@@ -12,12 +12,13 @@ from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, drafter_class, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.stored import Codes
 from medusa_jax.serving import Request, Server
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 TREE = Tree.cartesian([4, 3, 2])

@@ -7,7 +7,7 @@ from medusa_jax.api.baselines import find_baseline
 from medusa_jax.api.finding import find_heads
 from medusa_jax.devices.chips import find_chip
 from medusa_jax.errors import did_you_mean
-from medusa_jax.tree import parse_tree
+from medusa_jax.tree.files import parse_tree
 
 
 @pytest.mark.parametrize(

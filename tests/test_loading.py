@@ -26,7 +26,7 @@ from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 LAYERS = 12
 SIZES = {"n_layers": LAYERS, "d_model": 64, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8}

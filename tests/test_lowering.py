@@ -16,11 +16,12 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from medusa_jax.decoding.generate import Engine, decode_step
-from medusa_jax.heads import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.step import decode_step
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.training import dry
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 PLATFORMS = ("tpu", "cuda")
 ARCH = LlamaConfig(64, 32, 2, 4, 2, 8, 48, max_position=256)

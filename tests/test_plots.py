@@ -11,7 +11,7 @@ from trees import trees
 from medusa_jax import plots
 from medusa_jax.errors import UserError
 from medusa_jax.plots import text
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 CHOICES = [[0], [1], [0, 0], [0, 1], [0, 0, 2]]
 SVG = "{http://www.w3.org/2000/svg}"

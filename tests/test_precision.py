@@ -16,8 +16,8 @@ from cases import wide
 from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig
-from medusa_jax.heads import DRAFTERS, Backbone, drafter_class, make_drafter
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params, prepare
 from medusa_jax.model.placing import decoder
@@ -26,7 +26,7 @@ from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
 from medusa_jax.training.stage import make_stage
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 B, T, SLOTS = 2, 6, 16
 HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
@@ -125,7 +125,7 @@ def test_every_drafter(name, lm_head, weights):
         new = Committed(hidden, tokens, tokens, positions, n_B)
         state = drafter.commit(params, backbone, state, new)
         return drafter.propose(
-            params, backbone, state, DraftRequest(n_B, tree, lambda depth, logits: logits)
+            params, backbone, state, DraftRequest(n_B, tree, lambda depth, x: Ranked(x, x))
         )
 
     def train(params):

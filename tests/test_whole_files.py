@@ -23,7 +23,7 @@ from medusa_jax.evaluate import questions
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import records
-from medusa_jax.tree import load_tree_file
+from medusa_jax.tree.files import load_tree_file
 from medusa_jax.whole_files import (
     decode_text,
     read_array,

@@ -12,10 +12,10 @@ from functools import partial
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import BASELINES
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
+from medusa_jax.heads.registry import BASELINES, drafter_class
 from medusa_jax.interop import hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tokenizer import (
@@ -25,7 +25,7 @@ from medusa_jax.interop.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.model.placing import place_part
-from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -65,7 +65,7 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
                 "give the draft model's directory, name or hub id: --drafter draft_model:PATH"
             )
         return Baseline(DraftModelConfig(), path)
-    kind = BASELINES[name].Config
+    kind = drafter_class(name).Config
     shared = {f.name for f in dataclasses.fields(HeadsConfig)}
     own = {f.name for f in dataclasses.fields(kind)} - shared
     fields: Json = {}

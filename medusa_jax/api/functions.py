@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import DEFAULTS, Options, Result
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 
 def generate(

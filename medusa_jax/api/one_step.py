@@ -9,8 +9,10 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import DecodeState
+from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -29,32 +31,26 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
     state, sizes = loop.begin(engine, model.variables, request)
     if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
         state = loop.grow(engine.depth_only, sizes[-1], state)
-    state, _ = loop.decode_loop(engine, model.variables, state, np.int32(n - 1))
+    state, _ = decode_loop(engine, model.variables, state, np.int32(n - 1))
 
     @jax.jit
-    def one(variables: Params, state: loop.DecodeState) -> Json:
-        backbone, heads, tree = (
-            Backbone(engine.llama, variables["backbone"]),
-            variables["heads"],
-            engine.tree.in_every_step,
-        )
-        drafts, _ = parts.draft(engine, heads, backbone, state, tree)
-        verified = parts.verify(engine, backbone, state, tree, drafts)
-        accepted = engine.rule.accept(verified)
-        emitted_BL = parts.emitted_tokens(verified, accepted)
-        after = parts.commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
+    def one(variables: Params, state: DecodeState) -> Json:
+        drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
+        verified = parts.verify(engine, variables, state, drafts)
+        kept = parts.accept(engine, variables, state, verified)
+        after = parts.commit(engine, variables, state, verified, kept)
         return {
-            "nodes": verified.nodes_BM[0],
+            "nodes": drafts.nodes_BM[0],
             "positions": verified.positions_BM[0],
             "targets": verified.logits_BMV[0].argmax(-1),
-            "path": accepted.path_BL[0],
-            "n": accepted.n_B[0],
-            "emitted": emitted_BL[0],
+            "path": kept.path_BL[0],
+            "n": kept.n_B[0],
+            "emitted": kept.emitted_BL[0],
             "length": (state.length_B[0], after.length_B[0]),
             "root": (state.root_B[0], after.root_B[0]),
             "text": state.tokens_BO[0],
             "n_new": state.n_new_B[0],
-            "running": state.status_B[0] == loop.RUNNING,
+            "running": state.status_B[0] == RUNNING,
         }
 
     found = jax.tree.map(np.asarray, one(model.variables, state))

@@ -7,7 +7,7 @@ import numpy as np
 
 from medusa_jax.api.results import Options, Piece, Result, results_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.state import Progress
+from medusa_jax.decoding.state import Engine, Progress
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
 from medusa_jax.sharding import Params
@@ -136,11 +136,12 @@ class GrowingTexts:
 def stream_rows(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
-    engine: loop.Engine,
+    engine: Engine,
     variables: Params,
     request: loop.Request,
     compile_seconds: float,
     watch: Watch | None = None,
+    kept: loop.Kept | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that meets one is cut and shown no further.
 
@@ -150,7 +151,7 @@ def stream_rows(
     texts = GrowingTexts(tokenizer, [o.stop for o in rows])
     start = time.perf_counter()
     prefilled = None
-    chunks = loop.stream(engine, variables, request)
+    chunks = loop.stream(engine, variables, request, kept=kept)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

@@ -12,8 +12,6 @@ def _table(group: str, name: str, what: str) -> dict[str, Command]:
 
 COMMANDS: dict[str, Command] = {
     **_table("one race", "race", "drafters and trees with plain decoding"),
-    **_table("one race", "batches", "batch sizes, the tree fitted to each"),
-    **_table("one race", "against", "other engines on the same weights"),
     **_table("files", "questions", "a published question file, all turns, by category"),
 }
 

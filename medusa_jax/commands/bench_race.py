@@ -25,7 +25,7 @@ from medusa_jax.commands.prompts import PromptFlags, first_prompts, questions_of
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.plots import can_draw
 from medusa_jax.repetition import mean_repeated_ngram_share
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options

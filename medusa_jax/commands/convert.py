@@ -1,17 +1,17 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
 Reads heads of this project and published ones (`interop/heads_io.py`), writes what other engines
-load (`interop/export_heads.py`); docs/formats.md has the keys of each layout.
+load (`formats/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 
 import dataclasses
 
 from medusa_jax.commands.flags import Program, flag
+from medusa_jax.config import DTYPES
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.export_heads import TARGETS, convert
+from medusa_jax.formats.export_heads import TARGETS, convert
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
 LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
@@ -36,7 +36,7 @@ class Flags:
     dtype: str = flag(
         "default: as they are stored; int8 (a byte a weight) for --to native",
         "",
-        choices=DTYPES,
+        choices=(*DTYPES[1:], "int8"),
     )
     base_name: str | None = flag("what the files call the model (default: --model)", None)
     bench: str | None = flag("race.json of `bench race`, for the model card", None)
@@ -49,9 +49,9 @@ class Flags:
 def run(flags: Flags) -> int:
     """Convert, and upload if asked to."""
     from medusa_jax.api import find_heads, find_model
+    from medusa_jax.formats.export import Export
     from medusa_jax.interop.base_files import BaseFiles
     from medusa_jax.interop.hub import push
-    from medusa_jax.interop.stored_heads import Export
     from medusa_jax.interop.tensors import read_json
 
     if flags.dtype == "int8" and flags.to != "native":

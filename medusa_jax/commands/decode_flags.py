@@ -2,7 +2,15 @@
 
 import dataclasses
 
-from medusa_jax.commands.flags import GenerationFlags, HostFlags, ModelFlags, at_least, flag
+from medusa_jax.commands.flags import (
+    GenerationFlags,
+    HostFlags,
+    MeshFlags,
+    ModelFlags,
+    at_least,
+    flag,
+    numbers,
+)
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -18,7 +26,7 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(HostFlags, GenerationFlags, ModelFlags):
+class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
     """Generate text with draft heads (speculative decoding)."""
 
     temperature: float | None = flag(  # type: ignore[assignment]
@@ -86,18 +94,20 @@ class Flags(HostFlags, GenerationFlags, ModelFlags):
         None,
         metavar="N",
     )
-    eos_ids: str | None = flag(
+    eos_ids: tuple[int, ...] | None = flag(
         "token ids that end a text, such as 2,7; none: only its limit does (default: what the model's "
         "files say)",
         None,
+        type=numbers(),
         metavar="IDS",
     )
-    stop_sequence: list[str] = flag(  # noqa: RUF009
+    stop_sequence: list[tuple[int, ...]] = flag(  # noqa: RUF009
         "consecutive token ids that end the text, such as 13,13; they are kept (repeatable)",
         [],
+        action="append",
+        type=numbers(),
         metavar="IDS",
     )
-    mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
     chat: str | None = flag(
         "wrap the prompt in the tokenizer's chat template (or a shipped one by name); without a prompt: "
         "talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model with instruct in its name, "

@@ -1,14 +1,17 @@
 """Reports of decode.py: the object of --json, and the line below the text."""
 
 import dataclasses
+import importlib
+from typing import TYPE_CHECKING
 
 import jax
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
-from medusa_jax.evaluate.compare import Comparison
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.compare import Comparison
 
 # Fields of a result that --json prints first, in this order.
 RESULT = (
@@ -36,7 +39,7 @@ def describe(
     result: Result,
     acceptance: str,
     options: Options,
-    compared: Comparison | None,
+    compared: "Comparison | None",
 ) -> Json:
     """The object that --json prints.
 
@@ -60,8 +63,6 @@ def describe(
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
-        "weights_stored_as": stored_as(model),
-        "bytes_per_step": bytes_per_token(model, result.prompt_tokens),
         "draft_weights": model.draft_weights(acceptance),
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
@@ -71,6 +72,15 @@ def describe(
     if compared is not None:
         facts |= compared.facts()
     return facts
+
+
+def stored_bytes(model: Model, result: Result) -> Json:
+    """The types of the weights, and the bytes that a plain step reads; for JSON output."""
+    bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+    return {
+        "weights_stored_as": bandwidth.stored_as(model),
+        "bytes_per_step": bandwidth.bytes_per_token(model, result.prompt_tokens),
+    }
 
 
 def summary(facts: Json) -> str:

@@ -1,22 +1,28 @@
 """decode.py after its flags are parsed: load, decode, report."""
 
 import dataclasses
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.api.batching import equal_batches
-from medusa_jax.commands.chat import Chat
 from medusa_jax.commands.decode_flags import Flags
-from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
-from medusa_jax.commands.flags import file_to_write, load_model, parse_mesh
+from medusa_jax.commands.decode_report import (
+    LEGEND,
+    coloured,
+    describe,
+    stored_bytes,
+    summary,
+)
+from medusa_jax.commands.flags import file_to_write, load_model
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -28,11 +34,11 @@ from medusa_jax.console import (
 )
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.evaluate.compare import Comparison, compare
-from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, is_chat_model, named
-from medusa_jax.serving import Server
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.compare import Comparison
 
 
 def run(flags: Flags) -> int:
@@ -48,7 +54,6 @@ def run(flags: Flags) -> int:
     model = load_model(
         flags,
         tree=flags.tree,
-        mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, max(1, len(prompts))),
         all_heads=False,
@@ -56,17 +61,17 @@ def run(flags: Flags) -> int:
     if flags.tree == "auto" and model.drafts and not model.tree.depth:
         inform("plain decoding: no tree is faster on this device")
     if template is not None and talking:
-        own = ending_turns(model, Options(**shared_options(flags)), template)
-        with Server(model, slots=1) as server:
-            chat = Chat(server, own, template, flags.acceptance, flags.show_drafts)
-            status = chat.run()
-            with announced("waiting for a compilation to end"):
-                server.close()
-            return status
+        shared = Options(**shared_options(flags))
+        own = ending_turns(model.tokenizer, model.eos_ids, shared, template)
+        chat = importlib.import_module("medusa_jax.commands.chat")  # --chat
+        talk = chat.Chat(model, own, template, flags.acceptance, flags.show_drafts)
+        status: int = talk.run()
+        return status
     if flags.chat is None and not model.tokenizer.chat_template:
         template = None
     if template is not None:
-        options = [ending_turns(model, own, template) for own in options]
+        ends = model.tokenizer, model.eos_ids
+        options = [ending_turns(*ends, own, template) for own in options]
     prompts = [chat_prompt(model, p, template) for p in prompts]
     # Named, so that greedy batches of a file that also samples run the same program.
     sampled = any(o.temperature > 0 for o in options)
@@ -131,11 +136,10 @@ def run_one(
     compared: Comparison | None = None
     if flags.compare:
         with announced("timing the autoregressive loop"):
-            [compared] = compare(
-                model, prompts, options, repeats=flags.repeats, acceptance=acceptance
-            )
+            [compared] = compare(model, prompts, options, None, acceptance, flags)
     facts = describe(model, result, acceptance, options[0], compared)
     if flags.json:
+        facts |= stored_bytes(model, result)
         print_json(facts)
         return 0
     inform(summary(facts))
@@ -165,16 +169,11 @@ def run_file(
             results = model.generate(*batch, acceptance=acceptance)
             compared: Sequence[Comparison | None] = [None] * len(rows)
             if flags.compare:
-                compared = compare(
-                    model,
-                    *batch[:2],
-                    ids=rows,
-                    repeats=flags.repeats,
-                    acceptance=acceptance,
-                )
+                compared = compare(model, *batch, acceptance, flags)
             for i, result, one in zip(ids, results, compared):
                 result.compile_seconds = compile_seconds
                 facts = describe(model, result, acceptance, options[i], one)
+                facts |= stored_bytes(model, result)
                 print_json(facts, write)
             sys.stdout.flush()
             bar.update(len(ids))
@@ -183,6 +182,22 @@ def run_file(
                 inform(f"stopped by SIGTERM after {done} of {len(prompts)} requests")
                 return 128 + signal.SIGTERM
     return 0
+
+
+def compare(
+    model: Model,
+    prompts: Sequence[Prompt],
+    options: Sequence[Options],
+    ids: Sequence[int] | None,
+    acceptance: str,
+    flags: Flags,
+) -> "list[Comparison]":
+    """Decode with the tree and without, for --compare."""
+    behind = importlib.import_module("medusa_jax.evaluate.compare")
+    found: list[Comparison] = behind.compare(
+        model, prompts, options, ids=ids, repeats=flags.repeats, acceptance=acceptance
+    )
+    return found
 
 
 def chosen_template(flags: Flags) -> str | None:
@@ -221,9 +236,8 @@ def stream_to_terminal(
     sys.stdout.write("\n")
     sys.stdout.flush()
     if flags.save_drafts:
-        from medusa_jax.plots import draw_accepted_text
-
-        draw_accepted_text(segments, flags.save_drafts)
+        plots = importlib.import_module("medusa_jax.plots")  # --save_drafts
+        plots.draw_accepted_text(segments, flags.save_drafts)
         inform(f"wrote {flags.save_drafts}")
     if flags.show_drafts:
         inform(LEGEND)

@@ -29,13 +29,13 @@ from pathlib import Path
 
 from medusa_jax.commands.flags import (
     HostFlags,
+    MeshFlags,
     ModelFlags,
     Program,
     at_least,
     flag,
     load_model,
     on_hosts,
-    parse_mesh,
 )
 from medusa_jax.console import inform
 from medusa_jax.distill.files import TextOptions
@@ -51,12 +51,11 @@ EXAMPLES = """examples:
   python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
   python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
-  python -m medusa_jax distill --model smollm2 --compose 8192 --out work/smollm2/composed
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(TextOptions, HostFlags, ModelFlags):
+class Flags(MeshFlags, TextOptions, HostFlags, ModelFlags):
     """Let a model answer seed prompts and write a training set of its own text."""
 
     model: str | None = None
@@ -71,11 +70,6 @@ class Flags(TextOptions, HostFlags, ModelFlags):
         0,
         type=at_least(0),
     )
-    compose: int = flag(
-        "instead of --prompts: number of questions put together from tasks and subjects, each with a follow-up",
-        0,
-        type=at_least(0),
-    )
     out: str = flag("directory to write")
     mode: str = flag(
         "continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn",
@@ -83,7 +77,6 @@ class Flags(TextOptions, HostFlags, ModelFlags):
     )
     tree: str = flag("as for decode.py", "auto")
     chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
-    mesh: str = flag("devices along data, fsdp, tensor", "1,1,1")
     temperature: float | None = flag(  # type: ignore[assignment]
         "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
     )
@@ -129,21 +122,15 @@ def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.distill.compose import composed_seeds
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.interop.hub import refuse_model
 
-    if bool(flags.prompts) + (flags.ask > 0) + (flags.compose > 0) != 1:
-        raise UserError(
-            "give one of --prompts FILE, --ask N and --compose N, a number of conversations"
-        )
+    if bool(flags.prompts) == (flags.ask > 0):
+        raise UserError("give either --prompts FILE or --ask N, a number of conversations")
     if flags.ask:
         if flags.mode not in ("auto", "self_talk"):
             raise UserError(f"--ask is for --mode self_talk, not {flags.mode}")
         seeds, mode = silent_seeds(flags.ask), "self_talk"
-    elif flags.compose:
-        seeds = composed_seeds(flags.compose)
-        mode = mode_for(seeds, flags.mode)
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
@@ -177,8 +164,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         seed=flags.seed,
     )
     warn_if_quantised(flags.model)
-    mesh = parse_mesh(flags.mesh)
-    model = load_model(flags, tree=flags.tree, mesh=mesh, batch=flags.batch_size)
+    model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}

@@ -3,16 +3,17 @@
 import json
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api import Options
-from medusa_jax.api.results import ALIASES, bias_of
+from medusa_jax.api.results import ALIASES, bias_of, constraints
 from medusa_jax.commands.decode_flags import Flags
-from medusa_jax.commands.flags import token_ids
-from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, parse_json, read_text
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Constraint
 
 # What a request continues or answers, one of these.
 PROMPTS = ("prompt", "prompt_ids", "messages")
@@ -31,10 +32,8 @@ def shared_options(flags: Flags) -> Json:
         "temperature": _first(flags.temperature, brought.get("temperature"), 0.0),
         "top_p": _first(flags.top_p, brought.get("top_p"), 1.0),
         "stop": tuple(flags.stop),
-        "eos_ids": None if flags.eos_ids is None else token_ids(flags.eos_ids, "--eos_ids"),
-        "stop_sequences": tuple(
-            token_ids(text, "--stop_sequence") for text in flags.stop_sequence
-        ),
+        "eos_ids": flags.eos_ids,
+        "stop_sequences": tuple(flags.stop_sequence),
         "logit_bias": _biases(flags.logit_bias),
         "constraint": _constraint(flags.constraint),
     }
@@ -51,7 +50,7 @@ def _biases(text: str) -> tuple[tuple[int, float], ...]:
         ) from error
 
 
-def _constraint(text: str) -> Constraint | None:
+def _constraint(text: str) -> "Constraint | None":
     """The constraint of --constraint; "choice:yes|no" has two choices."""
     if not text:
         return None
@@ -59,7 +58,8 @@ def _constraint(text: str) -> Constraint | None:
     if kind in ("json_schema", "grammar"):
         value = read_text(value, f"{value!r} of --constraint")
     made: Json = {"json_object": True, "choice": value.split("|")}
-    return constraint_of({kind: made.get(kind, value)})
+    constraint: Constraint = constraints().constraint_of({kind: made.get(kind, value)})
+    return constraint
 
 
 def _first(*values: float | None) -> float:
@@ -176,7 +176,7 @@ def own_options(record: Json, shared: Json) -> Json:
     if "logit_bias" in own:
         own["logit_bias"] = bias_of(own["logit_bias"])
     if own.get("constraint") is not None:
-        own["constraint"] = constraint_of(own["constraint"])
+        own["constraint"] = constraints().constraint_of(own["constraint"])
     for name, value in own.items():
         if name in ("eos_ids", "stop_sequences", "logit_bias", "constraint"):
             continue

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.constraints.asked import Constraint
+from medusa_jax.constraints.bounded import BoundedProcess
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
-from medusa_jax.interop.bounded import BoundedProcess
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 

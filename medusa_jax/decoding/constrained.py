@@ -10,7 +10,7 @@ logits are judged:
     device                 | verify                        | judge | draft the next tree |
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.acceptance import Verified
+from medusa_jax.decoding.acceptance import Drafts, Verified
+from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
 from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
-from medusa_jax.decoding.step import Drafts, draft, settle, verify
+from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.drafter import Backbone
-from medusa_jax.heads.levels import Level, inner_nodes
-from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.heads.fill import Level, inner_nodes
+from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, on_all, pin_state
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Guesses after each node, from which the host chooses where a draft is forbidden.
 GUESSES = 16
@@ -65,26 +65,29 @@ def draft_nodes(
     """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
     # The host walks the tree before the step, so copied nodes are copied in every step.
     tree = engine.tree.in_every_step
-    backbone = Backbone(engine.llama, variables["backbone"])
-    drafts, _ = draft(engine, variables["heads"], backbone, state, tree)
+    drafts = draft(engine, variables, state, tree)
     guesses_BMK = guesses_after(tree, drafts)
-    if not engine.rule.by_drafts:
-        drafts = drafts._replace(logits={})  # only rules by drafts read them
-    drafts = drafts._replace(scores={}, ids_O=None)
-    return drafts, on_all(engine.llama.mesh, guesses_BMK)
+    if not engine.rule.by_drafts:  # other rules do not read them
+        drafts = drafts._replace(ranked=())
+    return _without_tree(drafts), on_all(engine.llama.mesh, guesses_BMK)
+
+
+def _without_tree(drafts: Drafts) -> Drafts:
+    """The drafts as arrays: a tree is no argument or result of a program."""
+    return drafts._replace(tree=None)  # type: ignore[arg-type]
 
 
 def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
     """The best tokens after each node, [B, M, K].
 
-    Nodes that a drafter does not score, such as copied ones, have the guesses of the first node of
-    their depth that it does.
+    Nodes that a drafter does not score, such as copied ones, get the guesses of the first scored node
+    of their depth.
     """
     B, M = drafts.nodes_BM.shape
     no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
     found, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
     parents = inner_nodes(Level.of(tree.drafted), tree.drafted)
-    for depth, scores in sorted(drafts.scores.items()):
+    for depth, (_, scores) in enumerate(drafts.ranked):
         scores_BPO = scores.reshape(B, -1, scores.shape[-1])
         P, K = scores_BPO.shape[1], min(GUESSES, scores_BPO.shape[-1])
         best, tokens_BPK = lax.top_k(scores_BPO, K)
@@ -93,8 +96,8 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
         tokens_BPK = jnp.where(jnp.isfinite(best), tokens_BPK, NO_TOKEN)
         rest = ((0, 0), (0, 0), (0, GUESSES - K))
         found.append(jnp.pad(tokens_BPK, rest, constant_values=NO_TOKEN))
-        place_M[tree.depth_M == depth - 1] = n
-        own = tree.drafted_N[parents[depth - 1]]
+        place_M[tree.depth_M == depth] = n
+        own = tree.drafted_N[parents[depth]]
         place_M[own] = n + (np.arange(len(own)) if P > 1 else 0)
         n += P
     return jnp.concatenate(found, axis=1)[:, place_M].astype(jnp.int32)
@@ -102,14 +105,15 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
 
 @program(static_argnums=0, donate_argnums=2)
 def verify_nodes(
-    engine: Engine, variables: Params, cache: Any, rest: DecodeState, drafts: Drafts
-) -> tuple[Verified, Any]:
-    """The backbone's pass, and the cache after it. Donates the cache, which the state lacks."""
-    backbone = Backbone(engine.llama, variables["backbone"])
-    state = rest.replace(cache=cache)
-    verified = verify(engine, backbone, state, engine.tree.in_every_step, drafts)
-    apart: Any = {"tree": None, "sampling": None, "nodes_BM": None, "cache": None}
-    return verified._replace(**apart), verified.cache
+    engine: Engine, variables: Params, cache: KVCache, rest: DecodeState, drafts: Drafts
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """The backbone's pass: hidden states and logits of all nodes, and the cache after it.
+
+    Donates the cache, which the state lacks.
+    """
+    drafts = drafts._replace(tree=engine.tree.in_every_step)
+    verified = verify(engine, variables, rest.replace(cache=cache), drafts)
+    return verified.hidden_BME, verified.logits_BMV, verified.cache
 
 
 @program(static_argnums=0, donate_argnums=(2, 3))
@@ -117,30 +121,24 @@ def judge(
     engine: Engine,
     variables: Params,
     rest: DecodeState,
-    cache: Any,
-    verified: Verified,
-    nodes_BM: jax.Array,
+    verified: tuple[jax.Array, jax.Array, KVCache],
+    drafts: Drafts,
     allowed_BMW: jax.Array,
     then_B: jax.Array,
 ) -> DecodeState:
     """Accept, commit and append among the tokens that may follow each node.
 
     Args:
-      then_B: the status that running rows get; only those that stay RUNNING go on.
+      verified: of `verify_nodes`.
+      then_B: the status that running rows get; only rows that stay RUNNING go on.
     """
-    ids_O = for_drafting(
-        Backbone(engine.llama, variables["backbone"]), variables["heads"]
-    ).ids_O
     status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
-    state = rest.replace(cache=cache, status_B=status_B)
-    verified = verified._replace(
-        tree=engine.tree.in_every_step,
-        sampling=rest.sampling,
-        nodes_BM=nodes_BM,
-        cache=cache,
-        draft_ids_O=ids_O,
-    )
-    state = settle(engine, variables, state, verified, allowed_BMW)
+    state = rest.replace(cache=verified[2], status_B=status_B)
+    drafts = drafts._replace(tree=engine.tree.in_every_step)
+    tree = Verified(drafts, *verified, state.sampling, state.length_B)
+    kept = accept(engine, variables, state, tree, allowed_BMW)
+    state = commit(engine, variables, state, tree, kept)
+    state = append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
     return pin_state(engine.llama.mesh, state)
 
 
@@ -182,15 +180,57 @@ def step(
     ready = threads.replaced(works) if threads else in_place(works, RowWork.replace)
     for row, work in ready.items():
         nodes_BM[row] = work.nodes_M
-    drafts = drafts._replace(nodes_BM=nodes_BM.copy())
     cache, rest = state.cache, state.replace(cache=None)
-    verified, cache = verify_nodes(engine, variables, cache, rest, drafts)
+    sent = drafts._replace(nodes_BM=nodes_BM.copy())
+    verified = verify_nodes(engine, variables, cache, rest, sent)
     ready = threads.filled(ready) if threads else in_place(ready, RowWork.fill)
     for row, work in ready.items():
         then_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
-    judged = (verified, nodes_BM, allowed_BMW, then_B)
-    return judge(engine, variables, rest, cache, *judged)
+    drafts = drafts._replace(nodes_BM=nodes_BM)
+    return judge(engine, variables, rest, verified, drafts, allowed_BMW, then_B)
+
+
+def stream(
+    engine: Engine, variables: Params, request: Request, kept: Kept | None = None
+) -> Generator[Progress, np.ndarray | None]:
+    """As `generate.stream`, one step at a time, for requests with guides.
+
+    The caller reads a step's text while the device judges the next one.
+    """
+    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
+    guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
+    ended_B = np.zeros(len(request.prompts), bool)
+    size = 0
+    ahead = look_ahead(engine, variables, state)
+    while True:
+        progress = ahead.progress
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
+        if running_B.any():
+            longest = np.asarray(progress.length_B)[running_B].max()
+            while longest + engine.n_rows > ladder[size]:
+                size += 1
+                state = grow(engine.depth_only, ladder[size], state)
+            state = step(engine, variables, state, guides, ahead)
+            ahead = look_ahead(engine, variables, state)
+        if kept:
+            kept.state = state
+        wanted_B = yield progress
+        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
+        if not (running_B & ~ended_B).any():
+            return
+
+
+def warm_up(engine: Engine, variables: Params, request: Request) -> None:
+    """As `generate.warm_up`, for requests with guides."""
+    state, ladder = begin(engine, variables, request)
+    end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
+    for slots in ladder:
+        if slots > ladder[0]:
+            state = grow(engine.depth_only, slots, state)
+        ahead = look_ahead(engine, variables, state)
+        state = step(engine, variables, state, {}, ahead)
+    jax.block_until_ready(state)
 
 
 @lru_cache(maxsize=64)

@@ -25,15 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.heads.prompt_lookup import continuations
-from medusa_jax.tree import Tree
+from medusa_jax.heads.drafter import Proposal
+from medusa_jax.heads.matches import continuations
+from medusa_jax.tree.tree import Nodes, Tree
 
 # Longest n-gram to look up, and shortest match for which a tree with spares has its chain.
 NGRAM, REPEATS = 8, 2
 
 
 class TreeArrays(NamedTuple):
-    """What verification and acceptance read of a tree, as arrays that a step chooses."""
+    """The part of a tree that verification and acceptance read, as arrays that a step chooses."""
 
     parent_M: jax.Array
     depth_M: jax.Array
@@ -74,18 +75,19 @@ def copied_tokens(
 
 def with_copies(
     tree: Tree,
-    propose: Callable[[Tree], jax.Array],
+    propose: Callable[[Tree], Proposal],
     text_BS: jax.Array,
     last_B: jax.Array,
     running_B: jax.Array,
-) -> tuple[jax.Array, Tree | TreeArrays]:
-    """Drafted and copied tokens of all nodes [B, M], and the tree they fill.
+) -> tuple[Proposal, Nodes]:
+    """Fill a tree with drafted and copied tokens; also returns the tree that they fill.
 
     Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4 and copied a b give
     r a x b y, the places 0 3 1 4 2 of r x y a b.
 
     Args:
-      propose: the drafter's tokens for all nodes of a tree without copied ones.
+      propose: fills a tree without copied nodes. If the tree has spares, its ranked guesses are lost:
+        they are those of one of two trees, and rules that read them use no spares.
       running_B: the rows that decide whether spares are used.
     """
     copied_BC, length_B = copied_tokens(text_BS, last_B, len(tree.copied_C))
@@ -94,15 +96,18 @@ def with_copies(
     place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}
     place_M = np.array([place[path] for path in ((), *tree.choices)])
 
-    def copying() -> jax.Array:
-        return jnp.concatenate([propose(drafted), copied_BC], axis=1)[:, place_M]
+    def copying() -> Proposal:
+        nodes_BM, ranked = propose(drafted)
+        return Proposal(jnp.concatenate([nodes_BM, copied_BC], axis=1)[:, place_M], ranked)
 
     if not tree.spares:
         return copying(), tree
     repeats = 2 * jnp.sum((length_B >= REPEATS) & running_B) >= jnp.sum(running_B)
-    nodes_BM = lax.cond(repeats, copying, lambda: propose(tree.drafted))
+    nodes_BM = lax.cond(
+        repeats, lambda: copying().nodes_BM, lambda: propose(tree.drafted).nodes_BM
+    )
     arrays = (TreeArrays.of(t, tree.path_length) for t in (tree, tree.drafted))
-    return nodes_BM, jax.tree.map(partial(jnp.where, repeats), *arrays)
+    return Proposal(nodes_BM), jax.tree.map(partial(jnp.where, repeats), *arrays)
 
 
 def copied_lengths(

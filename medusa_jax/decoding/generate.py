@@ -5,17 +5,18 @@ steps at a time and yields the new tokens. The host never waits inside a loop: i
 loop before it reads the results of the last.
 """
 
+import importlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.decoding import constrained
-from medusa_jax.decoding.constrained import Guide
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
 from medusa_jax.decoding.prefill import prefill
@@ -25,39 +26,15 @@ from medusa_jax.decoding.state import (
     Engine,
     Progress,
     copied_progress,
-    progress_of,
     text_slots,
 )
-from medusa_jax.decoding.step import decode_loop, decode_step
-from medusa_jax.decoding.stopping import LIMIT, RUNNING, STOPPED, pack_stops
+from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.state import grown
 from medusa_jax.sharding import Params, pin_state
 
-__all__ = [
-    "FOREVER",
-    "LIMIT",
-    "RUNNING",
-    "STOPPED",
-    "DecodeState",
-    "Engine",
-    "Progress",
-    "Request",
-    "begin",
-    "decode_loop",
-    "decode_step",
-    "finish",
-    "generate",
-    "grow",
-    "output_slots",
-    "power_of_two",
-    "prefill",
-    "prefill_arguments",
-    "progress_of",
-    "slot_ladder",
-    "stream",
-    "warm_up",
-]
+if TYPE_CHECKING:
+    from medusa_jax.decoding.guides import Guide
 
 # Slots of the smallest cache: attention by XLA costs what they ask for, the native kernels read no more
 # than the text. On accelerators a program takes longer to compile than small caches save.
@@ -147,7 +124,18 @@ class Request:
     delta: Sequence[float] | None = None
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
-    guides: Sequence[Guide | None] | None = None
+    guides: "Sequence[Guide | None] | None" = None
+
+
+class Kept(Protocol):
+    """A cache that outlives its request; `begin` starts the next request on it."""
+
+    state: DecodeState | None
+
+    def begin(
+        self, engine: Engine, variables: Params, request: Request
+    ) -> tuple[DecodeState, list[int]]:
+        """As the function `begin`."""
 
 
 def begin(
@@ -211,7 +199,7 @@ def generate(engine: Engine, variables: Params, request: Request) -> Progress:
     Rows with guides wait for the host in every step.
     """
     if request.guides is not None:
-        *_, progress = guided(engine, variables, request)
+        *_, progress = constrained().stream(engine, variables, request)
         return progress
     state, ladder = begin(engine, variables, request)
     return finish(engine, variables, state, ladder)
@@ -229,23 +217,29 @@ def finish(
 
 
 def stream(
-    engine: Engine, variables: Params, request: Request, chunk_steps: int = 8
+    engine: Engine,
+    variables: Params,
+    request: Request,
+    chunk_steps: int = 8,
+    kept: Kept | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched.
+    take no step after the chunk that is already dispatched. `kept` has the state after every chunk.
     """
     if request.guides is not None:
-        yield from guided(engine, variables, request)
+        yield from constrained().stream(engine, variables, request, kept)
         return
-    state, ladder = begin(engine, variables, request)
+    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     seen = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        if kept:
+            kept.state = state
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
@@ -256,34 +250,6 @@ def stream(
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
         seen = ahead
-
-
-def guided(
-    engine: Engine, variables: Params, request: Request
-) -> Generator[Progress, np.ndarray | None]:
-    """As `stream`, a step at a time: rows with constraints (`constrained.py`).
-
-    The caller reads a step's text while the device judges the next one.
-    """
-    state, ladder = begin(engine, variables, request)
-    guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    ended_B = np.zeros(len(request.prompts), bool)
-    size = 0
-    ahead = constrained.look_ahead(engine, variables, state)
-    while True:
-        progress = ahead.progress
-        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
-        if running_B.any():
-            longest = np.asarray(progress.length_B)[running_B].max()
-            while longest + engine.n_rows > ladder[size]:
-                size += 1
-                state = grow(engine.depth_only, ladder[size], state)
-            state = constrained.step(engine, variables, state, guides, ahead)
-            ahead = constrained.look_ahead(engine, variables, state)
-        wanted_B = yield progress
-        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
-        if not (running_B & ~ended_B).any():
-            return
 
 
 def end_wanted(
@@ -309,16 +275,19 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
 
     Reads the prompts once and takes no decode step.
     """
+    if request.guides is not None:
+        constrained().warm_up(engine, variables, request)
+        return
     state, ladder = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        if request.guides is None:
-            state, progress = decode_loop(engine, variables, state, np.int32(0))
-        else:
-            ahead = constrained.look_ahead(engine, variables, state)
-            state = constrained.step(engine, variables, state, {}, ahead)
-            progress = ahead.progress
+        state, progress = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(progress)
+
+
+def constrained() -> ModuleType:
+    """The drivers of requests with guides. A seam: a request's constraint asks for them."""
+    return importlib.import_module("medusa_jax.decoding.constrained")

@@ -13,12 +13,13 @@ decoding. Rows that ask for nothing carry and compute none of this (`Sampling.pe
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+from medusa_jax.tree.tree import Nodes
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,10 @@ class Penalties(struct.PyTreeNode):
     ends_BV: jax.Array
 
     def at(self, columns: Callable[[jax.Array], jax.Array]) -> "Penalties":
-        """Those of some columns: `columns` picks them from arrays [..., V]."""
+        """The penalties of the tokens that `columns` picks from arrays [..., V].
+
+        Counts are left out: they differ between places.
+        """
         return self.replace(
             bias_BV=columns(self.bias_BV),
             prompt_BV=columns(self.prompt_BV),
@@ -92,8 +96,8 @@ def penalties_of(
             bias_BV[row, token] += bias
         ends_BV[row, list(one.ends)] = True
 
-    def per_row(name: str) -> Any:
-        return np.array([getattr(one, name) for one in asked], np.float32)
+    def per_row(name: str) -> jax.Array:
+        return jnp.array([getattr(one, name) for one in asked], jnp.float32)
 
     return Penalties(
         presence_B=per_row("presence"),
@@ -116,41 +120,33 @@ def no_penalties(rows: int, vocab_size: int) -> Penalties:
     return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
 
 
-def penalised(
-    logits_BMV: jax.Array,
-    penalties: Penalties | None,
-    counts_BMV: jax.Array | None = None,
-    depth_M: jax.Array | None = None,
+def penalise(
+    logits_BPV: jax.Array, penalties: Penalties, counts_BPV: jax.Array, depth_P: jax.Array
 ) -> jax.Array:
-    """The logits with biases and penalties.
+    """Add the biases and subtract the penalties.
 
     Args:
-      counts_BMV: counts at each place; by default those of the text so far at all of them.
-      depth_M: tokens after that text at each place; by default 0.
+      counts_BPV: how often each token occurs in the generated text at each place.
+      depth_P: tokens of that text that `penalties` has not counted.
 
-    Example: logits [1, -1, 0], of which the text has the last two once, presence 0.5 and
+    Example: logits [1, -1, 0] where the text has the last two tokens once, presence 0.5 and
     repetition 2: [1, -2.5, -0.5].
     """
-    if penalties is None:
-        return logits_BMV
     presence_B11, frequency_B11, repetition_B11 = (
-        x[:, None, None].astype(logits_BMV.dtype)
+        x[:, None, None].astype(logits_BPV.dtype)
         for x in (penalties.presence_B, penalties.frequency_B, penalties.repetition_B)
     )
-    if counts_BMV is None:
-        counts_BMV = penalties.counts_BV[:, None]
-    z_BMV = logits_BMV + penalties.bias_BV[:, None].astype(logits_BMV.dtype)
-    scaled_BMV = jnp.where(z_BMV > 0, z_BMV / repetition_B11, z_BMV * repetition_B11)
-    there_BMV = counts_BMV > 0
-    z_BMV = jnp.where(penalties.prompt_BV[:, None] | there_BMV, scaled_BMV, z_BMV)
-    z_BMV = z_BMV - frequency_B11 * counts_BMV.astype(z_BMV.dtype)
-    z_BMV = z_BMV - jnp.where(there_BMV, presence_B11, 0)
-    depth_M = jnp.zeros((1,), jnp.int32) if depth_M is None else jnp.asarray(depth_M)
-    early_BM1 = (penalties.left_B[:, None] > depth_M[None])[..., None]
-    return jnp.where(early_BM1 & penalties.ends_BV[:, None], -jnp.inf, z_BMV)
+    z_BPV = logits_BPV + penalties.bias_BV[:, None].astype(logits_BPV.dtype)
+    scaled_BPV = jnp.where(z_BPV > 0, z_BPV / repetition_B11, z_BPV * repetition_B11)
+    there_BPV = counts_BPV > 0
+    z_BPV = jnp.where(penalties.prompt_BV[:, None] | there_BPV, scaled_BPV, z_BPV)
+    z_BPV = z_BPV - frequency_B11 * counts_BPV.astype(z_BPV.dtype)
+    z_BPV = z_BPV - jnp.where(there_BPV, presence_B11, 0)
+    early_BP1 = (penalties.left_B[:, None] > depth_P[None])[..., None]
+    return jnp.where(early_BP1 & penalties.ends_BV[:, None], -jnp.inf, z_BPV)
 
 
-def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Any) -> jax.Array:
+def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Nodes) -> jax.Array:
     """How often every token occurs in the generated text up to each node: [B, M, V].
 
     Args:
@@ -169,7 +165,7 @@ def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Any) -> j
     return counts_BMV.at[row_B11, node_1M1, path_BML].add(more_BML)
 
 
-def counted(
+def count(
     penalties: Penalties | None, emitted_BL: jax.Array, n_B: jax.Array
 ) -> Penalties | None:
     """The penalties after the first n emitted tokens of each row."""

@@ -8,9 +8,7 @@ from jax import lax
 
 from medusa_jax.decoding.acceptance.targets import target_tokens
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
-from medusa_jax.decoding.masks import only
-from medusa_jax.decoding.penalties import penalised
-from medusa_jax.decoding.repeats import without_repeats
+from medusa_jax.decoding.places import adjust, after_text
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import emit, write_tokens
@@ -90,22 +88,17 @@ def read_piece(
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""
         here_B1 = jnp.clip(last_B1 - begin_B[:, None], 0, T - 1)
         last_B1E = jnp.take_along_axis(hidden_BTE, here_B1[..., None], axis=1)
-        logits_B1V = backbone.lm_head(last_B1E)
-        if text_BS is not None and engine.no_repeat_ngram_size:
-            logits_B1V = without_repeats(
-                logits_B1V,
-                text_BS[:, None],
-                last_B1,
-                engine.no_repeat_ngram_size,
-                barred_B=sampling.barred_B,
-            )
-        drawn = engine.rule.noise is not None
-        scored_B1V = penalised(logits_B1V, sampling.penalties)
+        barred_BS = text_BS if engine.no_repeat_ngram_size else None
+        place = after_text(sampling, barred_BS, last_B1[:, 0])
         if sampling.first_BW is not None:
-            scored_B1V = only(scored_B1V, sampling.first_BW[:, None])
-        root_B1 = target_tokens(scored_B1V, last_B1, sampling if drawn else None)
+            place = place._replace(allowed_BPW=sampling.first_BW[:, None])
+        reported_B1V, chosen_B1V = adjust(
+            engine, sampling, backbone, place, backbone.lm_head(last_B1E)
+        )
+        drawn = engine.rule.noise is not None
+        root_B1 = target_tokens(chosen_B1V, last_B1, sampling if drawn else None)
         n = engine.logprobs
-        return root_B1[:, 0], None if n is None else logprobs_of(logits_B1V, root_B1, n)
+        return root_B1[:, 0], None if n is None else logprobs_of(reported_B1V, root_B1, n)
 
     first = read.root_B, read.logprobs
     if whole:

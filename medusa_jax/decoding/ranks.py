@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.repeats import without_repeats
+from medusa_jax.decoding.repeats import bar_repeats
 from medusa_jax.decoding.sampling import gumbel
-from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params
@@ -49,7 +48,7 @@ def rank_tuples(
         if no_repeat_ngram_size and k == 0:
             text_BCT = jnp.broadcast_to(tokens_BT[:, None, :], (*positions_BC.shape, T))
             last_BC = jnp.minimum(positions_BC + 1, T - 1)
-            logits_BCO = without_repeats(
+            logits_BCO = bar_repeats(
                 logits_BCO, text_BCT, last_BC, no_repeat_ngram_size, backbone.places
             )
         if noise is None:

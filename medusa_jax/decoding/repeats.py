@@ -6,10 +6,11 @@ that of plain decoding with the same option.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from medusa_jax.tree.tree import Nodes
 
 
 def barred_tokens(text: Sequence[int], n: int) -> list[int]:
@@ -31,17 +32,17 @@ def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Arr
 
 
 def node_texts(
-    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The text up to each node [B, M, S], padded with -1, and the index of its last token [B, M].
+    text_BS: jax.Array, length_B: jax.Array, nodes_BM: jax.Array, tree: Nodes
+) -> jax.Array:
+    """The text up to each node [B, M, S], padded with -1.
 
     Example: text a b, root r at length 2, the tree of `Tree`'s docstring with tokens
-    r x y z w: node 4 (path [0, 2]) has  a b r x w -1 -1 ...  and index 4.
+    r x y z w: node 4 (path [0, 2]) has  a b r x w -1 -1 ....
 
     Args:
       text_BS: the first `length` tokens of a row are valid; S is at least length + L.
     """
-    S, L = text_BS.shape[1], tree.ancestors_ML.shape[1]
+    S, L = text_BS.shape[1], tree.path_length
     path_BML = jnp.take(nodes_BM, jnp.asarray(tree.ancestors_ML), axis=1)
     offset_B1S = (jnp.arange(S)[None, :] - length_B[:, None])[:, None, :]
     step_BMS = jnp.broadcast_to(jnp.clip(offset_B1S, 0, L - 1), (*path_BML.shape[:2], S))
@@ -49,37 +50,38 @@ def node_texts(
     whole_BMS = jnp.where(offset_B1S < 0, text_BS[:, None, :], on_path_BMS)
     depth_M = jnp.asarray(tree.depth_M)
     inside_BMS = offset_B1S <= depth_M[None, :, None]
-    return jnp.where(inside_BMS, whole_BMS, -1), length_B[:, None] + depth_M[None, :]
+    return jnp.where(inside_BMS, whole_BMS, -1)
 
 
-def without_repeats(
-    logits_BMV: jax.Array,
-    text_BMS: jax.Array,
-    last_BM: jax.Array,
+def bar_repeats(
+    logits_BPO: jax.Array,
+    text_BPS: jax.Array,
+    last_BP: jax.Array,
     n: int,
     places: Callable[[jax.Array], jax.Array] | None = None,
     barred_B: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits with minus infinity for tokens that would complete an earlier n-gram of each text.
+    """Set the logits of tokens that would complete an earlier n-gram of each text to minus infinity.
 
     Example, n = 3: after  a b c a b  the token c is barred, since a b precedes it and ends the text.
 
     Args:
+      last_BP: index of the last token of each text.
       places: maps token ids to indices of the logits, by default the identity.
-      barred_B: the rows that it is for, by default all.
+      barred_B: the rows to change, by default all.
     """
-    B, M, S = text_BMS.shape
+    B, P, S = text_BPS.shape
     index_11S = jnp.arange(S)[None, None, :]
-    match_BMS = (index_11S >= n - 1) & (index_11S <= last_BM[..., None])
+    match_BPS = (index_11S >= n - 1) & (index_11S <= last_BP[..., None])
     if barred_B is not None:
-        match_BMS &= barred_B[:, None, None]
+        match_BPS &= barred_B[:, None, None]
     for back in range(1, n):
-        tail_BM1 = jnp.take_along_axis(
-            text_BMS, jnp.maximum(last_BM - back + 1, 0)[..., None], axis=-1
+        tail_BP1 = jnp.take_along_axis(
+            text_BPS, jnp.maximum(last_BP - back + 1, 0)[..., None], axis=-1
         )
-        match_BMS &= jnp.roll(text_BMS, back, axis=-1) == tail_BM1
-    token_BMS = text_BMS if places is None else places(text_BMS)
+        match_BPS &= jnp.roll(text_BPS, back, axis=-1) == tail_BP1
+    token_BPS = text_BPS if places is None else places(text_BPS)
     # Out-of-range indices are dropped.
-    token_BMS = jnp.where(match_BMS, token_BMS, logits_BMV.shape[-1])
-    row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
-    return logits_BMV.at[row_B11, node_1M1, token_BMS].set(-jnp.inf, mode="drop")
+    token_BPS = jnp.where(match_BPS, token_BPS, logits_BPO.shape[-1])
+    row_B11, place_1P1 = jnp.arange(B)[:, None, None], jnp.arange(P)[None, :, None]
+    return logits_BPO.at[row_B11, place_1P1, token_BPS].set(-jnp.inf, mode="drop")

@@ -1,6 +1,8 @@
 """The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
+import importlib
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,13 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Drafter
-from medusa_jax.heads.extra_rows import WithExtraRows
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, on_all
-from medusa_jax.tree import Tree, stand_in
+from medusa_jax.tree.tree import Tree, stand_in
+
+# Drafters with a decode step of their own, and its file in this room.
+OWN_STEPS = {"lookahead": "lookahead"}
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,20 @@ class Engine:
         return RULES[self.acceptance]
 
     @property
-    def n_rows(self) -> int:
-        """Rows of a verification pass, which need free slots: tree nodes and the drafter's extra rows."""
-        return self.tree.n_nodes + (len(self.extra.extra_rows.depth_X) if self.extra else 0)
+    def own_step(self) -> ModuleType | None:
+        """The module with the drafter's own `decode_step` and `n_rows`; None: it has the core's step.
+
+        A seam: the drafter's name decides.
+        """
+        name = OWN_STEPS.get(self.drafter.name)
+        return importlib.import_module(f"medusa_jax.decoding.{name}") if name else None
 
     @property
-    def extra(self) -> WithExtraRows | None:
-        """The drafter, if it has the backbone run extra rows."""
-        return self.drafter if isinstance(self.drafter, WithExtraRows) else None
+    def n_rows(self) -> int:
+        """Rows of a backbone pass, which need free slots in the cache: the tree's nodes, and the rows of
+        an own step."""
+        own = self.own_step
+        return own.n_rows(self) if own else self.tree.n_nodes
 
     @property
     def depth_only(self) -> "Engine":

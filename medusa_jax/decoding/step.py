@@ -1,32 +1,26 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.acceptance import Accepted, Verified
-from medusa_jax.decoding.copying import TreeArrays, with_copies
+from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
+from medusa_jax.decoding.copying import with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
-from medusa_jax.decoding.masks import only
-from medusa_jax.decoding.penalties import counted, counts_down_paths, penalised
-from medusa_jax.decoding.repeats import node_texts, without_repeats
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.stopping import (
-    LIMIT,
-    PAUSED,
-    RUNNING,
-    completes_stop,
-    count_until_end,
-)
-from medusa_jax.devices.platforms import platform, program
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest
-from medusa_jax.heads.extra_rows import WithExtraRows
+from medusa_jax.decoding.penalties import count
+from medusa_jax.decoding.places import adjust, after_nodes, after_text
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
+from medusa_jax.devices.platforms import platform
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.cache import KVCache
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import Params, PyTree, on_all, pin_state
-from medusa_jax.tree import Tree
+from medusa_jax.sharding import Params
+from medusa_jax.tree.tree import Nodes, Tree
 
 
 def decode_step(
@@ -41,254 +35,207 @@ def decode_step(
       tree: the tree's arrays, by default the engine's as constants. Property tests pass traced
         arrays instead, so that many trees share one compiled program.
     """
-    tree = engine.tree if tree is None else tree
-    backbone = Backbone(engine.llama, variables["backbone"])
+    drafts = draft(engine, variables, state, tree or engine.tree)
+    verified = verify(engine, variables, state, drafts)
+    kept = accept(engine, variables, state, verified)
+    state = commit(engine, variables, state, verified, kept)
+    return append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
+
+
+@jax.named_scope("draft")
+def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> Drafts:
+    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
     heads = variables["heads"]
-    with jax.named_scope("draft"):
-        drafts, filled = draft(engine, heads, backbone, state, tree)
-    verified = verify(engine, backbone, state, filled, drafts)
-    return settle(engine, variables, state, verified)
+    backbone = for_drafting(Backbone(engine.llama, variables["backbone"]), heads)
+    noise_BLV = noise_of_tree(engine, state, tree)
+    rank = partial(rank_guesses, engine, state, backbone, noise_BLV)
+
+    def propose(drafted: Tree) -> Proposal:
+        if drafted.n_nodes == 1:
+            return Proposal(state.root_B[:, None])
+        request = DraftRequest(state.root_B, drafted, rank)
+        return engine.drafter.propose(heads, backbone, state.drafter, request)
+
+    filled: Nodes = tree
+    if tree.copied_C.size:
+        assert state.text_BS is not None  # `Engine.keeps_text`
+        text = state.text_BS, state.length_B, state.status_B == RUNNING
+        (nodes_BM, ranked), filled = with_copies(tree, propose, *text)
+    else:
+        nodes_BM, ranked = propose(tree)
+    return Drafts(filled, nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
 
 
-def settle(
+def noise_of_tree(engine: Engine, state: DecodeState, tree: Nodes) -> jax.Array | None:
+    """The rule's noise by depth [B, L, V]; None if the rule draws nothing.
+
+    A child at depth d is at position length + d, so noise_BLV[:, d - 1] decides its target token and
+    its rank as a draft.
+    """
+    if engine.rule.noise is None:
+        return None
+    position_BL = state.length_B[:, None] + 1 + jnp.arange(tree.path_length)[None, :]
+    V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
+    with jax.named_scope("sampling"):
+        return engine.rule.noise(state.sampling, position_BL, V, dtype)
+
+
+def rank_guesses(
+    engine: Engine,
+    state: DecodeState,
+    backbone: Backbone,
+    noise_BLV: jax.Array | None,
+    depth: int,
+    logits: jax.Array,
+) -> Ranked:
+    """Rank the guesses of a depth by logits / T + g like the verifier, at T = 0 by the logits.
+
+    Only the text up to the root is known. It decides the n-grams that are barred at depth 1; its counts
+    penalise the guesses of all depths.
+
+    Args:
+      logits: [B, O] or [B, P, O].
+    """
+    text_BS = state.text_BS if engine.no_repeat_ngram_size and depth == 1 else None
+    place = after_text(state.sampling, text_BS, state.length_B)
+    B, O = logits.shape[0], logits.shape[-1]
+    _, logits_BPO = adjust(
+        engine, state.sampling, backbone, place, logits.reshape(B, -1, O)
+    )
+    scores_BPO = logits_BPO
+    if noise_BLV is not None:
+        temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
+        scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
+        scores_BPO = logits_BPO + scaled_BO[:, None]
+    return Ranked(logits_BPO.reshape(logits.shape), scores_BPO.reshape(logits.shape))
+
+
+def verify(
+    engine: Engine, variables: Params, state: DecodeState, drafts: Drafts
+) -> Verified:
+    """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
+    backbone, tree = Backbone(engine.llama, variables["backbone"]), drafts.tree
+    hidden_BME, cache = run_rows(
+        backbone,
+        state,
+        drafts.nodes_BM,
+        jnp.asarray(tree.depth_M),
+        jnp.asarray(tree.mask_MM),
+    )
+    with jax.named_scope("lm_head"):
+        logits_BMV = backbone.lm_head(hidden_BME)
+    return Verified(drafts, hidden_BME, logits_BMV, cache, state.sampling, state.length_B)
+
+
+def run_rows(
+    backbone: Backbone,
+    state: DecodeState,
+    tokens_BR: jax.Array,
+    depth_R: jax.Array,
+    mask_RR: jax.Array,
+) -> tuple[jax.Array, KVCache]:
+    """Run R tokens after each row's text, and write them to the cache.
+
+    Args:
+      depth_R: distance of each token from the root.
+      mask_RR: True where the row's token sees the column's.
+
+    Returns: their hidden states [B, R, E], and the cache.
+    """
+    position_BR = state.length_B[:, None] + depth_R[None, :]
+    with jax.named_scope("backbone"):
+        return backbone.decode(tokens_BR, position_BR, state.cache, state.length_B, mask_RR)
+
+
+class Kept(NamedTuple):
+    """The tokens that a step keeps.
+
+    Attributes:
+      path_BL, n_B, bonus_B: as in `Accepted`.
+      emitted_BL: the accepted drafts, then the bonus token; entries after it are meaningless.
+      logprobs: log-probabilities of `emitted_BL`; None unless the engine keeps them.
+    """
+
+    path_BL: jax.Array
+    n_B: jax.Array
+    bonus_B: jax.Array
+    emitted_BL: jax.Array
+    logprobs: Logprobs | None
+
+
+@jax.named_scope("accept")
+def accept(
     engine: Engine,
     variables: Params,
     state: DecodeState,
     verified: Verified,
     allowed_BMW: jax.Array | None = None,
-) -> DecodeState:
-    """Accept, commit and append: what follows the backbone's pass.
+) -> Kept:
+    """Keep one path by the engine's rule.
 
     Args:
       allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
     """
-    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
-    scored = with_penalties(verified)
-    scored = scored._replace(logits_BMV=only(scored.logits_BMV, allowed_BMW))
-    with jax.named_scope("accept"):
-        accepted = engine.rule.accept(scored)
-        emitted_BL = emitted_tokens(verified, accepted)
+    nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
+    backbone = Backbone(engine.llama, variables["backbone"])
+    places = after_nodes(engine, state, nodes_BM, tree)._replace(allowed_BPW=allowed_BMW)
+    reported_BMV, chosen_BMV = adjust(
+        engine, state.sampling, backbone, places, verified.logits_BMV
+    )
+    accepted = engine.rule.accept(verified._replace(logits_BMV=chosen_BMV))
+    emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
-        logits_BLV = jnp.take_along_axis(
-            verified.logits_BMV, accepted.path_BL[..., None], axis=1
-        )
+        path_BL1 = accepted.path_BL[..., None]
+        logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    with jax.named_scope("commit"):
-        state = commit(engine, heads, backbone, state, verified, accepted, emitted_BL)
-        return append(state, emitted_BL, accepted.n_B + 1, logprobs)
+    return Kept(*accepted, emitted_BL, logprobs)
 
 
-def with_penalties(verified: Verified) -> Verified:
-    """The verified tree for the acceptance rule: logits with the penalties of each node's path."""
-    penalties = verified.sampling.penalties
-    if penalties is None:
-        return verified
-    counts_BMV = counts_down_paths(penalties.counts_BV, verified.nodes_BM, verified.tree)
-    depth_M = verified.tree.depth_M
-    logits_BMV = penalised(verified.logits_BMV, penalties, counts_BMV, depth_M)
-    return verified._replace(logits_BMV=logits_BMV)
-
-
-class Drafts(NamedTuple):
-    """A drafted tree.
-
-    Attributes:
-      nodes_BM: token ids of all nodes, the root first.
-      noise_BLV: the rule's noise by depth, or None.
-      logits: by depth, the heads' logits, with penalties; none if the tree has spares.
-      scores: by depth, what ranked the drafts: these logits with the rule's noise; likewise.
-      ids_O: token ids of both; None: all tokens.
-    """
-
-    nodes_BM: jax.Array
-    noise_BLV: jax.Array | None
-    logits: dict[int, jax.Array]
-    scores: dict[int, jax.Array]
-    ids_O: jax.Array | None
-
-
-def draft(
-    engine: Engine, heads: Params, backbone: Backbone, state: DecodeState, tree: Tree
-) -> tuple[Drafts, Tree | TreeArrays]:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token.
-
-    Returns: the drafts, and the tree that they fill: the given one, or that with its spares.
-    """
-    backbone = for_drafting(backbone, heads)
-    # g[pos] from the position after the root on: a child at depth d is at length + d, so
-    # noise_BLV[:, d - 1] decides its target token and its rank as a draft.
-    noise_BLV = None
-    if engine.rule.noise is not None:
-        position_BL = state.length_B[:, None] + 1 + jnp.arange(tree.path_length)[None, :]
-        V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
-        with jax.named_scope("sampling"):
-            noise_BLV = engine.rule.noise(state.sampling, position_BL, V, dtype)
-    ranked: dict[int, jax.Array] = {}
-    scores: dict[int, jax.Array] = {}
-    barring_BS = state.text_BS if engine.no_repeat_ngram_size else None
-    penalties = state.sampling.penalties
-    if penalties is not None:
-        penalties = penalties.at(backbone.of_scored)
-
-    def rank_scores(depth: int, logits: jax.Array) -> jax.Array:
-        """Scores in the order of logits / T + g, like the verifier's (T = 0: of the logits)."""
-        if depth == 1 and barring_BS is not None:  # the text up to the root is known
-            logits_B1O = logits.reshape(logits.shape[0], 1, -1)
-            text_B1S, last_B1 = barring_BS[:, None], state.length_B[:, None]
-            n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
-            barred_B1O = without_repeats(
-                logits_B1O, text_B1S, last_B1, n_gram, backbone.places, barred_B
-            )
-            logits = barred_B1O.reshape(logits.shape)
-        if penalties is not None:  # of the text up to the root, at all depths
-            logits_BPO = logits.reshape(logits.shape[0], -1, logits.shape[-1])
-            logits = penalised(logits_BPO, penalties).reshape(logits.shape)
-        ranked[depth] = scores[depth] = logits
-        if noise_BLV is not None:
-            temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-            scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
-            middle = (1,) * (logits.ndim - 2)
-            scaled = scaled_BO.reshape(scaled_BO.shape[0], *middle, scaled_BO.shape[1])
-            scores[depth] = logits + scaled
-        return scores[depth]
-
-    def propose(drafted: Tree) -> jax.Array:
-        if drafted.n_nodes == 1:
-            return state.root_B[:, None]
-        request = DraftRequest(state.root_B, drafted, rank_scores)
-        nodes_BM = engine.drafter.propose(heads, backbone, state.drafter, request)
-        return nodes_BM.astype(jnp.int32)
-
-    filled: Tree | TreeArrays = tree
-    if tree.copied_C.size:
-        assert state.text_BS is not None  # `Engine.keeps_text`
-        running_B = state.status_B == RUNNING
-        nodes_BM, filled = with_copies(
-            tree, propose, state.text_BS, state.length_B, running_B
-        )
-        if tree.spares:  # logits of one of two branches: no rule that reads them has spares
-            ranked, scores = {}, {}
-    else:
-        nodes_BM = propose(tree)
-    return Drafts(nodes_BM, noise_BLV, ranked, scores, backbone.ids_O), filled
-
-
-def verify(
-    engine: Engine,
-    backbone: Backbone,
-    state: DecodeState,
-    tree: Tree | TreeArrays,
-    drafts: Drafts,
-) -> Verified:
-    """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
-    M = tree.n_nodes
-    tokens_BR, depth_R, mask_RR = rows_of_pass(
-        engine.extra, state.drafter, tree, drafts.nodes_BM
-    )
-    positions_BR = state.length_B[:, None] + depth_R[None, :]
-    with jax.named_scope("backbone"):
-        hidden_BRE, cache = backbone.decode(
-            tokens_BR, positions_BR, state.cache, state.length_B, mask_RR
-        )
-    hidden_BME, scored_BRE = hidden_BRE[:, :M], hidden_BRE
-    if engine.extra is not None:  # one pass over the LM head for both
-        extra_BUE = hidden_BRE[:, -engine.extra.extra_rows.n_scored :]
-        scored_BRE = jnp.concatenate([hidden_BME, extra_BUE], axis=1)
-    with jax.named_scope("lm_head"):
-        logits_BRV = backbone.lm_head(scored_BRE)
-    logits_BMV = logits_BRV[:, :M]
-    if engine.no_repeat_ngram_size and state.text_BS is not None:
-        texts = node_texts(state.text_BS, state.length_B, drafts.nodes_BM, tree)
-        n_gram, barred_B = engine.no_repeat_ngram_size, state.sampling.barred_B
-        logits_BMV = without_repeats(logits_BMV, *texts, n_gram, barred_B=barred_B)
-    return Verified(
-        tree=tree,
-        nodes_BM=drafts.nodes_BM,
-        positions_BM=positions_BR[:, :M],
-        hidden_BME=hidden_BME,
-        logits_BMV=logits_BMV,
-        extra_BUV=logits_BRV[:, M:],
-        cache=cache,
-        sampling=state.sampling,
-        length_B=state.length_B,
-        noise_BLV=drafts.noise_BLV,
-        draft_logits=drafts.logits,
-        draft_ids_O=drafts.ids_O,
-    )
-
-
-def rows_of_pass(
-    extra: WithExtraRows | None, state: PyTree, tree: Tree | TreeArrays, nodes_BM: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, depths and mask of all rows of a pass: tree nodes, then the drafter's extra rows.
-
-    Example: a chain of two nodes and two extra rows, the second of which sees the first:
-
-        root   1 . . .
-        node   1 1 . .
-        row    1 . 1 .
-        row    1 . 1 1
-    """
-    depth_M, mask_MM = jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
-    if extra is None:
-        return nodes_BM, depth_M, mask_MM
-    rows = extra.extra_rows
-    tokens_BR = jnp.concatenate([nodes_BM, extra.extra_tokens(state)], axis=1)
-    depth_R = jnp.concatenate([depth_M, jnp.asarray(rows.depth_X)])
-    M, X = tree.n_nodes, len(rows.depth_X)
-    mask_RR = jnp.pad(mask_MM, (0, X)).at[M:, M:].set(jnp.asarray(rows.mask_XX))
-    return tokens_BR, depth_R, mask_RR.at[M:, 0].set(True)
-
-
-def emitted_tokens(verified: Verified, accepted: Accepted) -> jax.Array:
+def emitted_tokens(nodes_BM: jax.Array, accepted: Accepted) -> jax.Array:
     """The accepted drafts, then the bonus token [B, L]; entries after it are meaningless.
 
     Example: path [root r, x, w], n = 2, bonus b, L = 4: [x, w, b, .].
     """
     path_BL, n_B, bonus_B = accepted
-    drafts_BL = jnp.take_along_axis(verified.nodes_BM, path_BL, axis=1)
+    drafts_BL = jnp.take_along_axis(nodes_BM, path_BL, axis=1)
     shifted_BL = jnp.concatenate([drafts_BL[:, 1:], drafts_BL[:, :1]], axis=1)
     is_bonus_BL = jnp.arange(path_BL.shape[1])[None, :] == n_B[:, None]
     return jnp.where(is_bonus_BL, bonus_B[:, None], shifted_BL)
 
 
+@jax.named_scope("commit")
 def commit(
-    engine: Engine,
-    heads: Params,
-    backbone: Backbone,
-    state: DecodeState,
-    verified: Verified,
-    accepted: Accepted,
-    emitted_BL: jax.Array,
+    engine: Engine, variables: Params, state: DecodeState, verified: Verified, kept: Kept
 ) -> DecodeState:
     """Add the root and the accepted drafts to the text; the bonus token becomes the root."""
-    path_BL, n_B, bonus_B = accepted
-    running_B = state.status_B == RUNNING
-    taken_B = jnp.where(running_B, n_B + 1, 0)
-    hidden_BLE = jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1)
-    position_BL = jnp.take_along_axis(verified.positions_BM, path_BL, axis=1)
-    drafter = state.drafter
-    if engine.extra is not None:
-        drafter = engine.extra.learn(drafter, state.root_B, verified.extra_BUV)
-    token_BL = jnp.take_along_axis(verified.nodes_BM, path_BL, axis=1)
-    new = Committed(hidden_BLE, token_BL, emitted_BL, position_BL, taken_B)
-    drafter = engine.drafter.commit(heads, backbone, drafter, new)
+    path_BL, running_B = kept.path_BL, state.status_B == RUNNING
+    taken_B = jnp.where(running_B, kept.n_B + 1, 0)
+    new = Committed(
+        jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1),
+        jnp.take_along_axis(verified.drafts.nodes_BM, path_BL, axis=1),
+        kept.emitted_BL,
+        jnp.take_along_axis(verified.positions_BM, path_BL, axis=1),
+        taken_B,
+    )
+    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
+    drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
         cache = cache.commit(state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
-        text_BS = write_tokens(text_BS, emitted_BL, state.length_B + 1)
+        text_BS = write_tokens(text_BS, kept.emitted_BL, state.length_B + 1)
     return state.replace(
         cache=cache,
         drafter=drafter,
         length_B=state.length_B + taken_B,
-        root_B=jnp.where(running_B, bonus_B, state.root_B),
+        root_B=jnp.where(running_B, kept.bonus_B, state.root_B),
         text_BS=text_BS,
     )
 
 
+@jax.named_scope("commit")
 def append(
     state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
 ) -> DecodeState:
@@ -328,7 +275,7 @@ def emit(
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
     sampling = state.sampling
-    sampling = sampling.replace(penalties=counted(sampling.penalties, emitted_BL, count_B))
+    sampling = sampling.replace(penalties=count(sampling.penalties, emitted_BL, count_B))
     if logprobs is not None:
         logprobs = jax.tree.map(
             lambda old, new: write_tokens(old, new, state.n_new_B), state.logprobs, logprobs
@@ -358,44 +305,3 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
         return row_BO
     write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
     return write(row_BO, new_BL, at_B)
-
-
-@program(static_argnums=(0, 4), donate_argnums=2)
-def decode_loop(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    max_steps: jax.Array,
-    until_one_ends: bool = False,
-) -> tuple[DecodeState, Progress]:
-    """Run steps until every row has ended, a live row lacks room in the cache, or `max_steps`.
-
-    Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
-    cache with the text.
-
-    Args:
-      until_one_ends: return as soon as a row ends.
-    """
-    slots, R = state.cache.slots, engine.n_rows
-    began_B = state.status_B == RUNNING
-
-    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        step, state = carry
-        running_B = state.status_B == RUNNING
-        # Steps write R slots of paused rows too, after their text.
-        alive_B = running_B | (state.status_B == PAUSED)
-        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
-        go_on = jnp.any(running_B)
-        if until_one_ends:
-            go_on &= jnp.all(running_B == began_B)
-        return (step < max_steps) & go_on & fits
-
-    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        step, state = carry
-        state = decode_step(engine, variables, state)
-        return step + 1, pin_state(engine.llama.mesh, state)
-
-    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
-    state = pin_state(engine.llama.mesh, state)
-    progress = jax.tree.map(jnp.copy, progress_of(state))
-    return state, on_all(engine.llama.mesh, progress)

@@ -10,15 +10,14 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.generate import (
-    DecodeState,
-    Engine,
     Request,
     least_slots,
     power_of_two,
-    prefill,
     prefill_arguments,
 )
-from medusa_jax.decoding.step import decode_step
+from medusa_jax.decoding.loop import step_of
+from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.devices.platforms import program
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import decode_shardings, pin_state
@@ -128,7 +127,7 @@ def run_steps(
             )
             text_BS = jnp.broadcast_to((i + 1) % 2 * different_S, state.text_BS.shape)
             state = state.replace(text_BS=text_BS.astype(state.text_BS.dtype))
-        return pin_state(engine.llama.mesh, decode_step(engine, variables, state))
+        return pin_state(engine.llama.mesh, step_of(engine)(engine, variables, state))
 
     state = lax.fori_loop(0, n_steps, one, state)
     return pin_state(engine.llama.mesh, state)

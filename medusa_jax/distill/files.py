@@ -49,7 +49,7 @@ class TextOptions:
     user_temperature: float
     user_tokens: int
     batch_size: int
-    mesh: str
+    mesh: tuple[int, ...]
 
 
 def settings_of(
@@ -60,12 +60,13 @@ def settings_of(
     import jax
 
     names = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed",
-             "max_new_tokens", "batch_size", "mesh")  # fmt: skip
+             "max_new_tokens", "batch_size")  # fmt: skip
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
         "model": given.model or "demo",
         "mode": mode,
         **{name: getattr(given, name) for name in names},
+        "mesh": ",".join(map(str, given.mesh)),
         "max_turns": given.max_turns if mode != "continue" else None,
         **({n: getattr(given, n) for n in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),

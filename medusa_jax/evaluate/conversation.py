@@ -6,11 +6,9 @@ from typing import Generic, NamedTuple, TypeVar
 from medusa_jax.api import Model, Options, asking
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import framed, prompt_of
-from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.interop.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
 
-# No template: turns and answers joined by empty lines.
-PLAIN = "plain"
 # The prompt length limit of Amphista (A.2.1).
 PAPER_ROOM = 2048
 
@@ -26,8 +24,6 @@ def find_template(model: Model, asked: str) -> str:
 
 def ending_turns(model: Model, options: Options, template: str) -> Options:
     """Options whose text ends where the chat template ends a turn, unless they say where."""
-    if template == PLAIN:
-        return options
     return asking.ending_turns(model.tokenizer, model.eos_ids, options, template)
 
 

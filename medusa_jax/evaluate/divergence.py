@@ -20,12 +20,12 @@ from jax import lax
 
 from medusa_jax.api import Model, Options
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.penalties import counted, penalised, penalties_of
+from medusa_jax.decoding.penalties import count, penalise, penalties_of
 from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Positions at which the noise is measured: the divergence and those right before it.
@@ -117,8 +117,11 @@ def penalised_after(
 ) -> jax.Array:
     """Logits of one position, [P, V], with the option's penalties for prompt and new text."""
     penalties = penalties_of([option.penalties], [prompt], logits_BV.shape[-1])
-    penalties = counted(penalties, jnp.array([new], jnp.int32), jnp.array([len(new)]))
-    return penalised(logits_BV[None], penalties)[0]
+    penalties = count(penalties, jnp.array([new], jnp.int32), jnp.array([len(new)]))
+    if penalties is None:
+        return logits_BV
+    counts_B1V, no_more = penalties.counts_BV[:, None], jnp.zeros((1,), jnp.int32)
+    return penalise(logits_BV[None], penalties, counts_B1V, no_more)[0]
 
 
 def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:

@@ -17,8 +17,9 @@ from medusa_jax.api.asking import Prompt
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.training.log.progress import Progress
-from medusa_jax.tree import Tree, growth
+from medusa_jax.tree import growth
 from medusa_jax.tree.growth import Order, Recorded
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.

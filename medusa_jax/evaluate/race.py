@@ -15,12 +15,12 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.generate import Engine
+from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import in_rounds
 from medusa_jax.repetition import mean_repeated_ngram_share
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Token ids; of a batch, several prompts.

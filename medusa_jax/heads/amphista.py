@@ -33,9 +33,10 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
-    fill_by_rank,
 )
+from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
@@ -268,7 +269,7 @@ class Amphista(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Run all heads, but only the LM heads that the tree's depth needs; the state includes the root."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
         x_BKD = self.mix(params, contexts, backbone.llama.dtype)

@@ -28,10 +28,11 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
 )
+from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.layers import LayerState, last_of, shift_left
-from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
 from medusa_jax.sharding import PyTree
 
@@ -39,8 +40,6 @@ from medusa_jax.sharding import PyTree
 @dataclasses.dataclass(frozen=True)
 class Autoregressive(Drafter):
     """One set of layers for all depths, under "heads_0"; the state is their cache."""
-
-    has_induction = True
 
     @property
     def stored_counts(self) -> tuple[int, int]:
@@ -100,6 +99,10 @@ class Autoregressive(Drafter):
     def queries_keys(
         self, params: Params, backbone: Backbone, rows: TextRows
     ) -> tuple[jax.Array, jax.Array]:
+        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
+
+        Row t is that of `features`: it reads tokens up to t + 1.
+        """
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
         read_BTD = self._first_input(params, backbone, hidden_BTE)
@@ -126,7 +129,7 @@ class Autoregressive(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Draft level by level: run nodes with children after the text; the state has the root's row."""
         tree = request.tree
         inner = inner_nodes(Level.of(tree), tree)

@@ -17,14 +17,15 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.layers import take_last
-from medusa_jax.heads.levels import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.state import PositionState
+from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import PyTree
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # The entry of the parameters with those of the draft model, in the form of `model/placing.py`.
 MODEL = "model"
@@ -113,7 +114,7 @@ class DraftModel(Untrained):
 
     def propose(
         self, params: Params, backbone: Backbone, state: DraftState, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Draft level by level: run nodes with children after the text, each seeing its path.
 
         The root runs again along with the first level, which needs its key and value.

@@ -5,29 +5,47 @@ that the caller carries. The decode loop, the trainer and the calibrator use onl
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import Params, PyTree
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
-# On CUDA the best of up to so many rows, of parts at least so wide, are found in two stages.
-TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
-# (depth, logits of the children at that depth) -> the scores that rank them: [B, O] if all parents
-# share them, else [B, P, O] with one row per node at `depth` - 1 that has children, in the order of
-# the nodes (rejection sampling looks rows up by it). Greedy decoding ranks by the logits, sampling
-# adds the noise of the children's position.
-RankScores = Callable[[int, jax.Array], jax.Array]
+
+class Ranked(NamedTuple):
+    """The guesses of one depth in their order.
+
+    Both arrays are [B, O] if all parents share the guesses, else [B, P, O] with one row for each node
+    of the depth above that has children, in the order of the nodes.
+
+    Attributes:
+      logits: logits of the guesses, with the request's n-gram bars, biases and penalties.
+      scores: the guesses are ranked by these: the logits, plus the noise of their position in sampled
+        decoding.
+    """
+
+    logits: jax.Array
+    scores: jax.Array
+
+
+class Proposal(NamedTuple):
+    """A filled tree, the result of `Drafter.propose`.
+
+    Attributes:
+      nodes_BM: token ids of all nodes, the root first.
+      ranked: the guesses by depth. Rejection sampling reads them; other rules do not.
+    """
+
+    nodes_BM: jax.Array
+    ranked: tuple[Ranked, ...] = ()
 
 
 class Committed(NamedTuple):
@@ -71,12 +89,13 @@ class DraftRequest(NamedTuple):
     Attributes:
       root_B: the last token of each text.
       tree: the nodes to fill.
-      rank_scores: how to rank the guesses of a depth.
+      rank: ranks the guesses of a depth by their logits, with arguments (depth, logits) as in
+        `Ranked`.
     """
 
     root_B: jax.Array
     tree: Tree
-    rank_scores: RankScores
+    rank: Callable[[int, jax.Array], Ranked]
 
 
 @jax.tree_util.register_dataclass
@@ -173,7 +192,6 @@ class Drafter:
       least_layers: fewest hidden layers that a head may have.
       separable: the first heads alone are a drafter, so that the others need not be loaded.
       trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
-      has_induction: its attention can learn to copy (`train.induction_weight`).
     """
 
     heads: HeadsConfig
@@ -184,7 +202,6 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
-    has_induction: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -257,15 +274,6 @@ class Drafter:
         """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
         raise NotImplementedError
 
-    def queries_keys(
-        self, params: Params, backbone: Backbone, rows: TextRows
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
-
-        For drafters with `has_induction` only. Row t is that of `features`: it reads tokens up to t + 1.
-        """
-        raise NotImplementedError
-
     # Decoding.
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
@@ -280,26 +288,9 @@ class Drafter:
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
-        """Token ids of all tree nodes [B, M], the root first.
-
-        Heads beyond the tree's depth are not computed.
-        """
+    ) -> Proposal:
+        """Fill the tree. Heads beyond the tree's depth are not computed."""
         raise NotImplementedError
-
-
-class Untrained(Drafter):
-    """Base class of drafters without heads: nothing to train, no teacher-forced scores."""
-
-    trained = False
-
-    def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        raise UserError(f"{self.name} has no heads to train or to load")
-
-    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        raise UserError(
-            f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
-        )
 
 
 class NoDrafter(Drafter):
@@ -318,52 +309,5 @@ class NoDrafter(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
-        return request.root_B[:, None]
-
-
-def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
-    """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
-    # A TPU sorts all scores of an array of more than two axes.
-    best = best_places(scores.reshape(-1, scores.shape[-1]), n)
-    return backbone.tokens(best.reshape(*scores.shape[:-1], n))
-
-
-def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
-    """Columns of the n largest scores of each row [R, n], the first of equal ones first.
-
-    CUDA's TopK gives a row to one block of threads: of four rows with 128,256 scores it takes an H100 three
-    times as long as the best of 128 parts and then of these (docs/hardware.md).
-    """
-    R, O = scores_RO.shape
-    width = -(-O // TOP_K_PARTS)
-    if platform() != "cuda" or R > TOP_K_ROWS or width < max(n, TOP_K_WIDTH):
-        return lax.top_k(scores_RO, n)[1]
-    lowest = jnp.asarray(-jnp.inf, scores_RO.dtype)
-    padded = lax.pad(scores_RO, lowest, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
-    best, at = lax.top_k(padded.reshape(R * TOP_K_PARTS, width), n)
-    first_1P1 = (jnp.arange(TOP_K_PARTS, dtype=at.dtype) * width)[None, :, None]
-    column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_1P1).reshape(R, -1)
-    return jnp.take_along_axis(column_RC, lax.top_k(best.reshape(R, -1), n)[1], axis=1)
-
-
-def fill_by_rank(
-    request: DraftRequest, backbone: Backbone, logits: Sequence[jax.Array]
-) -> jax.Array:
-    """Node tokens [B, M] of heads that do not depend on the path.
-
-    Rank r of depth d is the (r+1)-th best guess of head d on every path.
-
-    Args:
-      logits: logits of the first `tree.depth` heads, each [B, O].
-    """
-    root_B, tree, rank_scores = request
-    if tree.depth == 0:
-        return root_B[:, None]
-    scores = [rank_scores(k + 1, logits_BO) for k, logits_BO in enumerate(logits)]
-    best_BKR = best_tokens(backbone, jnp.stack(scores, axis=1), tree.max_rank + 1)
-    # A gather by constants; slices of the top-k result would compile to a full sort.
-    depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)
-    drafts_BM = best_BKR[:, depth_M, jnp.asarray(tree.rank_M)]
-    is_root_M = jnp.asarray(tree.depth_M) == 0
-    return jnp.where(is_root_M[None, :], root_B[:, None], drafts_BM)
+    ) -> Proposal:
+        return Proposal(request.root_B[:, None])

@@ -25,8 +25,10 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
 )
+from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     ResBlock,
     applied,
@@ -35,7 +37,6 @@ from medusa_jax.heads.layers import (
     shift_left,
     take_last,
 )
-from medusa_jax.heads.levels import Level, fill_by_level
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
 from medusa_jax.sharding import PyTree
@@ -162,7 +163,7 @@ class Hydra(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         """Head d runs on one row per node of depth d with children and ranks these children."""
         dtype = backbone.llama.dtype
 

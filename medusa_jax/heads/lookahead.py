@@ -28,6 +28,7 @@ never changes; after N - 1 steps none of them are left.
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +39,11 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Untrained
-from medusa_jax.heads.extra_rows import ExtraRows, WithExtraRows
-from medusa_jax.heads.levels import rank_given
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.fill import propose_given
+from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Marks an empty entry of the pool.
 NOTHING = -1
@@ -59,6 +60,21 @@ class LookaheadConfig(HeadsConfig):
     guesses: int = 15
 
 
+class Window(NamedTuple):
+    """Constants of the window's rows in a backbone pass.
+
+    All of them see the text and the root. No tree node sees them, and they are never emitted.
+
+    Attributes:
+      depth_X: distance of each row from the root.
+      mask_XX: [x, y] is True if row x sees row y, itself included; the rows that a row sees have
+        the depths 1, 2, ... up to its own, in the order of the rows.
+    """
+
+    depth_X: np.ndarray
+    mask_XX: np.ndarray
+
+
 class LookaheadState(struct.PyTreeNode):
     """Window and pool; a guess has Y = N - 1 tokens.
 
@@ -72,7 +88,7 @@ class LookaheadState(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lookahead(WithExtraRows, Untrained):
+class Lookahead(Untrained):
     """No parameters. The nodes at depth 1 start one guess each; deeper nodes continue it."""
 
     heads: LookaheadConfig
@@ -109,7 +125,8 @@ class Lookahead(WithExtraRows, Untrained):
             )
 
     @cached_property
-    def extra_rows(self) -> ExtraRows:
+    def window(self) -> Window:
+        """The window's rows by level."""
         W, N = self.heads.window, self.heads.ngram
         level = np.repeat(np.arange(N - 1), [W - 1] + [W] * (N - 2))
         column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
@@ -118,13 +135,11 @@ class Lookahead(WithExtraRows, Untrained):
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
         own = within & (column[None, :] == column[:, None])
-        return ExtraRows(depth.astype(np.int32), above | own, W)
+        return Window(depth.astype(np.int32), above | own)
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LookaheadState:
         h, V = self.heads, self.llama.vocab_size
-        window = np.random.default_rng(0).integers(
-            0, V, len(self.extra_rows.depth_X), np.int32
-        )
+        window = np.random.default_rng(0).integers(0, V, len(self.window.depth_X), np.int32)
         sizes = (batch, V, h.guesses, h.ngram - 1)
         return LookaheadState(
             jnp.tile(window[None, :], (batch, 1)), jnp.full(sizes, NOTHING, jnp.int32)
@@ -135,15 +150,16 @@ class Lookahead(WithExtraRows, Untrained):
     ) -> LookaheadState:
         return state
 
-    def extra_tokens(self, state: LookaheadState) -> jax.Array:
-        return state.window_BX
-
     def learn(
-        self, state: LookaheadState, root_B: jax.Array, logits_BUV: jax.Array
+        self, state: LookaheadState, root_B: jax.Array, logits_BWV: jax.Array
     ) -> LookaheadState:
-        """Add the n-grams of this step to the pool and move the window."""
+        """Add the n-grams of this step to the pool and move the window.
+
+        Args:
+          logits_BWV: the backbone's logits of the window's last level.
+        """
         W = self.heads.window
-        found_BW = jnp.argmax(logits_BUV, axis=-1).astype(jnp.int32)
+        found_BW = jnp.argmax(logits_BWV, axis=-1).astype(jnp.int32)
         first_BW, *below = jnp.split(
             state.window_BX, np.cumsum([W - 1] + [W] * (self.heads.ngram - 3)), axis=1
         )
@@ -159,7 +175,7 @@ class Lookahead(WithExtraRows, Untrained):
         backbone: Backbone,
         state: LookaheadState,
         request: DraftRequest,
-    ) -> jax.Array:
+    ) -> Proposal:
         """Node [g, 0, ..., 0] of depth d is the d-th token of guess g, or the root if there is none."""
         root_B, tree, _ = request
         guesses_BGY = state.pool_BVGY[jnp.arange(root_B.shape[0]), root_B]
@@ -168,8 +184,7 @@ class Lookahead(WithExtraRows, Untrained):
         given_BM = (drafts_BM != NOTHING) & (tree.depth_M > 0)[None, :]
         nodes_BM = jnp.where(given_BM, drafts_BM, root_B[:, None])
         dtype = at_least_f32(backbone.llama.dtype)
-        rank_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
-        return nodes_BM
+        return propose_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
 
 
 def remembered(pool_BVGY: jax.Array, keys_BW: jax.Array, grams_BWY: jax.Array) -> jax.Array:

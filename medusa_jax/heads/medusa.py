@@ -15,9 +15,10 @@ from medusa_jax.heads.drafter import (
     Drafter,
     DraftRequest,
     Params,
+    Proposal,
     TextRows,
-    fill_by_rank,
 )
+from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.layers import (
     ResBlock,
     applied,
@@ -80,7 +81,7 @@ class Medusa(Drafter):
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
-    ) -> jax.Array:
+    ) -> Proposal:
         features = [
             self._features(params, k, state, backbone.llama.dtype)
             for k in range(request.tree.depth)

@@ -6,7 +6,6 @@ recognised by the keys of the weights.
 
 import dataclasses
 import os
-from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
@@ -14,19 +13,16 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.eagle3_files import is_eagle3, open_eagle3
-from medusa_jax.interop.eagle_files import is_eagle, open_eagle
 from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.hydra_files import is_hydra, open_hydra
-from medusa_jax.interop.medusa_files import FULL_MODEL, is_medusa, open_medusa
 from medusa_jax.interop.own_heads import DESCRIPTION, OWN, open_own
 from medusa_jax.interop.own_heads import WEIGHTS as OWN_WEIGHTS
+from medusa_jax.interop.seam import find_layout, import_format
 from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
-from medusa_jax.interop.tensor import Tensors
+from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.sharding import Params, replicated
 from medusa_jax.whole_files import Json
@@ -95,29 +91,12 @@ def _open_published(
     path_or_id: str, path: str, folder: str, tensors: Tensors
 ) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
-    tensors = _renamed(tensors, lambda key: WRAPPER.sub("", key))
-    if is_hydra(tensors):
-        return open_hydra(path, folder, tensors, config)
-    inner = _renamed(tensors, lambda key: key.removeprefix("model."))
-    if is_eagle3(inner):  # before EAGLE-1, whose keys speculators' files have, too
-        return open_eagle3(path, folder, inner, config)
-    if is_eagle(inner):
-        return open_eagle(path, folder, inner, config)
-    if not is_medusa(tensors):
+    tensors = rename(tensors, lambda key: WRAPPER.sub("", key))
+    layout = find_layout(tensors)
+    if not layout:
         raise _no_heads(path_or_id, folder)
-    stored = open_medusa(path, folder, tensors, config)
-    if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
-        # These heads were trained with their backbone and fit no other.
-        base = BaseFiles.open(folder)
-        record = {"fingerprint": base.fingerprint()}
-        stored = dataclasses.replace(stored, base=record)
+    stored: StoredHeads = import_format(layout).open_heads(path, folder, tensors, config)
     return stored
-
-
-def _renamed(tensors: Tensors, rename: Callable[[str], str]) -> Tensors:
-    """Tensors by their renamed keys; unchanged if two would have the same."""
-    renamed = {rename(key): tensor for key, tensor in tensors.items()}
-    return renamed if len(renamed) == len(tensors) else tensors
 
 
 def _no_heads(path_or_id: str, folder: str) -> UserError:

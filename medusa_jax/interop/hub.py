@@ -7,9 +7,8 @@ from fnmatch import fnmatch
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop.gguf import converted
-from medusa_jax.interop.gguf.reader import split_files
 from medusa_jax.interop.names import NAMES, file_of, named
+from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensors import read_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
@@ -41,9 +40,9 @@ def resolve(
     if os.path.isdir(path_or_id):
         return path_or_id
     if row := named(path_or_id):
-        return converted(file_of(path_or_id), dtype, row.sha256)
+        return _converted(file_of(path_or_id), dtype, row.sha256)
     if path_or_id.lower().endswith(".gguf"):
-        return converted(path_or_id, dtype)
+        return _converted(path_or_id, dtype)
     repo, _, revision = path_or_id.partition("@")
     if os.path.exists(path_or_id):
         raise UserError(
@@ -62,20 +61,10 @@ def resolve(
     return directory
 
 
-def gguf_file(path_or_name: str | None) -> str:
-    """The GGUF file of a path or a name of `NAMES`.
-
-    Raises:
-      UserError: it is not a GGUF file.
-    """
-    if path_or_name is not None and named(path_or_name):
-        return file_of(path_or_name)
-    if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
-        raise UserError(
-            f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
-            f"a .gguf file or a name ({', '.join(NAMES)})"
-        )
-    return split_files(path_or_name)[0]
+def _converted(file: str, dtype: DTypeLike | None, sha256: str = "") -> str:
+    """The directory of a GGUF file."""
+    directory: str = import_format("gguf.convert").converted(file, dtype, sha256)
+    return directory
 
 
 def is_here(path_or_id: str) -> bool:

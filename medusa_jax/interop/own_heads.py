@@ -11,18 +11,17 @@ import os
 import re
 
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads import drafter_class, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.stored_heads import Export, StoredHeads, made_directory
+from medusa_jax.interop.stored_heads import StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.interop.tensors import read_json
-from medusa_jax.interop.tokenizer_files import copy_inside
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -179,18 +178,3 @@ def save_heads(
     weights = os.path.join(made_directory(directory), WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
-
-
-def to_native(export: Export, out: str) -> None:
-    """Write this project's format, with the fingerprint of the backbone and the tree, if any."""
-    stored = export.stored
-    base = base_record(export.base.config, export.base.fingerprint())
-    recipe = stored.meta.get("recipe")
-    if not isinstance(recipe, dict):
-        recipe = {"converted_from": stored.layout, "config": stored.meta}
-    params = unflatten_dict(export.params, sep="/")
-    if stored.ids is not None:
-        params[vocabulary.GROUP] = {"ids": stored.ids}
-    dtype = export.dtype or None
-    save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
-    copy_inside(stored.directory, "tree.json", out)

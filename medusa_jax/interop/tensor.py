@@ -34,6 +34,12 @@ class Tensor:
 Tensors = dict[str, Tensor]
 
 
+def rename(tensors: Tensors, new_key: Callable[[str], str]) -> Tensors:
+    """Tensors by their renamed keys; unchanged if two would have the same."""
+    renamed = {new_key(key): tensor for key, tensor in tensors.items()}
+    return renamed if len(renamed) == len(tensors) else tensors
+
+
 def whole(tensor: Tensor) -> np.ndarray:
     """Read a whole tensor, as `part`."""
     return part(tensor, tuple(slice(0, n) for n in tensor.shape))

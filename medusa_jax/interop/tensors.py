@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
+from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensor import Tensor, Tensors, cast, part
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
@@ -76,9 +77,9 @@ def open_checkpoint(directory: str) -> Tensors:
         sharded = file.endswith(".json")
         return _open_shards(directory, file, reader) if sharded else reader(file)
     if stands_for_gguf(directory):
-        from medusa_jax.interop.gguf.architecture import opened
-
-        return opened(os.readlink(os.path.join(directory, GGUF_LINK)))
+        file = os.readlink(os.path.join(directory, GGUF_LINK))
+        tensors: Tensors = import_format("gguf.architecture").open_tensors(file)
+        return tensors
     raise UserError(
         f"{directory} holds no weights: looked for model.safetensors, pytorch_model.bin and "
         "the .index.json of either"
@@ -108,10 +109,9 @@ def open_weights(path: str) -> Tensors:
 
 def open_torch_file(path: str) -> Tensors:
     """`open_torch`, with a clear error for git-lfs pointers."""
-    from medusa_jax.interop.torch_files import open_torch
-
     _refuse_pointer(path)
-    return open_torch(path)
+    tensors: Tensors = import_format("torch_files").open_torch(path)
+    return tensors
 
 
 def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -> Tensors:

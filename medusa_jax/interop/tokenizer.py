@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
-from medusa_jax.interop.sentencepiece_files import check_whole
+from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.whole_files import Json, read_text
 
@@ -242,7 +242,7 @@ def _backend(directory: str) -> Any:
         )
     pieces = os.path.join(directory, "tokenizer.model")
     if os.path.isfile(pieces):
-        check_whole(pieces)
+        import_format("sentencepiece_files").check_whole(pieces)
     # Importing transformers without torch would print a notice.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer, LlamaTokenizer

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.config import Config
-from medusa_jax.heads import Drafter, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Drafter, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
 from medusa_jax.training.kept import kept_bytes
 from medusa_jax.training.partition import hidden_width, trained_groups

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.stages import Compiled
 
 from medusa_jax.config import Config
-from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
+from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone

@@ -18,13 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.ranks import label_ranks
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import losses
-from medusa_jax.tree import Tree
 from medusa_jax.tree.growth import chain_length, expected_tokens, joint_growth
+from medusa_jax.tree.tree import Tree
 
 # Rows of held-out text; enough for two digits.
 ROWS = 64

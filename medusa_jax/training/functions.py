@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config, HeadsConfig, LlamaConfig, ModelConfig, TrainConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import Params, TextRows
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Params, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama

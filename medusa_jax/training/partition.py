@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter
+from medusa_jax.heads.registry import make_drafter
 
 
 class Trains(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.devices.chips import CHIPS, Chip
-from medusa_jax.heads import make_drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.whole_files import Json

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
-from medusa_jax.heads import vocabulary, whole_config
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.interop.base_files import fingerprint_as_read
 from medusa_jax.model.llama import init_params

@@ -15,12 +15,15 @@ from jax.sharding import Mesh
 
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, Drafter, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
 from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
+from medusa_jax.training.losses.induction import Attends
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import heads_taps, trained_groups
 
@@ -124,7 +127,7 @@ class GroupedBackbone:
 def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
     """The configured loss of draft heads."""
     t = cfg.train
-    if t.induction_weight and not drafter.has_induction:
+    if t.induction_weight and not isinstance(drafter, Attends):
         raise UserError(
             f"train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
             f"{drafter.name}"

@@ -14,8 +14,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from medusa_jax.errors import UserError
 
@@ -24,6 +26,26 @@ Choice = tuple[int, ...]
 COPIED = -1
 # Accepted depths are stored as int8. Larger trees never help, and each program embeds an M x M mask.
 MOST_DEEP, MOST_NODES = 127, 4096
+
+
+class Nodes(Protocol):
+    """The part of a tree that verification and acceptance read.
+
+    A `Tree` has constants; `copying.TreeArrays` has arrays, which a step chooses.
+    """
+
+    @property
+    def n_nodes(self) -> int: ...
+    @property
+    def path_length(self) -> int: ...
+    @property
+    def parent_M(self) -> ArrayLike: ...
+    @property
+    def depth_M(self) -> ArrayLike: ...
+    @property
+    def mask_MM(self) -> ArrayLike: ...
+    @property
+    def ancestors_ML(self) -> ArrayLike: ...
 
 
 @dataclass(frozen=True)

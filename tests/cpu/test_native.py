@@ -23,7 +23,7 @@ from medusa_jax.model.placing import decoder
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage, multiply, store
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # Attention has instances for heads of whole vectors, whatever their width here.

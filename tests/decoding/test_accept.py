@@ -16,7 +16,7 @@ from medusa_jax.decoding.acceptance.rule import walk
 from medusa_jax.decoding.acceptance.targets import accept_targets
 from medusa_jax.decoding.acceptance.typical import accept_typical
 from medusa_jax.decoding.sampling import BLOCK, best_token
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -24,10 +24,12 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.constrained import look_ahead
 from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import STOPPED, STUCK
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 NEW, V, EOS = 40, 41, 7
@@ -111,7 +113,7 @@ def request_of(acceptance, seed, dead=False, penalties=None):
 
 def decode(tree, heads, acceptance, seed, drafter=None, **more):
     _, llama, backbone = random_model(CONFIG, seed % 3)
-    engine = loop.Engine(llama, drafter or planted(CONFIG), tree, acceptance)
+    engine = Engine(llama, drafter or planted(CONFIG), tree, acceptance)
     variables = {"backbone": backbone, "heads": heads}
     return loop.generate(engine, variables, request_of(acceptance, seed, **more))
 
@@ -164,7 +166,7 @@ def test_a_text_that_is_forced_is_drafted():
 
     def lengths(forcing):
         request = loop.Request([[4]], [NEW + 1], guides=[Rule(3, forcing=forcing)])
-        engine = loop.Engine(llama, drafter, Tree.chain(3))
+        engine = Engine(llama, drafter, Tree.chain(3))
         variables = {"backbone": backbone, "heads": heads}
         return np.asarray(loop.generate(engine, variables, request).histogram_BL)[0]
 
@@ -189,7 +191,7 @@ def test_other_rules_obey(acceptance):
 def test_the_text_outgrows_the_cache():
     _, llama, backbone = random_model(CONFIG, 1)
     request = loop.Request([[1] * 100], [80], guides=[Rule(8)])
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none())
+    engine = Engine(llama, planted(CONFIG), Tree.none())
     [text] = texts_of(loop.generate(engine, {"backbone": backbone, "heads": {}}, request))
     assert len(text) == 80 and allowed_everywhere(Rule(8), text)
 
@@ -200,7 +202,7 @@ def test_guesses_after_each_node():
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(CONFIG, jnp.float64), params))
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
-    engine = loop.Engine(llama, drafter, tree, "sampled")
+    engine = Engine(llama, drafter, tree, "sampled")
     variables = {"backbone": backbone, "heads": heads}
     request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])
     state, _ = loop.begin(engine, variables, request)

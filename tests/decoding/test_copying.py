@@ -12,7 +12,9 @@ from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copying import NGRAM, copied_lengths, copied_tokens, with_copies
-from medusa_jax.tree import Tree
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.drafter import Proposal
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 CONFIG = tiny_arch(vocab_size=7, n_layers=1)
@@ -80,10 +82,11 @@ def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats)
 
     def propose(tree):
         jax.debug.callback(lambda: ran.append(tree))
-        return jnp.tile(jnp.array([6, 1, 2, 3])[: tree.n_nodes], (len(texts), 1))
+        nodes_BM = jnp.tile(jnp.array([6, 1, 2, 3])[: tree.n_nodes], (len(texts), 1))
+        return Proposal(nodes_BM)
 
     arguments = map(np.array, (texts, [4] * len(texts), running))
-    nodes_BM, filled = jax.jit(with_copies, static_argnums=(0, 1))(
+    (nodes_BM, _), filled = jax.jit(with_copies, static_argnums=(0, 1))(
         tree, propose, *arguments
     )
     jax.effects_barrier()
@@ -129,7 +132,7 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
     variables = {"backbone": backbone, "heads": planted_params(known, 7, 5)}
     steps = {}
     for tree in (TREE, SPARED, TREE.drafted):
-        engine = loop.Engine(llama, planted(CONFIG), tree, **told)
+        engine = Engine(llama, planted(CONFIG), tree, **told)
         got = loop.generate(engine, variables, request)
         assert texts_of(got) == expected
         steps[tree] = np.asarray(got.histogram_BL).sum()
@@ -142,7 +145,7 @@ def test_drafted_text_is_plain_text(acceptance, ngram):
 
 def test_a_rule_that_needs_the_drafts_law_copies_nothing():
     _, llama, _ = random_model(CONFIG, 3)
-    engine = loop.Engine(llama, planted(CONFIG), TREE, "rejection")
+    engine = Engine(llama, planted(CONFIG), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
 
 
@@ -151,17 +154,15 @@ def test_a_rule_whose_text_depends_on_the_drafts_has_no_spares():
     _, llama, _ = random_model(CONFIG, 3)
     some = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [2]])
     assert SPARED.in_every_step == some and TREE.in_every_step == TREE
-    assert (
-        loop.Engine(llama, planted(CONFIG), SPARED, "typical").tree == SPARED.in_every_step
-    )
-    assert loop.Engine(llama, planted(CONFIG), SPARED).tree == SPARED
+    assert Engine(llama, planted(CONFIG), SPARED, "typical").tree == SPARED.in_every_step
+    assert Engine(llama, planted(CONFIG), SPARED).tree == SPARED
 
 
 def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
     _, llama, _ = random_model(CONFIG, 3)
 
     def apart(tree):
-        return loop.Engine(llama, planted(CONFIG), tree).depth_only
+        return Engine(llama, planted(CONFIG), tree).depth_only
 
     assert apart(TREE) == apart(Tree.copies(3)) != apart(Tree.chain(3))
     assert apart(TREE).keeps_text and not apart(Tree.chain(3)).keeps_text

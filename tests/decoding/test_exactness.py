@@ -29,10 +29,14 @@ from trees import TreeArrays, trees
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import sampling, step
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
+from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.drafter import Proposal
 from medusa_jax.model import attention, engine, kernels, tpu
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -76,7 +80,7 @@ def reference(shape, seed, acceptance, ngram=0):
     request = loop.Request(prompts, LIMITS[:rows], **extra)
     _, llama, backbone = model(shape, seed)
     drafter = planted(config_of(shape))
-    plain = loop.Engine(llama, drafter, Tree.none(), acceptance, no_repeat_ngram_size=ngram)
+    plain = Engine(llama, drafter, Tree.none(), acceptance, no_repeat_ngram_size=ngram)
     return request, texts_of(
         loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
     )
@@ -109,7 +113,7 @@ def test_any_tree_gives_the_autoregressive_text(shape, acceptance, ngram):
         nonlocal zeros
         _, llama, backbone = model(shape, seed)
         request, expected = reference(shape, seed, acceptance, ngram)
-        engine = loop.Engine(
+        engine = Engine(
             llama,
             planted(config_of(shape)),
             example,
@@ -170,7 +174,7 @@ def test_sampled_plain_loop_is_the_argmax_of_perturbed_forward_logits(shape):
 def drafted(shape, seed, request, known, tree, acceptance="sampled", **fields):
     """Text of a request with a planted drafter that knows `known` continuations."""
     _, llama, backbone = model(shape, seed)
-    engine = loop.Engine(llama, planted(config_of(shape)), tree, acceptance, **fields)
+    engine = Engine(llama, planted(config_of(shape)), tree, acceptance, **fields)
     full = [p + t for p, t in zip(request.prompts, known)]
     heads = planted_params(full, shape[0], seed)
     progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
@@ -272,7 +276,7 @@ def test_extreme_parameters(fields, is_greedy):
     greedy, [greedy_text] = reference(shape, 1, "greedy")
     _, llama, backbone = model(shape, 1)
     request = loop.Request(greedy.prompts, [NEW], seed=[3], **fields)
-    plain = loop.Engine(llama, planted(config_of(shape)), Tree.none(), "sampled")
+    plain = Engine(llama, planted(config_of(shape)), Tree.none(), "sampled")
     [expected] = texts_of(
         loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
     )
@@ -289,12 +293,12 @@ def test_finished_rows_stay_as_they_are():
     shape, tree = SHAPES[0], Tree.cartesian([2, 1])
     request, expected = reference(shape, 2, "greedy")
     _, llama, backbone = model(shape, 2)
-    engine = loop.Engine(llama, planted(config_of(shape)), tree)
+    engine = Engine(llama, planted(config_of(shape)), tree)
     known = [p + t for p, t in zip(request.prompts, expected)]
     variables = {"backbone": backbone, "heads": planted_params(known, shape[0], 0)}
     seen = {}
     for progress in loop.stream(engine, variables, request, chunk_steps=1):
-        for row in np.flatnonzero(np.asarray(progress.status_B) != loop.RUNNING):
+        for row in np.flatnonzero(np.asarray(progress.status_B) != RUNNING):
             now = jax.tree.map(lambda x, row=row: np.asarray(x)[row], progress)
             now = now.replace(tokens_BO=now.tokens_BO[: now.n_new_B], depth_BO=0)
             first = seen.setdefault(row, now)
@@ -314,12 +318,12 @@ def test_float32_differs_only_at_ties():
         params = random_params(config, seed)
         llama, backbone = decoder(config, params, jnp.float32)
         request = loop.Request([[1, 2, 3]], [NEW])
-        plain = loop.Engine(llama, planted(config), Tree.none())
+        plain = Engine(llama, planted(config), Tree.none())
         [expected] = texts_of(
             loop.generate(plain, {"backbone": backbone, "heads": {}}, request)
         )
         heads = planted_params([[1, 2, 3, *expected]], config.vocab_size, seed)
-        engine = loop.Engine(llama, planted(config), tree)
+        engine = Engine(llama, planted(config), tree)
         [got] = texts_of(
             loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
         )
@@ -368,7 +372,7 @@ def test_the_drafter_is_given_the_accepted_positions():
     request, expected = reference(shape, 1, "greedy")
     params, llama, backbone = model(shape, 1)
     known = [p + t for p, t in zip(request.prompts, expected)]
-    engine = loop.Engine(llama, Noting(planted(config).heads, config), tree)
+    engine = Engine(llama, Noting(planted(config).heads, config), tree)
     variables = {"backbone": backbone, "heads": planted_params(known, shape[0], 2)}
     tokens = np.zeros((3, 64), np.int32)
     for row, text in enumerate(known):
@@ -381,14 +385,14 @@ def test_the_drafter_is_given_the_accepted_positions():
     state, _ = loop.begin(engine, variables, request)
     for _ in range(8):
         at, noted, token, root = (np.asarray(x) for x in state.drafter)
-        running = np.flatnonzero(np.asarray(state.status_B) == loop.RUNNING)
+        running = np.flatnonzero(np.asarray(state.status_B) == RUNNING)
         assert running.size
         for row in running:
             assert at[row] == state.length_B[row]
             assert token[row] == known[row][at[row] - 1]
             assert root[row] == known[row][at[row]] == state.root_B[row]
             assert_close(noted[row], hidden[row, at[row] - 1])
-        state, _ = loop.decode_loop(engine, variables, state, np.int32(1))
+        state, _ = decode_loop(engine, variables, state, np.int32(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,10 +400,10 @@ class Noise(Planted):
     """Drafts by the noise alone, as if its logits were flat."""
 
     def propose(self, params, backbone, state, request):
-        root_B, tree, rank_scores = request
+        root_B, tree, rank = request
         flat = jnp.zeros((root_B.shape[0], self.llama.vocab_size), backbone.llama.dtype)
-        drafts = [jnp.argmax(rank_scores(d + 1, flat), -1) for d in range(tree.depth)]
-        return jnp.stack([root_B, *drafts], axis=1)
+        drafts = [jnp.argmax(rank(d + 1, flat).scores, -1) for d in range(tree.depth)]
+        return Proposal(jnp.stack([root_B, *drafts], axis=1))
 
 
 def test_drafts_are_ranked_by_the_noise_of_their_own_positions():
@@ -408,9 +412,7 @@ def test_drafts_are_ranked_by_the_noise_of_their_own_positions():
     params = random_params(config, 0)
     params["lm_head"]["kernel"][:] = 0
     llama, backbone = decoder(config, params)
-    engine = loop.Engine(
-        llama, Noise(planted(config).heads, config), Tree.chain(3), "sampled"
-    )
+    engine = Engine(llama, Noise(planted(config).heads, config), Tree.chain(3), "sampled")
     request = loop.Request([[1, 2], [3]], [21, 21], temperature=[0.7, 2.0])
     progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
     assert np.asarray(progress.histogram_BL).tolist() == [[0, 0, 0, 5]] * 2

@@ -13,8 +13,11 @@ from planted import check_counts, planted, planted_params, texts_of
 from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.stopping import LIMIT, STOPPED
 from medusa_jax.heads.lookahead import Lookahead, LookaheadConfig
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -44,7 +47,7 @@ def request_of(limits, stops=()):
 @cache
 def plain_texts():
     config, llama, backbone = model()
-    engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    engine = Engine(llama, planted(config), Tree.none(), "sampled")
     progress = loop.generate(
         engine, {"backbone": backbone, "heads": {}}, request_of([NEW] * ROWS)
     )
@@ -58,7 +61,7 @@ def all_accepted(tree=CHAIN):
     heads = planted_params([[1, 2, 3, *t] for t in plain_texts()], VOCAB, 0)
     heads["pick_BS"][:] = 0.999  # the deepest node
     heads = jax.tree.map(jnp.asarray, heads)
-    engine = loop.Engine(llama, planted(config), tree, "sampled")
+    engine = Engine(llama, planted(config), tree, "sampled")
     return engine, {"backbone": backbone, "heads": heads}
 
 
@@ -67,8 +70,8 @@ def cut(text, eos=(), sequences=(), limit=NEW):
     for n in range(1, limit + 1):
         ends = any(n >= len(s) and tuple(text[n - len(s) : n]) == s for s in sequences)
         if text[n - 1] in eos or ends:
-            return text[:n], loop.STOPPED
-    return text[:limit], loop.LIMIT
+            return text[:n], STOPPED
+    return text[:limit], LIMIT
 
 
 def check_ends(progress, expected):
@@ -96,7 +99,7 @@ def test_eos_ends_a_row_wherever_it_comes(eos):
     progress = loop.generate(engine, variables, request)
     expected = [cut(t, eos) for t in plain_texts()]
     check_ends(progress, expected)
-    places = {place(len(t)) for t, s in expected if s == loop.STOPPED}
+    places = {place(len(t)) for t, s in expected if s == STOPPED}
     assert places == {"prefill", 1, 2, 3, "bonus"}
 
 
@@ -106,7 +109,7 @@ def test_stop_sequences_are_found_across_steps_and_inside_paths():
     progress = loop.generate(engine, variables, request_of([NEW] * ROWS, sequences))
     expected = [cut(t, (), sequences) for t in plain_texts()]
     check_ends(progress, expected)
-    ends = {place(len(t)) for t, s in expected if s == loop.STOPPED}
+    ends = {place(len(t)) for t, s in expected if s == STOPPED}
     # Ending at draft 1 means that the sequence began in an earlier step.
     assert {1, 2, 3} & ends and 1 in ends
 
@@ -166,7 +169,7 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     assert (steps[wanted] == 3).all() and (steps[~wanted] == 8).all()
     for row in range(ROWS):
         assert last[row] == expected[row][: 13 if wanted[row] else NEW]
-    assert (np.asarray(seen[-1].status_B)[wanted] == loop.STOPPED).all()
+    assert (np.asarray(seen[-1].status_B)[wanted] == STOPPED).all()
 
 
 def test_when_all_rows_are_ended_the_stream_ends():
@@ -181,7 +184,7 @@ def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
     """Host work between chunks (stop strings, printing) keeps no row waiting."""
     engine, variables = all_accepted()
     events = []
-    true = loop.decode_loop
+    true = decode_loop
 
     def sent(*args):
         events.append("sent")
@@ -199,18 +202,18 @@ def test_the_cache_grows_under_the_text():
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
     request = loop.Request(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
-    plain = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    plain = Engine(llama, planted(config), Tree.none(), "sampled")
     # The reference has all slots from the start.
     state, ladder = loop.begin(plain, {"backbone": backbone, "heads": {}}, request)
     assert ladder == [128, 256, 512]
     state = loop.grow(plain, 512, state)
-    _, progress = loop.decode_loop(
+    _, progress = decode_loop(
         plain, {"backbone": backbone, "heads": {}}, state, np.int32(10**6)
     )
     expected = texts_of(progress)
     assert [len(t) for t in expected] == [380, 300]
     tree = Tree.from_choices([[0], [1], [0, 0], [1, 1], [1, 1, 0]])
-    engine = loop.Engine(llama, planted(config), tree, "sampled")
+    engine = Engine(llama, planted(config), tree, "sampled")
     known = [p + t for p, t in zip(prompts, expected)]
     variables = {"backbone": backbone, "heads": planted_params(known, VOCAB, 0, slots=512)}
     progress = loop.generate(engine, variables, request)
@@ -227,8 +230,8 @@ def test_the_state_is_donated_and_the_progress_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "some donated buffers were not usable"
         state, _ = loop.begin(engine, variables, request_of([NEW] * ROWS))
-        after, progress = loop.decode_loop(engine, variables, state, np.int32(2))
-        last, _ = loop.decode_loop(engine, variables, after, np.int32(2))
+        after, progress = decode_loop(engine, variables, state, np.int32(2))
+        last, _ = decode_loop(engine, variables, after, np.int32(2))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(after))
     assert not any(
@@ -241,7 +244,7 @@ def test_warming_up_compiles_all():
     """It takes no step, and the run after it compiles nothing more."""
     engine, variables = all_accepted()
     request = request_of([NEW] * ROWS, [(6,)])
-    programs = loop.decode_loop, loop.prefill, loop.copied_progress, loop.end_rows
+    programs = decode_loop, loop.prefill, loop.copied_progress, loop.end_rows
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
     loop.warm_up(engine, variables, request)
@@ -288,7 +291,7 @@ def test_requests_that_cannot_be_are_refused():
 )
 def test_slot_ladder(longest, needed, native, expected):
     llama = SimpleNamespace(native=native, taps=())
-    engine = loop.Engine(llama, planted(tiny_arch()), Tree.chain(3))
+    engine = Engine(llama, planted(tiny_arch()), Tree.chain(3))
     ladder = loop.slot_ladder(engine, longest, needed)
     assert ladder == expected
     assert ladder[0] >= longest + 4 and ladder[-1] >= needed
@@ -297,7 +300,7 @@ def test_slot_ladder(longest, needed, native, expected):
 def test_extra_rows_need_slots():
     drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_arch())
     llama = SimpleNamespace(native=False, taps=())
-    engine = loop.Engine(llama, drafter, drafter.default_tree)
+    engine = Engine(llama, drafter, drafter.default_tree)
     tree, extra = 1 + 3 * 3, 3 + 4 + 4
     assert engine.n_rows == tree + extra
     assert loop.slot_ladder(engine, 128 - tree - extra, 1) == [128]
@@ -310,7 +313,7 @@ def test_bfloat16_runs():
     config = tiny_arch(vocab_size=VOCAB)
     llama, backbone = decoder(config, random_params(config, 1), jnp.bfloat16)
     heads = planted_params([[1, 2, 3]], VOCAB, 0)
-    engine = loop.Engine(llama, planted(config), CHAIN, "sampled")
+    engine = Engine(llama, planted(config), CHAIN, "sampled")
     progress = loop.generate(
         engine, {"backbone": backbone, "heads": heads}, request_of([NEW])
     )

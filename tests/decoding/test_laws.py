@@ -19,10 +19,11 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import Accepted, targets
 from medusa_jax.decoding.sampling import gumbel
-from medusa_jax.heads import make_drafter
+from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -93,7 +94,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), basel
     baseline: a drafter in the place of the heads.
     """
     _, _, llama, drafter, variables = model(ids)
-    engine = loop.Engine(llama, baseline or drafter, tree, acceptance)
+    engine = Engine(llama, baseline or drafter, tree, acceptance)
     stops = [(100 + i,) for i in range(1 + mark)]
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
@@ -192,7 +193,7 @@ def test_rows_of_one_seed_draw_different_noise():
     _, _, llama, drafter, variables = model()
     law = joint_law("temperature")
     for acceptance in ("sampled", "rejection"):
-        engine = loop.Engine(llama, drafter, TREE, acceptance)
+        engine = Engine(llama, drafter, TREE, acceptance)
         request = loop.Request(
             [PROMPT] * ROWS, [4] * ROWS, temperature=[1.3] * ROWS, seed=[7] * ROWS
         )
@@ -209,7 +210,7 @@ def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monke
     """Rows of other prompts, limits and parameters in any order (sampled: test_exactness.py)."""
     monkeypatch.setattr(loop, "MIN_SLOTS", 32)  # as many as all of them need: one program
     _, _, llama, drafter, variables = model()
-    engine = loop.Engine(llama, drafter, TREE, "rejection")
+    engine = Engine(llama, drafter, TREE, "rejection")
     rows = {
         "prompts": [PROMPT, [1], [0, 3, 3, 2, 1, 1]],
         "limits": [9, 7, 8],

@@ -26,7 +26,8 @@ from trees import TreeArrays, random_tree
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
-from medusa_jax.tree import Tree
+from medusa_jax.decoding.state import Engine
+from medusa_jax.tree.tree import Tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 
@@ -98,12 +99,12 @@ def test_a_hundred_thousand_tokens(dtype):
                 fields = {k: [v] * batch for k, v in mode.items()}
                 seeds = rng.integers(0, 2**31, batch).tolist()
                 request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
-                plain = loop.Engine(llama, planted(config), Tree.none(), acceptance)
+                plain = Engine(llama, planted(config), Tree.none(), acceptance)
                 variables = {"backbone": backbone, "heads": {}}
                 expected = texts_of(run(plain, variables, request, Tree.none()))
                 known = [p + t for p, t in zip(prompts, expected)]
                 heads = planted_params(known, VOCAB, int(rng.integers(2**31)))
-                engine = loop.Engine(llama, planted(config), shape, acceptance)
+                engine = Engine(llama, planted(config), shape, acceptance)
                 tree = random_tree(rng, NODES, DEPTH)
                 progress = run(
                     engine, {"backbone": backbone, "heads": heads}, request, tree

@@ -27,10 +27,12 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalised, penalties_of
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.decoding.penalties import Asked, counts_down_paths, penalise, penalties_of
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
@@ -97,7 +99,9 @@ def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed)
         assert asked == Asked()
         return
     counts = np.bincount(np.array(text, int), minlength=6)[None, None]
-    got = penalised(jnp.array(logits)[None, None], penalties, jnp.array(counts))[0, 0]
+    got = penalise(
+        jnp.array(logits)[None, None], penalties, jnp.array(counts), jnp.zeros(1, int)
+    )[0, 0]
     wanted = expected_scores(logits, prompt or [0], text, asked)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
@@ -161,7 +165,7 @@ def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
         nonlocal histogram
         _, llama, backbone = random_model(CONFIG, seed)
         request, expected = reference(seed, acceptance)
-        engine = loop.Engine(llama, planted(CONFIG), example, acceptance)
+        engine = Engine(llama, planted(CONFIG), example, acceptance)
         known = [p + t for p, t in zip(PROMPTS, expected)]
         heads = planted_params(known, CONFIG.vocab_size, seed + tree.rank_M.sum())
         variables = {"backbone": backbone, "heads": heads}
@@ -180,7 +184,7 @@ def test_a_stream_counts_across_its_chunks():
     request, expected = reference(0, "greedy")
     known = [p + t for p, t in zip(PROMPTS, expected)]
     heads = planted_params(known, CONFIG.vocab_size, 0)
-    engine = loop.Engine(llama, planted(CONFIG), Tree.chain(3))
+    engine = Engine(llama, planted(CONFIG), Tree.chain(3))
     *_, last = loop.stream(engine, {"backbone": backbone, "heads": heads}, request, 2)
     assert texts_of(last) == expected
 
@@ -190,7 +194,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
     params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
-    engine = loop.Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
+    engine = Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
     asked = [
         Asked(bias=((7, 300.0),)),
         Asked(presence=1000.0),
@@ -208,7 +212,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
 def test_log_probabilities_stay_the_models_own():
     params, llama, backbone = random_model(CONFIG, 0)
     request, [text, *_] = reference(0, "greedy")
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
+    engine = Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
     progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
     logits = forward_logits(CONFIG, params, PROMPTS[0] + text)[len(PROMPTS[0]) - 1 : -1]
     log_p = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(text)), text]
@@ -217,7 +221,7 @@ def test_log_probabilities_stay_the_models_own():
 
 def test_requests_that_do_not_ask_carry_nothing():
     _, llama, backbone = random_model(CONFIG, 0)
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none())
+    engine = Engine(llama, planted(CONFIG), Tree.none())
     for penalties in (None, [Asked()]):
         request = loop.Request([[1]], [4], penalties=penalties)
         state, _ = loop.begin(engine, {"backbone": backbone, "heads": {}}, request)

@@ -17,7 +17,7 @@ from scipy.special import softmax
 
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.acceptance.rejection import accept_rejection
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -46,7 +46,7 @@ def step(p_VV, q_DVV, by_path, sampling, length_B, tree=TREE):
     g_BLV = rejection.draft_noise(sampling, position_BL, V, p_VV.dtype)
     T_B1 = sampling.temperature_B[:, None].astype(p_VV.dtype)
     nodes = [jnp.full((rows,), ROOT)] + [None] * (tree.n_nodes - 1)
-    draft_logits = {}
+    draft_logits = []
     for depth in range(tree.depth):
         parents = [v for v in tree.level(depth) if tree.children_MC[v, 0]]
         seen = [nodes[v] if by_path else nodes[0] for v in parents]
@@ -57,7 +57,7 @@ def step(p_VV, q_DVV, by_path, sampling, length_B, tree=TREE):
             for j, child in enumerate(tree.children_MC[v]):
                 if child:
                     nodes[child] = draws_BPV[:, at, j]
-        draft_logits[depth + 1] = logits_BPV if by_path else logits_BPV[:, 0]
+        draft_logits.append(logits_BPV if by_path else logits_BPV[:, 0])
     nodes_BM = jnp.stack(nodes, axis=1)
     logits_BMV = jnp.asarray(p_VV)[nodes_BM]
     got = accept_rejection(nodes_BM, logits_BMV, tree, sampling, length_B, draft_logits)
@@ -221,8 +221,8 @@ def test_trees_that_are_not_dense_and_drafters_that_do_not_tell():
     nodes = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="ranks 0, 1"):
         tree = Tree((((1,)),))
-        accept_rejection(nodes, logits, tree, sampling, length, {1: logits[:, 0]})
-    with pytest.raises(ValueError, match="rank_scores"):  # while it is traced
+        accept_rejection(nodes, logits, tree, sampling, length, [logits[:, 0]])
+    with pytest.raises(ValueError, match="did not rank its guesses"):  # while it is traced
         jax.jit(accept_rejection, static_argnums=2)(
-            nodes, logits, Tree.chain(1), sampling, length, {}
+            nodes, logits, Tree.chain(1), sampling, length, []
         )

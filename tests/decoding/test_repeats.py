@@ -26,10 +26,12 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import barred_tokens, node_texts, without_repeats
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.decoding.repeats import bar_repeats, barred_tokens, node_texts
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.drafter import Backbone, Proposal
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 SETTINGS = settings(max_examples=12, deadline=None, derandomize=True)
@@ -58,7 +60,8 @@ def test_a_token_is_barred_if_it_completes_an_old_ngram(text, n):
 def flat_logits_barred(text_BS, length_B, nodes_BM, tree, n):
     """Zeros [B, M, V = 3] with the bars after every node."""
     texts = node_texts(text_BS, length_B, nodes_BM, tree)
-    return without_repeats(jnp.zeros((*nodes_BM.shape, 3)), *texts, n)
+    last_BM = length_B[:, None] + tree.depth_M[None, :]
+    return bar_repeats(jnp.zeros((*nodes_BM.shape, 3)), texts, last_BM, n)
 
 
 @SETTINGS
@@ -125,7 +128,7 @@ def test_the_text_grows_with_the_cache():
     request = loop.Request(prompts, [150, 150])
 
     def decode(tree, heads):
-        engine = loop.Engine(llama, planted(config), tree, no_repeat_ngram_size=2)
+        engine = Engine(llama, planted(config), tree, no_repeat_ngram_size=2)
         variables = {"backbone": backbone, "heads": heads}
         *_, streamed = loop.stream(engine, variables, request, 5)
         texts = texts_of(loop.generate(engine, variables, request))
@@ -146,7 +149,7 @@ def test_the_text_grows_with_the_cache():
 def test_other_rules_never_give_a_barred_token(acceptance):
     params, llama, backbone = random_model(CONFIG, 0)
     drafter = make_drafter(HeadsConfig(n_heads=2), CONFIG)
-    engine = loop.Engine(
+    engine = Engine(
         llama, drafter, Tree.cartesian([2, 2]), acceptance, no_repeat_ngram_size=N
     )
     request = loop.Request(PROMPTS, LIMITS, temperature=[1.0, 0.5, 0.0])
@@ -164,14 +167,14 @@ class Tempted(Planted):
     """
 
     def propose(self, params, backbone, state, request):
-        root_B, _, rank_scores = request
+        root_B, _, rank = request
         at_B1 = state[:, None]
         true_B1 = jnp.take_along_axis(params["text_BS"], at_B1 + 1, axis=1)
         barred_B1 = jnp.take_along_axis(params["barred_BS"], at_B1, axis=1)
         token_1V = jnp.arange(self.llama.vocab_size)[None, :]
         logits_BV = (true_B1 == token_1V) + 2.0 * (barred_B1 == token_1V)
-        best_B = jnp.argmax(rank_scores(1, logits_BV), axis=-1)
-        return jnp.stack([root_B, best_B], axis=1)
+        best_B = jnp.argmax(rank(1, logits_BV).scores, axis=-1)
+        return Proposal(jnp.stack([root_B, best_B], axis=1))
 
 
 def test_what_is_barred_after_the_root_is_not_drafted():
@@ -185,7 +188,7 @@ def test_what_is_barred_after_the_root_is_not_drafted():
     assert (barred >= 0).sum() > 10
     heads = planted_params(known, CONFIG.vocab_size, 0) | {"barred_BS": barred}
     drafter = Tempted(planted(CONFIG).heads, CONFIG)
-    engine = loop.Engine(llama, drafter, Tree.chain(1), no_repeat_ngram_size=N)
+    engine = Engine(llama, drafter, Tree.chain(1), no_repeat_ngram_size=N)
     progress = loop.generate(engine, {"backbone": backbone, "heads": heads}, request)
     assert texts_of(progress) == expected
     # Every draft is accepted; a last step may be cut by the limit.
@@ -195,7 +198,7 @@ def test_what_is_barred_after_the_root_is_not_drafted():
 
 def test_without_bars_nothing_is_carried():
     _, llama, backbone = random_model(CONFIG, 0)
-    engine = loop.Engine(llama, planted(CONFIG), Tree.none())
+    engine = Engine(llama, planted(CONFIG), Tree.none())
     state, _ = loop.begin(
         engine, {"backbone": backbone, "heads": {}}, loop.Request([[1]], [4])
     )

@@ -7,11 +7,13 @@ from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import rows
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.prefill import Piece
+from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING, STOPPED
-from medusa_jax.heads import make_drafter
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
-from medusa_jax.tree import Tree
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -23,7 +25,7 @@ def test_rows_wait_for_their_turn_and_for_room():
     """
     config = tiny_arch(vocab_size=7, n_layers=1)
     llama, backbone = decoder(config, random_params(config, 1))
-    engine = loop.Engine(llama, planted(config), Tree.none(), "sampled")
+    engine = Engine(llama, planted(config), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
     request = loop.Request(
         [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
@@ -36,7 +38,7 @@ def test_rows_wait_for_their_turn_and_for_room():
 
     def go_on(state, *wanted):
         status_B, steps = run_only(state, *wanted)
-        return loop.decode_loop(engine, variables, state.replace(status_B=status_B), steps)
+        return decode_loop(engine, variables, state.replace(status_B=status_B), steps)
 
     state, [slots, more] = loop.begin(engine, variables, request)
     state, full = go_on(state, RUNNING, RUNNING)
@@ -60,7 +62,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     config = tiny_arch(vocab_size=7, n_layers=1)
     llama, backbone = decoder(config, random_params(config, 1))
     drafter = make_drafter(PromptLookupConfig(tokens=2), config)
-    engine = loop.Engine(llama, drafter, Tree.chain(2))
+    engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
     request, _ = loop.begin(engine, variables, loop.Request([[0]], [9]))
     state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)

@@ -15,7 +15,6 @@ from tiny import set_template, write_model
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
-from medusa_jax.distill.compose import compose
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.errors import UserError
@@ -307,9 +306,7 @@ def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
     flags = flags_for(model, tmp_path / "x", seeds, "--temperature=0")
     flags = [f for f in flags if not f.startswith("--prompts")]
     assert distill.main(flags) == 2
-    assert "one of --prompts FILE, --ask N and --compose N" in capsys.readouterr().err
-    assert distill.main([*flags, "--ask=8", "--compose=8"]) == 2
-    assert "one of --prompts FILE, --ask N and --compose N" in capsys.readouterr().err
+    assert "either --prompts FILE or --ask N" in capsys.readouterr().err
     assert distill.main([*flags, "--ask=8", "--mode=multi_turn"]) == 2
     assert "--ask is for --mode self_talk" in capsys.readouterr().err
     flags += ["--ask=8", "--max_turns=1"]
@@ -319,14 +316,6 @@ def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
     assert len(lines) == 8 and len(set(asked)) == len(asked) > 1
     assert distill.main([*flags, "--user_temperature=0.5"]) == 2
     assert "user_temperature 1.5, now it is 0.5" in capsys.readouterr().err
-
-
-def test_composed_questions_are_answered(model, seeds, tmp_path):
-    flags = flags_for(model, tmp_path, seeds, "--compose=8")
-    assert distill.main([f for f in flags if not f.startswith("--prompts")]) == 0
-    lines = (tmp_path / "messages.jsonl").read_text().splitlines()
-    asked = [json.loads(line)["messages"][0]["content"] for line in lines]
-    assert asked == [compose(number)[0] for number in range(8)]
 
 
 @pytest.mark.slow

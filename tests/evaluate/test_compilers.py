@@ -7,8 +7,8 @@ import sys
 import pytest
 from children import output_of, run
 
-from medusa_jax.evaluate.compiled import warnings
 from medusa_jax.evaluate.compiled.targets import COMPILERS
+from medusa_jax.hlo import warnings
 
 pytestmark = pytest.mark.wide
 

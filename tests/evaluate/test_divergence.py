@@ -11,10 +11,10 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from medusa_jax.api import Options
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
-from medusa_jax.evaluate.rules import log_probabilities
-from medusa_jax.evaluate.ties import tie_report
-from medusa_jax.heads import Backbone
-from medusa_jax.tree import Tree
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.tree.tree import Tree
+from research.rules import log_probabilities
+from research.tie_report import tie_report
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -99,7 +99,7 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
         )
         return decode_step(engine, variables, state)
 
-    monkeypatch.setattr(timing, "decode_step", watched)
+    monkeypatch.setattr(timing, "step_of", lambda engine: watched)
     tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
     step_seconds(model, [tree], [4, 5], n_steps=4, rounds=1)
     assert matches == [False, True, False, True] * 2

@@ -1,7 +1,6 @@
 """Appendix G: the paper's tables to the printed digit, the optimum, the fit, the command."""
 
 import json
-import math
 from dataclasses import replace
 
 import jax
@@ -14,7 +13,7 @@ from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
 from medusa_jax.evaluate import bandwidth
-from medusa_jax.evaluate.roofline import measure, operators, predict, report
+from medusa_jax.evaluate.roofline import operators, predict
 from medusa_jax.interop.shapes import SHAPES, find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
@@ -117,42 +116,6 @@ def test_a_whole_step_reads_all_weights_and_the_cache():
     assert abs(sum(o.calls * o.bytes for o in heads) / weights - 1) < 1e-3
 
 
-def test_the_timed_products_are_those_that_are_counted():
-    """FLOPs by XLA and bytes by shapes; every group, and linear layers once for all lengths."""
-    found = list(measure.cases(TINY, (2,), (8, 12), (3,), 4))
-    assert {c.operator.group for c in found} == set(operators.GROUPS)
-    alike = [(c.operator.name, c.phase, c.queries) for c in found if c.phase != "prefill"]
-    assert alike.count(("up", "tree", 3)) == 1 and alike.count(("qk", "tree", 3)) == 2
-    for case in found:
-        function, shapes = measure.product_of(TINY, case, "float32")
-        first, second = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
-        if case.operator.group != operators.ATTENTION:
-            first = {"kernel": first}
-        lowered = jax.jit(function).lower(first, second)
-        assert lowered.cost_analysis()["flops"] == case.operator.flops, case
-        moved = math.prod(lowered.out_info.shape) + sum(map(math.prod, shapes))
-        assert 4 * moved == case.operator.bytes, case
-
-
-def test_a_fit_finds_the_roof_that_timings_were_made_from():
-    true = predict.Roof(3e13, 7e11, 4e-6)
-    made = [operators.linear("x", "g", rows, 4096, 4096) for rows in (1, 8, 64, 512, 4096)]
-    made += [operators.linear("x", "g", 8, n, n) for n in (64, 128, 256)]
-    records = [
-        {"flops": o.flops, "bytes": o.bytes, "seconds": true.seconds(o)} for o in made
-    ]
-    fit = measure.fit_roof(records)
-    found = (fit.roof.flops, fit.roof.bandwidth, fit.roof.overhead)
-    assert found == pytest.approx((3e13, 7e11, 4e-6), rel=1e-3)
-    assert fit.error < 1e-3 and fit.bound == (3, 2, 3)
-    only = measure.fit_roof(
-        records[:2] + records[5:]
-    )  # nothing there is bound by arithmetic
-    assert only.bound[0] == 0
-    (line,) = report.fit_table({"g": only}).splitlines()[2:]
-    assert line.startswith("| g | - | 700.0 |")
-
-
 def test_curve_of_a_tree_file(tmp_path):
     path = tmp_path / "tree.json"
     ladder = [
@@ -194,31 +157,6 @@ def test_command_predicts(tmp_path, capsys):
     assert len(facts["predicted"]["sizes"]) == 200
     for name in ("acceleration.png", "batches.png", "lengths.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.wide
-def test_command_measures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "llama-7b", TINY)
-    monkeypatch.setattr(measure, "STRETCH", 1e-4)
-    monkeypatch.setattr(measure, "MOST_COPIES", 2)
-    flags = ["--measure", "--measure_batches", "1", "--measure_lengths", "8,32",
-             "--measure_trees", "4", "--rounds", "1", "--most_gflop", "2e-4",
-             "--batches", "1", "--lengths", "32", "--out", str(tmp_path)]  # fmt: skip
-    assert command.main(flags) == 0
-    said = capsys.readouterr().out
-    assert "timings, 2 points larger than the limits" in said  # prefill of 32, q and up
-    facts = json.loads((tmp_path / "roofline.json").read_text())
-    measured = facts["measured"]
-    assert {r["phase"] for r in measured["timings"]} == {"prefill", "decode", "tree"}
-    assert all(r["seconds"] > 0 for r in measured["timings"])
-    assert set(measured["fits"]) == set(operators.GROUPS)
-    # Predicted in the type that was timed: float32 moves twice what bfloat16 does.
-    for half, whole in zip(
-        facts["predicted"]["operators"], measured["predicted"]["operators"]
-    ):
-        assert whole["bytes"] == 2 * half["bytes"] and whole["flops"] == half["flops"]
-    assert (tmp_path / "measured.png").exists()
-    assert (tmp_path / "measured" / "acceleration.png").exists()
 
 
 # The bandwidth figure: the fastest way of reading counts, over all bytes and all calls.

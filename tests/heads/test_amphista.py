@@ -13,9 +13,9 @@ from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
-from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.registry import make_drafter
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -94,14 +94,9 @@ def test_features_and_proposals_are_those_of_the_paper(ablation):
         following = np.roll(tokens, -1, axis=1)
         new = Committed(hidden, tokens, following, rest[0], jnp.array(n))
         state = drafter.commit(params, backbone, state, new)
-        seen = []
-
-        def scores(depth, logits):
-            seen.append(logits)
-            return logits
-
-        nodes = drafter.propose(params, backbone, state, DraftRequest(root, WILD, scores))
-        return features, nodes, seen
+        request = DraftRequest(root, WILD, family.by_logits)
+        nodes, ranked = drafter.propose(params, backbone, state, request)
+        return features, nodes, [depth.logits for depth in ranked]
 
     features, nodes, logits = run(params)
     for b in range(2):

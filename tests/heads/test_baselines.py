@@ -13,16 +13,18 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import random_tree
 
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
-from medusa_jax.heads import BASELINES, Backbone, make_drafter
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.lookahead import remembered
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.heads.state import grown
 from medusa_jax.heads.text import TextState
 from medusa_jax.model.llama import Llama
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 CONFIG = tiny_arch(vocab_size=7)
@@ -74,8 +76,8 @@ def proposal(drafter, backbone, tree):
     def run(text_BS, length_B, root_B):
         state = TextState(length_B, text_BS)
         return drafter.propose(
-            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, logits: logits)
-        )
+            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, x: Ranked(x, x))
+        ).nodes_BM
 
     def of(texts, slots=40):
         # After a text comes what must not count.
@@ -166,7 +168,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
     _, llama, backbone = model(config=config)
     drafter = make_drafter(DraftModelConfig(arch=config), config)
     L = tree.path_length
-    engine = loop.Engine(llama, drafter, tree, acceptance)
+    engine = Engine(llama, drafter, tree, acceptance)
     variables = {"backbone": backbone, "heads": {"model": backbone}}
     steps = 26 if acceptance == "greedy" else 5  # the greedy row outgrows its first cache
     request = loop.Request(
@@ -223,16 +225,16 @@ def test_window_and_pool_are_those_of_plain_python_step_by_step():
     params, llama, backbone = model()
     drafter, _ = family.baseline_of("lookahead", CONFIG)
     W, N, G = 4, 4, 3
-    engine = loop.Engine(llama, drafter, drafter.default_tree)
+    engine = Engine(llama, drafter, drafter.default_tree)
     request = loop.Request([[1, 2, 3, 1, 2], [5]], [60, 60])
     variables = {"backbone": backbone, "heads": {}}
     state, _ = loop.begin(engine, variables, request)
     start = np.asarray(state.drafter.window_BX)
     rows = [ByHand(CONFIG, params, start[b].tolist(), W, N, G) for b in range(2)]
     for _ in range(7):
-        new = texts_of(loop.progress_of(state))
+        new = texts_of(progress_of(state))
         texts = [[*prompt, *text] for prompt, text in zip(request.prompts, new)]
-        state, _ = loop.decode_loop(engine, variables, state, np.int32(1))
+        state, _ = decode_loop(engine, variables, state, np.int32(1))
         for b, row in enumerate(rows):
             row.step(texts[b])
             flat = [token for level in row.levels for token in level]

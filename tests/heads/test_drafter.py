@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.heads import drafter
+from medusa_jax.heads import fill
 
-LEAST = drafter.TOP_K_PARTS * drafter.TOP_K_WIDTH
+LEAST = fill.TOP_K_PARTS * fill.TOP_K_WIDTH
 
 
 @pytest.mark.usefixtures("x64")
@@ -29,8 +29,8 @@ def test_best_places_are_in_order_and_the_first_of_equal_ones(
     scores = rng.integers(0, kinds, (rows, columns)).astype(np.float32)
     scores[scores == 0] = -np.inf
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafter, "platform", lambda: platform)
-        found = drafter.best_places(jnp.asarray(scores), n)
+        patch.setattr(fill, "platform", lambda: platform)
+        found = fill.best_places(jnp.asarray(scores), n)
     assert (
         found.dtype == jnp.int32
     )  # with 64-bit integers too: tokens are carried by a loop

@@ -20,15 +20,16 @@ from trees import WILD
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.heads.levels import Level, inner_nodes
+from medusa_jax.heads.fill import Level, inner_nodes
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import attention
 from medusa_jax.training import losses
 from medusa_jax.training.losses import induction
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22], np.int32)

@@ -5,13 +5,13 @@ from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import make_drafter
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+from medusa_jax.heads.registry import make_drafter
 
 CONFIG = tiny_arch()
 OTHER = DraftModelConfig(arch=tiny_arch(vocab_size=9))

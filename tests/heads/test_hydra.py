@@ -13,11 +13,11 @@ from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.heads.state import grown
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -103,14 +103,12 @@ def test_a_tree_is_drafted_along_its_paths(fields, tree):
 
     @jax.jit
     def propose(state, root):
-        seen = []
+        def rank(depth, logits):
+            return Ranked(logits, logits + noise[depth - 1][:, None, :])
 
-        def scores(depth, logits):
-            seen.append(logits)
-            return logits + noise[depth - 1][:, None, :]
-
-        request = DraftRequest(root, tree, scores)
-        return drafter.propose(params, backbone, state, request), seen[0]
+        request = DraftRequest(root, tree, rank)
+        nodes, ranked = drafter.propose(params, backbone, state, request)
+        return nodes, ranked[0].logits
 
     root = np.array([4, 0], np.int32)
     nodes, first = jax.tree.map(np.asarray, propose(state, root))
@@ -140,7 +138,7 @@ def test_no_loop_over_nodes_is_left_in_the_program():
                 params,
                 backbone,
                 state,
-                DraftRequest(jnp.zeros(2, jnp.int32), tree, lambda d, x: x),
+                DraftRequest(jnp.zeros(2, jnp.int32), tree, family.by_logits),
             )
 
         return str(jax.make_jaxpr(run)(params)).count("dot_general")

@@ -16,10 +16,10 @@ from tiny import tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import make_drafter
-from medusa_jax.heads.drafter import Committed, DraftRequest
+from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.state import grown
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -84,10 +84,11 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
 
     @jax.jit
     def propose(params, hidden, root, tree):
-        def scores(depth, logits):
-            return logits + noise[depth]
+        def rank(depth, logits):
+            return Ranked(logits, logits + noise[depth])
 
-        return drafter.propose(params, backbone, hidden, DraftRequest(root, tree, scores))
+        request = DraftRequest(root, tree, rank)
+        return drafter.propose(params, backbone, hidden, request).nodes_BM
 
     @SETTINGS
     @given(trees(9, 3), st.integers(0, 2**20))
@@ -115,7 +116,7 @@ def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
 
     def propose(params, tree):
         return drafter.propose(
-            params, backbone, hidden, DraftRequest(root, tree, lambda depth, x: x)
+            params, backbone, hidden, DraftRequest(root, tree, family.by_logits)
         )
 
     for depth in range(4):

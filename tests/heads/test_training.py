@@ -9,7 +9,7 @@ from cases import thinned
 from tiny import random_params
 from training_setup import tiny_config, training_arch
 
-from medusa_jax.heads import DRAFTERS
+from medusa_jax.heads.registry import DRAFTERS
 from medusa_jax.training import dry, losses
 from medusa_jax.training.stage import make_stage
 

@@ -18,13 +18,16 @@ from tiny import random_params, tiny_arch
 from trees import WILD
 
 from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS, Backbone, make_drafter, vocabulary
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import DRAFTERS, make_drafter
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 NAMES = sorted(DRAFTERS)
@@ -102,7 +105,7 @@ def engine_of(name, lm_head, acceptance, tied=False, n_gram=0):
     config, params, llama, backbone = seven(tied)
     stored = Backbone(Llama(config, jnp.float64), params)
     drafter, heads = pair_of(name, lm_head, stored, FOUR, seed=3)[1]
-    engine = loop.Engine(llama, drafter, WIDE, acceptance, n_gram)
+    engine = Engine(llama, drafter, WIDE, acceptance, n_gram)
     return engine, {"backbone": backbone, "heads": heads}
 
 

@@ -30,12 +30,13 @@ from tiny import write_tokenizer
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import whole_config
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.export_heads import convert
+from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.export_heads import convert
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.stored_heads import Export, abstract_heads
+from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")

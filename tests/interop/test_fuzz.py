@@ -39,17 +39,18 @@ from safetensors.numpy import load_file
 from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.gguf.convert import _convert
+from medusa_jax.formats.merge import to_merged
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.chat import render_prompt, shipped_template
-from medusa_jax.interop.gguf.convert import _convert
+from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.merge import to_merged
-from medusa_jax.interop.stored_heads import Export
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree, load_tree_file
+from medusa_jax.tree.files import load_tree_file
+from medusa_jax.tree.tree import Tree
 
 SECONDS = 5
 GROWTH = 500 << 20
@@ -108,7 +109,7 @@ def read_tokenizer(path):
 
 
 def read_template(path):
-    return lambda: render_prompt(load_tokenizer(str(path)), "the cab")
+    return lambda: encode_prompt(load_tokenizer(str(path)), "the cab")
 
 
 def read_gguf_file(path, out):

@@ -5,7 +5,7 @@ import pytest
 from gguf_files import gguf, write
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.formats.gguf.reader import read_gguf
 
 Kind = gguf.GGMLQuantizationType
 ROUNDING = {"F32": 0.0, "F16": 2**-12, "BF16": 2**-9, "Q8_0": 0.51 / 254}

@@ -8,8 +8,8 @@ import pytest
 from gguf_files import byte_level_metadata, gguf, llama_tensors, shape_metadata, write
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.convert import _convert
-from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.formats.gguf.convert import _convert
+from medusa_jax.formats.gguf.reader import read_gguf
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from gguf_files import byte_level_metadata, gguf, llama_tensors, shape_metadata,
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.evaluate.peers import Setting
-from medusa_jax.evaluate.peers.llamacpp import contenders
 from medusa_jax.evaluate.race import ourselves, race
-from medusa_jax.interop.gguf import float32
-from medusa_jax.interop.gguf.reader import read_gguf
+from medusa_jax.formats.gguf import float32
+from medusa_jax.formats.gguf.reader import read_gguf
+from research.peers import Setting
+from research.peers.llamacpp import contenders
 
 Q8 = gguf.GGMLQuantizationType.Q8_0
 

@@ -28,11 +28,10 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.formats.gguf import convert
+from medusa_jax.formats.gguf.convert import converted
+from medusa_jax.formats.gguf.float32 import as_float32, gguf_file
 from medusa_jax.interop import hf
-from medusa_jax.interop.gguf import convert
-from medusa_jax.interop.gguf.convert import converted
-from medusa_jax.interop.gguf.float32 import as_float32
-from medusa_jax.interop.hub import gguf_file
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import open_checkpoint
 from medusa_jax.interop.tokenizer import load_tokenizer

@@ -145,7 +145,7 @@ def test_where_blocks_are_not_read_they_are_unpacked(
 @native
 def test_a_scale_that_is_no_number(tmp_path, tokenizer_json):
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
-    from medusa_jax.interop.gguf.reader import read_gguf
+    from medusa_jax.formats.gguf.reader import read_gguf
 
     tensor = read_gguf(path).tensors["blk.1.ffn_down.weight"]
     with open(path, "r+b") as file:

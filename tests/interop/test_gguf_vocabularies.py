@@ -6,8 +6,8 @@ import pytest
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, strings, write
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.gguf.reader import read_gguf
-from medusa_jax.interop.gguf.vocabulary import (
+from medusa_jax.formats.gguf.reader import read_gguf
+from medusa_jax.formats.gguf.vocabulary import (
     SPLITTINGS,
     build_tokenizer,
     tokenizer_settings,

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf, own_heads, tensors
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh

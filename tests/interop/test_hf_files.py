@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.rope import rope_frequencies, rope_tables
 from medusa_jax.sharding import make_mesh

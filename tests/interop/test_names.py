@@ -13,8 +13,8 @@ from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, train
 from medusa_jax.commands.decode import main
 from medusa_jax.errors import UserError
+from medusa_jax.formats.gguf.reader import read_gguf
 from medusa_jax.interop import names
-from medusa_jax.interop.gguf.reader import read_gguf
 from medusa_jax.interop.hf import load_backbone
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.interop.names import NAMES, NamedModel, file_of, is_chat_model, named

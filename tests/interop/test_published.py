@@ -44,9 +44,9 @@ from our_heads import (
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.errors import UserError
+from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.torch_writer import save_torch
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -18,13 +18,14 @@ from head_files import EAGLE3, IDS, LLAMA, V, eagle3_state, write
 from numpy_layers import numpy_norm
 from tiny import random_params
 
-from medusa_jax.heads import Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.export_heads import convert
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.export_heads import convert
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.stored_heads import Export
 from medusa_jax.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("x64")

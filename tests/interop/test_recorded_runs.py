@@ -19,7 +19,7 @@ import medusa_jax
 from medusa_jax.api.results import Options
 from medusa_jax.cpu import library
 from medusa_jax.interop import hf
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # The authors' code has as many key and value heads as query heads.
 CONFIG = dataclasses.replace(LLAMA, n_kv_heads=4, max_position=256)

@@ -6,11 +6,11 @@ import pytest
 from head_files import LLAMA, medusa_state, write
 from our_heads import BASE, load
 
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.export_heads import convert
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.export_heads import convert
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.stored_heads import Export
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

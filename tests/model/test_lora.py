@@ -10,7 +10,7 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig, LoraConfig
-from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama, init_params
 

@@ -14,14 +14,14 @@ from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.cpu import library
 from medusa_jax.decoding.state import Engine
-from medusa_jax.heads import make_drafter, no_drafter
 from medusa_jax.heads.medusa import Medusa
+from medusa_jax.heads.registry import make_drafter, no_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 TAPS = (2, 0, 1)  # in the order that a drafter names them; two layers, so 2 is the output
 

@@ -83,7 +83,7 @@ def test_every_arm_names_fields_that_exist(tmp_path):
             cfg = variants.recipe(flags, 0, tmp_path)
             for field, value in fields.items():
                 if "." in field:
-                    override(cfg, field, str(value))
+                    override(cfg, field, value)
             assert "heads" in trained_groups(cfg), name
             assert cfg.model.quantise in ("", *quantise.KINDS)
 

@@ -12,21 +12,22 @@ from cases import wide
 from tiny import tiny_arch
 
 from medusa_jax.api import weightless
-from medusa_jax.decoding.generate import Engine, decode_loop
-from medusa_jax.heads import DRAFTERS, make_drafter
+from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.state import Engine
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.hf_config import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree import Tree, load_tree_file
-from medusa_jax.tree.files import tree_of_size
+from medusa_jax.tree.files import load_tree_file, tree_of_size
+from medusa_jax.tree.tree import Tree
 from research import step_cost
 
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
 
 def drafter_of(name, config):
-    return make_drafter(DRAFTERS[name].Config(drafter=name, n_heads=4), config)
+    return make_drafter(drafter_class(name).Config(drafter=name, n_heads=4), config)
 
 
 def shapes_of(tree):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tiny import write_model
 
-from medusa_jax.tree import Tree, growth
+from medusa_jax.tree import growth
+from medusa_jax.tree.tree import Tree
 from research import tree_shapes as shapes
 
 

@@ -11,17 +11,17 @@ from tiny import tiny_arch
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.generate import FOREVER
-from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
-from medusa_jax.heads import make_drafter, no_drafter
 from medusa_jax.heads.lookahead import LookaheadConfig
+from medusa_jax.heads.registry import make_drafter, no_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import batch as batches
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import STOPS, Group
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 CONFIG = tiny_arch(n_layers=1)
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]])
@@ -74,8 +74,8 @@ def test_every_field_of_a_request_reaches_its_row(batch, monkeypatch):
     monkeypatch.setattr(rows, "begin_row", lambda engine, *given: seen.append(given))
     stops = ((9,), (3, 8))
     fields = ([0.5], [7], [0.75], [0.25], [11], [13], [0.125], [0.375], [17])
-    batch.begin(Row([[4, 5, 6]], [70], [stops], *fields), 1, 0, AUTO)
-    batch.begin(Row([[4, 5, 6]], [70], None, *fields[:-1]), 1, 0, AUTO)
+    batch.begin(DecodeRequest([[4, 5, 6]], [70], [stops], *fields), 1, 0, AUTO)
+    batch.begin(DecodeRequest([[4, 5, 6]], [70], None, *fields[:-1]), 1, 0, AUTO)
     (source, sampling, limit_B, steps_B, stop_BQW), (*_, any_steps_B, no_stop_BQW) = seen
     names = ("temperature", "top_k", "top_p", "min_p", "epsilon", "delta")
     got = [getattr(sampling, f"{name}_B").tolist() for name in names]
@@ -127,7 +127,9 @@ def pieces(batch, monkeypatch):
 def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
     """Each with the token after every one of its tokens; the last shared token is read again."""
     prompt = np.arange(1, 122)
-    reading = batch.begin(Row([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO)
+    reading = batch.begin(
+        DecodeRequest([prompt.tolist()], [9], None, *ONE), 0, shared, AUTO
+    )
     batch.slots = 256  # another text has outgrown the slots since
     while not reading.done:
         batch.read(reading)
@@ -141,7 +143,7 @@ def test_a_prompt_in_pieces(batch, pieces, shared, wanted):
 
 def test_the_last_piece_ends_with_the_slots(batch, pieces):
     prompt = list(range(1, 122))
-    reading = batch.begin(Row([prompt], [9], None, *ONE), 0, 118, AUTO)
+    reading = batch.begin(DecodeRequest([prompt], [9], None, *ONE), 0, 118, AUTO)
     batch.read(reading)
     [(_, piece)] = pieces
     assert piece.begin_B.tolist() == [batch.slots - 16] and reading.done
@@ -154,7 +156,7 @@ def test_a_text_is_not_reused_after_other_heads(batch, pieces, monkeypatch):
     monkeypatch.setattr(batches, "progress_of", lambda row: None)
     known = {}
     for rule in ("auto", "typical", "rejection", "greedy"):
-        prompt = Row([list(range(1, 122))], [9], None, *ONE)
+        prompt = DecodeRequest([list(range(1, 122))], [9], None, *ONE)
         reading = batch.begin(prompt, 1, 101, Group(True, rule))
         known[rule] = reading.position
         batch.read(reading)
@@ -197,7 +199,7 @@ def test_a_chunk_has_its_rule_tree_and_drafter(batch, monkeypatch, drafts):
 def test_a_step_has_room_for_the_tree_and_what_is_extra_it(monkeypatch):
     heads = LookaheadConfig(window=4, ngram=4, guesses=3)
     drafter = make_drafter(heads, CONFIG)
-    tree, extra = drafter.default_tree, len(drafter.extra_rows.depth_X)
+    tree, extra = drafter.default_tree, len(drafter.window.depth_X)
     batch = batch_of(monkeypatch, {1: Tree.none(), 2: tree}, heads)
     assert batch.widest == tree.n_nodes + extra > tree.n_nodes
     assert batch.longest == tree.path_length > 1

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
 from medusa_jax.decoding.scoring import score
-from medusa_jax.evaluate.rules import log_probabilities
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
+from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

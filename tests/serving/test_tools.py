@@ -72,7 +72,7 @@ def test_calls_are_those_of_the_schemas(client, choice):
     [call] = whole.message.tool_calls
     check_call(call.function)
     assert choice == "required" or call.function.name == "weather"
-    streamed, reasons, pieces = {}, [], 0
+    streamed, reasons = {}, []
     for piece in ask(client, **fields, stream=True):
         [one] = piece.choices
         assert not one.delta.content
@@ -81,9 +81,8 @@ def test_calls_are_those_of_the_schemas(client, choice):
             seen = streamed.setdefault(part.index, ["", ""])
             seen[0] += part.function.name or ""
             seen[1] += part.function.arguments or ""
-            pieces += bool(part.function.arguments)
     assert streamed == {0: [call.function.name, call.function.arguments]}
-    assert reasons[-1] == "tool_calls" and (pieces > 1 or len(call.function.arguments) < 9)
+    assert reasons[-1] == "tool_calls"
     # The answer of the tool goes through the template, too.
     turns = [
         *MESSAGES,
@@ -194,15 +193,11 @@ TEXTS = [
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_calls_are_told_from_text_that_grows(text, said, calls, size):
     reader = CallReader(FORMS["<tool_call>"])
-    shown, streamed = "", {}
+    shown, streamed = "", []
     for at in range(0, len(text) + size, size):
         new, pieces = reader.push(text[at : at + size], ended=at >= len(text))
         shown += new
-        for piece in pieces:
-            before = streamed.setdefault(piece["index"], piece)
-            if before is not piece:
-                assert set(piece) == {"index", "function"}
-                before["function"]["arguments"] += piece["function"]["arguments"]
+        streamed += pieces
     assert (shown, len(reader.calls)) == (said, calls)
     for index, call in enumerate(reader.calls):
         assert call["function"] == {"name": "now", "arguments": '{"a": ["}}", 1]}'}
@@ -277,15 +272,6 @@ def test_auto_without_tools_is_none(client):
         for choice in ("auto", "none", openai.omit)
     }
     assert len(texts) == 1
-
-
-def test_arguments_come_as_they_are_written():
-    reader = CallReader(FORMS["<tool_call>"])
-    _, [piece] = reader.push('<tool_call>\n{"name": "now", "arguments": {"a": ')
-    assert piece["function"] == {"name": "now", "arguments": '{"a": '}
-    assert reader.push("[1") == ("", [{"index": 0, "function": {"arguments": "[1"}}])
-    assert reader.push("", ended=True) == ("", [])
-    assert reader.calls[0]["function"]["arguments"] == '{"a": [1'
 
 
 def test_calls_without_a_mark():

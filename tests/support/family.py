@@ -14,8 +14,9 @@ from closeness import assert_close
 from tiny import decoder, random_heads, random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import BASELINES, Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 
@@ -56,7 +57,7 @@ def baseline_of(name, config, seed=0):
     if name == "draft_model":
         fields["arch"] = arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
         params = {"model": decoder(arch, random_params(arch, seed))[1]}
-    return make_drafter(BASELINES[name].Config(**fields), config), params
+    return make_drafter(drafter_class(name).Config(**fields), config), params
 
 
 def start_of(drafter, backbone):
@@ -169,6 +170,11 @@ def count(params):
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
+def by_logits(depth, logits):
+    """Ranks guesses by their logits, as greedy decoding without penalties does."""
+    return Ranked(logits, logits)
+
+
 def proposed_logits(drafter, backbone, tree):
     """(params, state, root_B, follow_BK) -> node tokens and the logits of every depth.
 
@@ -176,17 +182,16 @@ def proposed_logits(drafter, backbone, tree):
     """
 
     def run(params, state, root_B, follow_BK=None):
-        seen = {}
-
-        def scores(depth, logits):
-            seen[depth] = logits
+        def rank(depth, logits):
             if follow_BK is None:
-                return logits
+                return by_logits(depth, logits)
             wanted = jax.nn.one_hot(follow_BK[:, depth - 1], logits.shape[-1]) * 1e6
-            return logits + (wanted if logits.ndim == 2 else wanted[:, None, :])
+            wanted = wanted if logits.ndim == 2 else wanted[:, None, :]
+            return Ranked(logits, logits + wanted)
 
-        nodes = drafter.propose(params, backbone, state, DraftRequest(root_B, tree, scores))
-        return nodes, [seen[d] for d in sorted(seen)]
+        request = DraftRequest(root_B, tree, rank)
+        nodes, ranked = drafter.propose(params, backbone, state, request)
+        return nodes, [depth.logits for depth in ranked]
 
     return jax.jit(run)
 

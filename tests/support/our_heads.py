@@ -6,8 +6,8 @@ import numpy as np
 from head_files import LLAMA, D, V
 from tiny import random_params
 
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama

@@ -14,8 +14,11 @@ from trees import TreeArrays
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
-from medusa_jax.heads.drafter import Drafter
-from medusa_jax.tree import Tree
+from medusa_jax.decoding.state import Engine, Progress, progress_of
+from medusa_jax.decoding.step import decode_step
+from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.drafter import Drafter, Proposal
+from medusa_jax.tree.tree import Tree
 
 # A short prompt, one that repeats itself and one of a single token; rows of different kinds.
 PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
@@ -52,8 +55,6 @@ class Planted(Drafter):
 
     def propose(self, params, backbone, state, request):
         root_B, tree, _ = request
-        if tree.depth == 0:
-            return root_B[:, None]
         depth_M, M = jnp.asarray(tree.depth_M), tree.n_nodes
         at_B1 = state[:, None]
         picked_B = jnp.take_along_axis(params["pick_BS"], at_B1, axis=1)[:, 0] * M
@@ -63,7 +64,7 @@ class Planted(Drafter):
             :, 0, :M
         ]
         drafts_BM = jnp.where(on_path_BM, true_BM, noise_BM)
-        return jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM)
+        return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
 
 
 def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 32):
@@ -85,16 +86,16 @@ def planted(config: LlamaConfig) -> Planted:
 
 
 @partial(jax.jit, static_argnums=0)
-def decode_traced(engine: loop.Engine, variables, state, tree: TreeArrays) -> loop.Progress:
+def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progress:
     """Run to the end with a tree that is traced; `engine.tree` only gives the sizes."""
 
     def running(state):
-        return jnp.any(state.status_B == loop.RUNNING)
+        return jnp.any(state.status_B == RUNNING)
 
     state = jax.lax.while_loop(
-        running, lambda s: loop.decode_step(engine, variables, s, tree), state
+        running, lambda s: decode_step(engine, variables, s, tree), state
     )
-    return loop.progress_of(state)
+    return progress_of(state)
 
 
 # Called on its own, every `lax.cond` of it would be compiled again each time.
@@ -110,17 +111,17 @@ def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Samplin
 
 def plain_texts(config, llama, backbone, request, acceptance="greedy", **fields):
     """What the plain loop emits."""
-    plain = loop.Engine(llama, planted(config), Tree.none(), acceptance, **fields)
+    plain = Engine(llama, planted(config), Tree.none(), acceptance, **fields)
     return texts_of(loop.generate(plain, {"backbone": backbone, "heads": {}}, request))
 
 
-def texts_of(progress: loop.Progress) -> list[list[int]]:
+def texts_of(progress: Progress) -> list[list[int]]:
     """Emitted tokens of each row."""
     tokens, counts = np.asarray(progress.tokens_BO), np.asarray(progress.n_new_B)
     return [tokens[row, :n].tolist() for row, n in enumerate(counts)]
 
 
-def check_counts(progress: loop.Progress) -> None:
+def check_counts(progress: Progress) -> None:
     """What the counters of a finished batch always satisfy."""
     histogram = np.asarray(progress.histogram_BL)
     n_new, depth = np.asarray(progress.n_new_B), np.asarray(progress.depth_BO)

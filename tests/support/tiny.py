@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare

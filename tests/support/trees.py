@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Ranks with gaps, leaves between inner nodes, every depth reached by more than one node.
 WILD = Tree.from_choices(

@@ -11,7 +11,7 @@ from test_losses import heads_problem
 from test_trainer import host, pieces, records, run
 from training_setup import tiny_config
 
-from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama

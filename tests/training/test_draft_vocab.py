@@ -14,8 +14,9 @@ from training_setup import VOCAB, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter, vocabulary
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama, init_params

@@ -7,8 +7,8 @@ import pytest
 from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses

@@ -14,7 +14,7 @@ from training_setup import VOCAB, tiny_config, training_arch
 
 from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import DRAFTERS
+from medusa_jax.heads.registry import DRAFTERS
 from medusa_jax.interop import hf
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.training import losses

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from training_setup import tiny_config
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh

@@ -17,9 +17,9 @@ from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh

@@ -12,9 +12,9 @@ from tiny import random_heads, random_params
 from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import Backbone, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 from medusa_jax.training.losses.streamed import cross_entropy_sums

@@ -17,8 +17,8 @@ from tiny import random_heads
 from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads import DRAFTERS, Backbone, make_drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.heads.registry import DRAFTERS, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 

@@ -10,7 +10,8 @@ from test_functions import problem
 from test_losses import heads_problem
 from training_setup import write_config
 
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.training import losses
 from research import train_cost

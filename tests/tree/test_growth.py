@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.tree import Tree
 from medusa_jax.tree import growth as fit
+from medusa_jax.tree.tree import Tree
 
 
 def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from trees import trees
 
 from medusa_jax.errors import UserError
-from medusa_jax.tree import Tree, load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree.files import load_tree_file, parse_tree, tree_of_size
+from medusa_jax.tree.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 

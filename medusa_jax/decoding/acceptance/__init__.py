@@ -8,9 +8,9 @@ lossy.
 import importlib
 import pkgutil
 
-from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
+from medusa_jax.decoding.acceptance.rule import Accepted, Drafts, Rule, Verified
 
-__all__ = ["RULES", "Accepted", "Rule", "Verified"]
+__all__ = ["RULES", "Accepted", "Drafts", "Rule", "Verified"]
 
 
 def _find() -> dict[str, Rule]:

@@ -19,7 +19,7 @@ All nodes of a depth share the noise of their children: only one node per depth 
 after the last token of a step is unused when the next step starts there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from medusa_jax.decoding.sampling import (
     log_target_probs,
     uniform,
 )
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
 # below 2**31, so the keys cannot collide.
@@ -52,7 +52,7 @@ def accept_rejection(
     tree: Tree,
     sampling: Sampling,
     length_B: jax.Array,
-    draft_logits: Mapping[int, jax.Array],
+    draft_logits: Sequence[jax.Array],
     draft_ids_O: jax.Array | None = None,
 ) -> Accepted:
     """Walk down the tree, testing the children of the last accepted node.
@@ -64,8 +64,8 @@ def accept_rejection(
       logits_BMV: the verifier's logits at each node.
       tree: dense (`Tree.dense`): the j-th child has rank j.
       length_B: position of the root.
-      draft_logits: by depth d, the heads' logits that children at depth d were drawn from: [B, O],
-        or [B, P, O] with one row for each node of depth d - 1 that has children, in order.
+      draft_logits: by depth d from 0, the heads' logits that the children of nodes at depth d were
+        drawn from: [B, O], or [B, P, O] with one row for each of these nodes that has children.
       draft_ids_O: token ids of these logits; the head gives all others no mass. None: all tokens.
     """
     if not tree.is_dense:
@@ -130,15 +130,14 @@ def accept_rejection(
 
 
 def parents_logits(
-    tree: Tree, depth: int, draft_logits: Mapping[int, jax.Array], node_B: jax.Array
+    tree: Tree, depth: int, draft_logits: Sequence[jax.Array], node_B: jax.Array
 ) -> jax.Array:
     """The head's logits [B, O] that the children of each row's node (at `depth`) were drawn from."""
-    if depth + 1 not in draft_logits:
+    if depth >= len(draft_logits):
         raise ValueError(
-            f"the drafter did not rank its guesses at depth {depth + 1} with rank_scores, so "
-            "their distribution is unknown"
+            f"the drafter did not rank its guesses at depth {depth + 1}: their distribution is unknown"
         )
-    logits = draft_logits[depth + 1]
+    logits = draft_logits[depth]
     if logits.ndim == 2:
         return logits
     parents = [v for v in tree.level(depth) if tree.children_MC[v, 0]]
@@ -156,8 +155,11 @@ def normalised(log_weights_BV: jax.Array) -> jax.Array:
 
 
 def _rejection(v: Verified) -> Accepted:
-    rows = (v.nodes_BM, v.logits_BMV, v.tree, v.sampling, v.length_B)
-    return accept_rejection(*rows, v.draft_logits, v.draft_ids_O)
+    drafts = v.drafts
+    assert isinstance(drafts.tree, Tree)
+    logits = [ranked.logits for ranked in drafts.ranked]
+    verified = (v.logits_BMV, drafts.tree, v.sampling, v.length_B)
+    return accept_rejection(drafts.nodes_BM, *verified, logits, drafts.ids_O)
 
 
 # Drafts are ranked with another noise stream than the verifier's, since they must be independent of it.
@@ -166,7 +168,7 @@ REJECTION = Rule(
     True,
     "lossless in distribution: that of plain sampling, with different draws",
     _rejection,
-    noise=lambda *args: draft_noise(*args),
+    noise=draft_noise,
     dense=True,
     by_drafts=True,
 )

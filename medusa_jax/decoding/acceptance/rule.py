@@ -1,6 +1,6 @@
-"""The contract of acceptance rules: a rule gets the verified tree and keeps one path of it."""
+"""The contract of acceptance rules: a rule accepts one path of the verified tree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Nodes
 
 
 class Accepted(NamedTuple):
@@ -26,35 +27,46 @@ class Accepted(NamedTuple):
     bonus_B: jax.Array
 
 
+class Drafts(NamedTuple):
+    """A drafted tree.
+
+    Attributes:
+      tree: the nodes that are filled.
+      nodes_BM: token ids of all nodes, the root first.
+      noise_BLV: the rule's noise by depth, or None.
+      ranked: the guesses by depth; empty if the tree has spares.
+      ids_O: token ids of these guesses; None: all tokens.
+    """
+
+    tree: Nodes
+    nodes_BM: jax.Array
+    noise_BLV: jax.Array | None
+    ranked: tuple[Ranked, ...]
+    ids_O: jax.Array | None
+
+
 class Verified(NamedTuple):
     """A drafted tree and the verifier's results.
 
     Attributes:
-      tree: a `Tree`, or its arrays (`copying.TreeArrays`).
-      nodes_BM: drafted tokens, the root first.
-      positions_BM: absolute position of each node.
+      drafts: the tree.
       hidden_BME, logits_BMV: the verifier's hidden states and logits at each node.
-      extra_BUV: its logits of the drafter's scored extra rows (`ExtraRows`).
       cache: keys and values, including all nodes in slots [length, length + M).
       sampling: sampling parameters of the rows.
       length_B: position of the root.
-      noise_BLV: the rule's noise by depth, or None.
-      draft_logits: by depth, the heads' logits that ranked the drafts.
-      draft_ids_O: token ids of these logits; None: all tokens.
     """
 
-    tree: Any
-    nodes_BM: jax.Array
-    positions_BM: jax.Array
+    drafts: Drafts
     hidden_BME: jax.Array
     logits_BMV: jax.Array
-    extra_BUV: jax.Array
     cache: KVCache
     sampling: Sampling
     length_B: jax.Array
-    noise_BLV: jax.Array | None
-    draft_logits: Mapping[int, jax.Array]
-    draft_ids_O: jax.Array | None = None
+
+    @property
+    def positions_BM(self) -> jax.Array:
+        """The absolute position of each node."""
+        return self.length_B[:, None] + jnp.asarray(self.drafts.tree.depth_M)[None, :]
 
 
 # (sampling parameters, positions [B, L], V, dtype) -> noise [B, L, V].
@@ -86,7 +98,7 @@ class Rule:
     by_drafts: bool = False
 
 
-def walk(matched_BM: jax.Array, tree: Tree, tie_break_BM: jax.Array | None = None):
+def walk(matched_BM: jax.Array, tree: Nodes, tie_break_BM: jax.Array | None = None):
     """Find the longest path whose nodes all match: (path_BL, n_B, deepest node_B).
 
     A node is accepted if it and all its ancestors match; the root always matches. Of equally deep

@@ -11,7 +11,7 @@ from jax import lax
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Nodes
 
 
 def target_tokens(
@@ -61,7 +61,7 @@ def _noise(
     )
 
 
-def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Tree) -> Accepted:
+def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Nodes) -> Accepted:
     """Greedy and sampled acceptance: a draft must be its parent's target token."""
     wanted_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
     path_BL, n_B, best_B = walk(nodes_BM == wanted_BM, tree)
@@ -70,14 +70,15 @@ def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Tree) -> Ac
 
 def _greedy(v: Verified) -> Accepted:
     targets_BM = target_tokens(v.logits_BMV, v.positions_BM, None)
-    return accept_targets(v.nodes_BM, targets_BM, v.tree)
+    return accept_targets(v.drafts.nodes_BM, targets_BM, v.drafts.tree)
 
 
 def _sampled(v: Verified) -> Accepted:
-    assert v.noise_BLV is not None
-    by_depth = (v.noise_BLV, jnp.asarray(v.tree.depth_M))
+    noise_BLV, tree = v.drafts.noise_BLV, v.drafts.tree
+    assert noise_BLV is not None
+    by_depth = (noise_BLV, jnp.asarray(tree.depth_M))
     targets_BM = target_tokens(v.logits_BMV, v.positions_BM, v.sampling, by_depth)
-    return accept_targets(v.nodes_BM, targets_BM, v.tree)
+    return accept_targets(v.drafts.nodes_BM, targets_BM, tree)
 
 
 GREEDY = Rule(

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.acceptance.rule import Accepted, Rule, walk
+from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.sampling import Sampling, best_token, log_target_probs
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Nodes
 
 
 def accept_typical(
-    nodes_BM: jax.Array, logits_BMV: jax.Array, tree: Tree, sampling: Sampling
+    nodes_BM: jax.Array, logits_BMV: jax.Array, tree: Nodes, sampling: Sampling
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
@@ -43,10 +43,10 @@ def accept_typical(
     )
 
 
+def _typical(v: Verified) -> Accepted:
+    return accept_typical(v.drafts.nodes_BM, v.logits_BMV, v.drafts.tree, v.sampling)
+
+
 TYPICAL = Rule(
-    "typical",
-    False,
-    "LOSSY: not the model's distribution",
-    lambda v: accept_typical(v.nodes_BM, v.logits_BMV, v.tree, v.sampling),
-    by_drafts=True,
+    "typical", False, "LOSSY: not the model's distribution", _typical, by_drafts=True
 )

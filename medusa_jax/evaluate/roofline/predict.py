@@ -32,21 +32,6 @@ class Roof:
         return operator.calls * (self.overhead + bound)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A roof fitted to timings.
-
-    Attributes:
-      error: root mean square of log(predicted / measured).
-      bound: numbers of points bound by arithmetic, memory and overhead. A figure of the roof that
-        bounds no point is not determined by the fit: it stays at the best value seen.
-    """
-
-    roof: Roof
-    error: float
-    bound: tuple[int, int, int]
-
-
 # The roof of each group of operators.
 Roofs = Mapping[str, Roof]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_jax.devices.chips import CHIPS, Chip
-from medusa_jax.evaluate.roofline.operators import GROUPS, Operator
-from medusa_jax.evaluate.roofline.predict import Fit, Roofs, best
+from medusa_jax.evaluate.roofline.operators import Operator
+from medusa_jax.evaluate.roofline.predict import Roofs, best
 from medusa_jax.evaluate.tables import markdown_table
 
 Rows = Sequence[dict[str, Any]]
@@ -73,26 +73,6 @@ def chip_table(rows_of: Callable[[Chip], Rows]) -> str:
     return best_table("chip", found)
 
 
-def fit_table(fits: Mapping[str, Fit]) -> str:
-    """The fitted latency model of each group; figures that bound no point are shown as a dash."""
-    cells = []
-    for group, fit in fits.items():
-        figures = (
-            f"{fit.roof.flops / 1e12:.3f}",
-            f"{fit.roof.bandwidth / 1e9:.1f}",
-            f"{1e6 * fit.roof.overhead:.1f}",
-        )
-        shown = (figure if n else "-" for figure, n in zip(figures, fit.bound))
-        cells.append(
-            (group, *shown, ", ".join(map(str, fit.bound)), f"{100 * fit.error:.0f}%")
-        )
-    header = (
-        "group", "TFLOP/s", "GB/s", "overhead of a call (us)",
-        "points bound by arithmetic, memory, overhead", "rms error",
-    )  # fmt: skip
-    return markdown_table(header, cells)
-
-
 def draw_predictions(
     one: Rows,
     batches: Mapping[int, Rows],
@@ -119,19 +99,3 @@ def draw_predictions(
         chart = Chart("speed-up", xlabel, series, {"plain decoding": 1.0})
         name = "batches.png" if what == "batch" else "lengths.png"
         draw_lines([chart], path=out / name, title=title)
-
-
-def draw_measured(records: Rows, fits: Mapping[str, Fit], path: Path, title: str) -> None:
-    """Figures 9 to 20: FLOP/s over intensity of each group by phase, under its fitted roof."""
-    from medusa_jax.plots import draw_roofline
-
-    charts: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    for group in GROUPS:
-        series = charts.setdefault(group, {})
-        for record in records:
-            if record["group"] == group:
-                x, y = series.setdefault(record["phase"], ([], []))
-                x.append(record["intensity"])
-                y.append(record["flops_per_second"])
-    roofs = {g: (fit.roof.flops, fit.roof.bandwidth) for g, fit in fits.items()}
-    draw_roofline(charts, roofs, path=path, title=title)

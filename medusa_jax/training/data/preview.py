@@ -90,7 +90,7 @@ def painted(
 
 def pairs_line(cfg: Config, counted: list[bool]) -> str:
     """Number of pairs (t, k) of this sample for each loss (see `losses.pair_mask`)."""
-    from medusa_jax.heads import drafter_class, whole_config
+    from medusa_jax.heads.registry import drafter_class, whole_config
     from medusa_jax.training import losses
 
     if cfg.train.stage == "backbone":

@@ -8,11 +8,13 @@ copied token only once attention, values and output fit together. This term rewa
 """
 
 import math
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.attention import (
     BLOCK,
@@ -23,7 +25,18 @@ from medusa_jax.model.attention import (
     whole_blocks,
 )
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.sharding import Params
 from medusa_jax.training.losses.targets import Batch
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """A drafter whose first layer attends to the text."""
+
+    def queries_keys(
+        self, params: Params, backbone: Backbone, rows: TextRows
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of that layer."""
 
 
 def induction_sum(

@@ -14,14 +14,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.heads import Backbone, Drafter
-from medusa_jax.heads.drafter import TextRows
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.hidden_store import decode
-from medusa_jax.training.losses.induction import induction_sum
+from medusa_jax.training.losses.induction import Attends, induction_sum
 from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
@@ -189,6 +188,7 @@ def heads_sums(
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     further = jnp.zeros((), count_K.dtype)
     if targets.induction_weight:
+        assert isinstance(drafter, Attends)
         layer = drafter.queries_keys(heads, backbone, text)
         pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
         pairs_BT &= shift_left(scored_BT, 2)

@@ -1,0 +1,60 @@
+"""Decode steps in one loop on the device."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.step import decode_step
+from medusa_jax.decoding.stopping import PAUSED, RUNNING
+from medusa_jax.devices.platforms import program
+from medusa_jax.sharding import Params, on_all, pin_state
+
+
+def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
+    """The decode step of the engine's drafter."""
+    own = engine.own_step
+    return own.decode_step if own else decode_step
+
+
+@program(static_argnums=(0, 4), donate_argnums=2)
+def decode_loop(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    max_steps: jax.Array,
+    until_one_ends: bool = False,
+) -> tuple[DecodeState, Progress]:
+    """Run steps until every row has ended, a live row lacks room in the cache, or `max_steps`.
+
+    Compiled once per cache size: the cost of a step depends on the slots, so the drivers grow the
+    cache with the text.
+
+    Args:
+      until_one_ends: return as soon as a row ends.
+    """
+    slots, R = state.cache.slots, engine.n_rows
+    began_B = state.status_B == RUNNING
+
+    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        step, state = carry
+        running_B = state.status_B == RUNNING
+        # Steps write R slots of paused rows too, after their text.
+        alive_B = running_B | (state.status_B == PAUSED)
+        fits = jnp.max(jnp.where(alive_B, state.length_B, 0)) + R <= slots
+        go_on = jnp.any(running_B)
+        if until_one_ends:
+            go_on &= jnp.all(running_B == began_B)
+        return (step < max_steps) & go_on & fits
+
+    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        step, state = carry
+        state = step_of(engine)(engine, variables, state)
+        return step + 1, pin_state(engine.llama.mesh, state)
+
+    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
+    state = pin_state(engine.llama.mesh, state)
+    progress = jax.tree.map(jnp.copy, progress_of(state))
+    return state, on_all(engine.llama.mesh, progress)

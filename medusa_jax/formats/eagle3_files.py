@@ -1,0 +1,288 @@
+"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, recognised by their keys.
+
+  midlayer.self_attn.{q,k,v}_proj.weight   [., 2 D]: embedding first; o_proj, mlp.* as in a Llama model
+  midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
+  fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
+  lm_head.weight                           [O, D], O tokens
+  d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
+  embed_tokens.weight                      a copy of the backbone's, not read
+
+speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
+keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+layers next to it (`speculators_config.py`). The keys decide where fields contradict them. Engines drop flags
+that they do not know; here an unknown one is refused if it says something.
+"""
+
+import os
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.formats import speculators_config
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.speculators_config import TAPS, unknown
+from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.interop.hf import HARMLESS
+from medusa_jax.interop.hf import locate as locate_in_llama
+from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
+from medusa_jax.interop.tensor import Index, Tensor, Tensors, rename, whole
+from medusa_jax.whole_files import Json
+
+_EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+# The first layer, in files of EAGLE and SpecForge and of speculators.
+_LAYER, _SPECULATORS = "midlayer.", "layers.0."
+_NUMBERED = re.compile(r"layers\.(\d+)\.")
+_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+
+# Fields of a layer that are read here or by `parse_config`.
+READ = {
+    "model_type", "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "vocab_size", "draft_vocab_size", "max_position_embeddings",
+    "target_hidden_size", "eagle_config", "fc_norm", "norm_output", "norm_before_residual",
+    "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
+    "use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm",
+    "parallel_draft_step", "use_aux_hidden_state", "position_embedding_type", TAPS,
+}  # fmt: skip
+# Fields that change nothing: a Llama layer over the whole text has no use for them.
+UNUSED = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bias", "bos_token_id", "dtype",
+    "eos_token_id", "initializer_range", "layer_types", "max_window_layers", "pad_token_id",
+    "pretraining_tp", "sliding_window", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "has_lm_head", "parallel_draft_heads_num_layers",
+    "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams",
+    "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
+    "top_k", "top_p", "typical_p",
+}  # fmt: skip
+# What another value of a field would change.
+EXPECTED = {
+    "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
+    "use_sliding_window": False, "use_last_layernorm": True,
+    "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False,
+    "parallel_draft_step": 1, "use_aux_hidden_state": True, "position_embedding_type": "rope",
+}  # fmt: skip
+
+
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    """Describe the EAGLE-3 heads of a file.
+
+    Args: as for `medusa_files.open_heads`.
+
+    Raises:
+      UserError: fields that are unknown, ambiguous or say what is not supported, a vocabulary that
+        contradicts itself.
+    """
+    tensors = rename(tensors, lambda key: key.removeprefix("model."))
+    file = os.path.join(directory, "config.json")
+    fields, taps, depth = config, "", {}
+    if speculators_config.is_speculators(config):
+        fields, taps = speculators_config.read(file, config)
+    else:
+        depth = _depth(file, config)
+        stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
+        fields = config | {"num_hidden_layers": len(stored) or 1}
+    _check_fields(file, fields)
+    layer = parse_config(file, fields)
+    _expect(file, fields, {"target_hidden_size": layer.d_model})
+    if layer.qk_norm or layer.qkv_bias:
+        raise UserError(
+            f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
+        )
+    if fields.get("norm_output") and not speculators_config.is_speculators(config):
+        inform(
+            f"{file}: norm_output is read as EAGLE-3.1's, as engines do; heads that SpecForge "
+            "trained before its pull request 879 (September 2026) are other heads under this name"
+        )
+    shape, rotation = _shape(layer)
+    ids = _take_ids(source, tensors, layer.vocab_size)
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (told := fields.get("draft_vocab_size") or outputs) != outputs:
+        raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
+    heads = Eagle3Config(
+        n_layers=layer.n_layers,
+        tap_layers=taps,
+        draft_vocab=0 if ids is None else len(ids),
+        fc_norm=bool(fields.get("fc_norm")),
+        norm_output=bool(fields.get("norm_output")),
+        norm_before_residual=bool(fields.get("norm_before_residual")),
+        attention_heads=layer.n_heads,
+        kv_heads=layer.n_kv_heads,
+        head_dim=layer.head_dim,
+        d_ff=layer.d_ff,
+        rope_theta=rotation,
+    )
+    stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
+
+    def ignore(key: str) -> bool:
+        return key == _EMBEDDING or bool(HARMLESS.search(key))
+
+    return StoredHeads(
+        source, directory, "EAGLE-3 heads", heads, tensors, partial(_locate, stem=stem),
+        ignore, meta=config, layers=shape | depth, ids=ids,
+    )  # fmt: skip
+
+
+def _locate(path: str, stem: str) -> tuple[str, bool]:
+    """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
+    key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
+    key = key.removeprefix("model.").replace(_SPECULATORS, stem)
+    return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
+
+
+def _shape(layer: LlamaConfig) -> tuple[Json, float]:
+    """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
+    shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    if layer.rope_scaling in ("none", "dynamic"):
+        return shape, layer.rope_theta
+    return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
+
+
+def _expect(file: str, fields: Json, expected: Json) -> None:
+    """Refuse another value than these; absent and null are none."""
+    for name, value in expected.items():
+        if fields.get(name) not in (None, value):
+            raise UserError(
+                f"{file}: {name} {fields[name]!r} is not supported (only {value!r})"
+            )
+
+
+def _check_fields(file: str, fields: Json) -> None:
+    for name in unknown(fields, READ | UNUSED):
+        raise UserError(
+            f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
+        )
+    _expect(file, fields, EXPECTED)
+    for name in _FLAGS:
+        if type(fields.get(name) or False) is not bool:
+            raise UserError(f"{file}: {name} should be true or false, not {fields[name]!r}")
+
+
+def _depth(file: str, config: Json) -> dict[str, int]:
+    """The number of layers of the backbone that the numbers of the tapped layers tell, if any.
+
+    Files name the layers that streams enter (2, L / 2, L - 3) or those that they leave (one less). Other
+    numbers may be meant either way.
+    """
+    table = config.get("eagle_config") or {}
+    if not isinstance(table, dict):
+        raise UserError(f"{file}: eagle_config {table!r} is not supported")
+    for name in unknown(table, UNUSED | EXPECTED.keys() | {TAPS}):
+        raise UserError(f"{file} has an unknown field {name!r} under eagle_config")
+    _expect(file, table, EXPECTED)
+    ids = table.get(TAPS) or config.get(TAPS)
+    if not ids:
+        return {}
+    numbers = isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
+    for left in (0, 1) if numbers else ():
+        L = ids[2] + 3 + left
+        if ids == [2 - left, L // 2 - left, L - 3 - left]:
+            return {"n_layers": L}
+    raise UserError(
+        f"{file}: {TAPS} {ids!r} are not the layers of the paper, and "
+        "whether they are entered or left is not stated"
+    )
+
+
+def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | None:
+    """Takes the draft vocabulary out of the tensors of a file; it is no parameter."""
+    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
+    if offsets is None and member is None:
+        return None
+    if offsets is None:
+        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
+    offset_O = whole(offsets)
+    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
+        raise UserError(
+            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
+        )
+    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
+    order = np.argsort(ids)
+    ids = ids[order]
+    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
+    if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
+        raise UserError(
+            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens"
+            if member is not None
+            else f"key {_D2T!r} in {source} names tokens twice, or not of the {vocab_size}"
+        )
+    if _LM_HEAD in tensors and not np.array_equal(order, np.arange(len(order))):
+        tensors[_LM_HEAD] = _with_rows(tensors[_LM_HEAD], order)
+    return None if len(ids) == vocab_size else ids
+
+
+def _with_rows(matrix: Tensor, order: np.ndarray) -> Tensor:
+    """A matrix with its rows in another order: Model-Optimizer has the most frequent token first."""
+
+    def read(index: Index) -> np.ndarray:
+        return matrix.read((slice(0, len(order)), index[1]))[order[index[0]]]
+
+    return replace(matrix, read=read)
+
+
+def to_eagle3(export: Export, out: str) -> None:
+    """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    drafter = _drafter(export, "EAGLE-3's layout")
+    if drafter.heads.n_layers != 1 or drafter.taps != drafter.paper_taps:
+        raise UserError(
+            f"the heads in {export.stored.source} have {drafter.heads.n_layers} layers and read "
+            f"{drafter.taps}: EAGLE-3's layout is for one layer and the paper's {drafter.paper_taps}, "
+            "since engines do not agree on how it would say others; --to speculators"
+        )
+    layers, fields = _config(export, drafter)
+    raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
+    export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
+    drafter = _drafter(export, "speculators' layout")
+    layers, fields = _config(export, drafter)
+    architectures = config_to_hf(export.base.config)["architectures"]
+    verifier = {"name_or_path": export.base_name, "architectures": architectures}
+    raw = speculators_config.write(layers, fields, drafter.taps, drafter.n_heads, verifier)
+    # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
+    arrays = _arrays(export, _SPECULATORS) | {_EMBEDDING: export.embedding()}
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def _drafter(export: Export, layout: str) -> Eagle3:
+    """The drafter of EAGLE-3 heads that have an LM head.
+
+    Raises:
+      UserError: other heads.
+    """
+    heads = export.stored.heads
+    if not isinstance(heads, Eagle3Config) or heads.lm_head != "own":
+        raise UserError(
+            f"{layout} is for eagle3 heads with an LM head of their own, {export.stored.source} "
+            f"holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    return Eagle3(heads, export.base.config)
+
+
+def _arrays(export: Export, stem: str) -> Arrays:
+    arrays, ids = export.arrays(partial(_locate, stem=stem)), export.stored.ids
+    if ids is not None:
+        arrays[_D2T] = ids.astype(np.int64) - np.arange(len(ids))
+        arrays[_T2D] = np.isin(np.arange(export.base.config.vocab_size), ids)
+    return arrays
+
+
+def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
+    """config.json of the layers, and the fields that EAGLE-3 adds."""
+    heads, vocab_size = drafter.heads, export.base.config.vocab_size
+    layers = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    return config_to_hf(layers), {
+        "draft_vocab_size": heads.draft_vocab or vocab_size,
+        "torch_dtype": export.kind.name,
+        **{flag: True for flag in _FLAGS if getattr(heads, flag)},
+    }

@@ -1,0 +1,76 @@
+"""EAGLE-1 heads in their authors' layout: read (recognised by their keys) and written.
+
+  fc.weight, fc.bias                                  [D, 2 D]: embedding first; some have no bias
+  layers.{j}.self_attn.*, mlp.*, *_layernorm.weight   as in a Llama model; layer 0 has no input_layernorm
+  embed_tokens.weight                                 a copy of the backbone's, ignored
+
+`pytorch_model.bin` or `model.safetensors` with a Llama's `config.json`. The depth of trees is not limited: the
+same layers draft all depths.
+"""
+
+import re
+from dataclasses import replace
+
+from medusa_jax.errors import UserError
+from medusa_jax.formats.export import Export
+from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.interop.hf import HARMLESS, read_config
+from medusa_jax.interop.hf import locate as locate_in_llama
+from medusa_jax.interop.hf_config import ROPE, config_to_hf
+from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.tensor import Tensors, rename
+from medusa_jax.whole_files import Json
+
+_EMBEDDING = "embed_tokens.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.")
+# Fields that the layers depend on and that tensors do not show.
+_LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
+
+
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    """Describe the EAGLE-1 heads of a file.
+
+    Args: as for `medusa_files.open_heads`.
+
+    Raises:
+      UserError: layers are missing, their number differs from the configuration, or there is no configuration
+        of a Llama.
+    """
+    tensors = rename(tensors, lambda key: key.removeprefix("model."))
+    found = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
+    llama = read_config(directory)
+    if len(found) != llama.n_layers or found != set(range(len(found))):
+        raise UserError(
+            f"{source} holds the layers {sorted(found)}, its config.json says {llama.n_layers}"
+        )
+    heads = EagleConfig(n_layers=len(found), fc_bias="fc.bias" in tensors)
+
+    def ignore(key: str) -> bool:
+        return key == _EMBEDDING or bool(HARMLESS.search(key))
+
+    layers = {name: getattr(llama, name) for name in _LAYER_FIELDS}
+    return StoredHeads(
+        source, directory, "EAGLE-1 heads", heads, tensors, _locate, ignore, meta=config,
+        layers=layers,
+    )  # fmt: skip
+
+
+def _locate(path: str) -> tuple[str, bool]:
+    """A path of `heads/eagle.py` -> (key, whether it is stored transposed)."""
+    key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
+    return key.removeprefix("model."), transposed
+
+
+def to_eagle(export: Export, out: str) -> None:
+    """Write `pytorch_model.bin`, with a copy of the backbone's embedding."""
+    heads = export.stored.heads
+    if not isinstance(heads, EagleConfig) or heads.lm_head != "shared":
+        raise UserError(
+            "EAGLE's layout is for eagle heads that share the model's LM head, "
+            f"{export.stored.source} holds {heads.drafter} heads with LM head {heads.lm_head!r}"
+        )
+    arrays = export.arrays(_locate) | {_EMBEDDING: export.embedding()}
+    # Its layers attend to the whole text.
+    config = replace(export.base.config, n_layers=heads.n_layers, sliding_window=0)
+    raw = config_to_hf(config) | {"bias": heads.fc_bias, "torch_dtype": export.kind.name}
+    export.write(out, "pytorch_model.bin", arrays, raw)

@@ -1,0 +1,344 @@
+"""Medusa heads in published layouts: read (recognised by their keys) and written.
+
+Head k, layer j, L layers (docs/formats.md):
+
+  heads only       {k}.{j}.linear.weight, .bias, and {k}.{L}.weight unless the LM head is shared
+  full model       the same with the prefix "medusa_head.", among the keys of the backbone
+  adapter          the same with the prefix "base_model.model.medusa_head.", with LoRA weights
+  vLLM             blocks.{k}.layers.{j}.weight, .bias, lm_heads.{k}.weight
+
+Heads and layers are counted in the keys, since published configurations give wrong numbers (two heads instead
+of five), so that readers that trust them drop or invent heads. `merge.py` writes the full model.
+"""
+
+import dataclasses
+import re
+
+import numpy as np
+
+from medusa_jax.config import HeadsConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.formats.export import Export
+from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.seam import MEDUSA, MEDUSA_HEAD, VLLM
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
+from medusa_jax.interop.tensor import Index, Tensor, Tensors
+from medusa_jax.interop.tokenizer_files import copy_tokenizer
+from medusa_jax.whole_files import Json
+
+# `StoredHeads.layout`.
+HEADS_ONLY = "Medusa heads"
+FULL_MODEL = "Medusa full model"
+ADAPTER = "Medusa adapter"
+
+_VLLM_HEADS = ("num_heads", "medusa_num_heads")
+_VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Names:
+    """The keys of a layout for heads of L layers; `lm_head` is "" if shared."""
+
+    block: str
+    lm_head: str
+    # All layers share the weights of the first, which may be the only one in the file.
+    tied: bool = False
+
+    def locate(self, path: str) -> tuple[str, bool]:
+        """A path of `heads/medusa.py` -> (key, whether it is stored transposed)."""
+        match = re.fullmatch(r"heads_(\d+)/(?:layers_(\d+)|lm_head)/(kernel|bias)", path)
+        assert match is not None, path
+        k, j, leaf = match.groups()
+        if j is None:
+            return self.lm_head.format(k=k), True
+        leaf = {"kernel": "weight"}.get(leaf, leaf)
+        layer = 0 if self.tied else j
+        return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
+
+
+def is_head_key(key: str) -> bool:
+    """Whether a key of a full model belongs to its Medusa heads."""
+    return MEDUSA_HEAD.match(key) is not None
+
+
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    """Describe the Medusa heads of a file.
+
+    Args:
+      source: the file, for messages.
+      directory: its directory.
+      config: `config.json` from there, {} if it does not exist.
+
+    Raises:
+      UserError: a head or layer is missing, there are fewer than in the configuration, or the vocabulary is
+        truncated.
+    """
+    vllm = any(VLLM.fullmatch(key) for key in tensors)
+    opened = _open_vllm if vllm else _open_medusa
+    stored = opened(source, directory, tensors, config)
+    if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
+        # These heads were trained with their backbone and fit no other.
+        record = {"fingerprint": BaseFiles.open(directory).fingerprint()}
+        stored = dataclasses.replace(stored, base=record)
+    return stored
+
+
+def _open_medusa(
+    source: str, directory: str, tensors: Tensors, config: Json
+) -> StoredHeads:
+    found = [m for key in tensors if (m := MEDUSA.fullmatch(key))]
+    prefix, _, infix, *_ = found[0].groups()
+    stem = f"{prefix}{{k}}.{infix}"
+    blocks: dict[int, set[int]] = {}
+    outs: dict[int, int] = {}
+    for _, k, _, j, leaf in (match.groups() for match in found):
+        blocks.setdefault(int(k), set())
+        if leaf == "weight":
+            outs[int(k)] = int(j)
+        else:
+            blocks[int(k)].add(int(j))
+    found_layers = blocks.get(0, set())
+    declared = _number(config, "medusa_num_layers")
+    n_layers = outs[0] if 0 in outs else max(found_layers, default=-1) + 1
+    tied = found_layers == {0} and n_layers > 1 and declared == n_layers
+    names = _Names(f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight", tied)
+    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
+    if len(found_layers) != n_layers and not tied:
+        gap = min(set(range(n_layers)) - found_layers, default=n_layers)
+        key = names.block.format(k=0, j=gap, leaf="weight")
+        raise UserError(f"key {key!r} is missing from {source}: its layers have gaps")
+    _check_layers(source, n_layers, declared)
+    _check_heads(source, n_heads, _number(config, "medusa_num_heads"), names, tensors)
+    heads = HeadsConfig(
+        n_heads=n_heads, n_layers=n_layers, lm_head="own" if outs else "shared"
+    )
+    stored = StoredHeads(
+        source, directory, HEADS_ONLY, heads, tensors, names.locate, meta=config
+    )
+    if not prefix:
+        return stored
+    stored = dataclasses.replace(stored, layout=FULL_MODEL, ignore=_is_no_head_key)
+    if not prefix.startswith("base_model."):
+        return stored
+    others = any(not is_head_key(key) for key in tensors)
+    needs = "adapters of the backbone that they were trained with" if others else ""
+    return dataclasses.replace(stored, layout=ADAPTER, needs=needs)
+
+
+def _is_no_head_key(key: str) -> bool:
+    """Whether a key of a full model or an adapter does not belong to the heads."""
+    return not is_head_key(key) or ".original_module." in key
+
+
+def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    if "token_map" in tensors:
+        raise UserError(
+            f"{source} holds a token_map: heads with a truncated vocabulary are not read"
+        )
+    found = [m for key in tensors if (m := VLLM.fullmatch(key))]
+    prefix = found[0][1]
+    blocks: dict[int, set[int]] = {}
+    for match in found:
+        if match[2] is not None:
+            blocks.setdefault(int(match[2]), set()).add(int(match[3]))
+    n_layers = max(blocks.get(0, set()), default=-1) + 1
+    # One LM head for all, the backbone's or a copy of it.
+    shared = bool(config.get("original_lm_head"))
+    names = _Names(
+        f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
+        f"{prefix}lm_heads.{'0' if shared else '{k}'}.weight",
+    )
+    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
+    _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
+    _check_heads(source, n_heads, _number(config, *_VLLM_HEADS), names, tensors)
+    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers)
+    return StoredHeads(
+        source,
+        directory,
+        "vLLM",
+        heads,
+        tensors if config.get("medusa_fc_bias") else _with_biases(names, heads, tensors),
+        names.locate,
+        meta=config,
+    )
+
+
+def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
+    """Add zeros for missing biases, which vLLM's blocks do not have by default."""
+    added = dict(tensors)
+    for k in range(heads.n_heads):
+        for j in range(heads.n_layers):
+            weight = tensors.get(names.block.format(k=k, j=j, leaf="weight"))
+            bias = names.block.format(k=k, j=j, leaf="bias")
+            if bias not in tensors and weight is not None:
+                added[bias] = _zeros(weight.file, weight.shape[:1], weight.dtype)
+    return added
+
+
+def _zeros(file: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+    def read(index: Index) -> np.ndarray:
+        return np.zeros(shape, np.float32)[index]
+
+    return Tensor(file, shape, dtype, read)
+
+
+def _count(source: str, heads: dict[int, set[int]], key: str) -> int:
+    """The number of heads; raises if the numbering has gaps."""
+    gaps = sorted(set(range(len(heads))) - heads.keys())
+    if gaps:
+        raise UserError(
+            f"key {key.format(k=gaps[0])!r} is missing from {source}, which has a head "
+            f"{max(heads)}"
+        )
+    return len(heads)
+
+
+def _number(config: Json, *names: str) -> int | None:
+    """The first of these fields of the configuration that is an integer."""
+    values = [config[name] for name in names if type(config.get(name)) is int]
+    return values[0] if values else None
+
+
+def _check_layers(source: str, found: int, declared: int | None) -> None:
+    if declared not in (None, found):
+        raise UserError(
+            f"{source} holds {found} layers per head, its config.json says {declared}"
+        )
+
+
+def _check_heads(
+    source: str, found: int, declared: int | None, names: _Names, tensors: Tensors
+) -> None:
+    """Refuse files with fewer heads than declared; some published files have more."""
+    if declared is None or declared == found:
+        return
+    if declared < found:
+        inform(
+            f"{source} holds {found} heads, its config.json says {declared}: {found} are read"
+        )
+        return
+    first = tensors.get(names.block.format(k=0, j=0, leaf="weight"))
+    shape = f" of shape {list(first.shape)}" if first else ""
+    key = names.block.format(k=found, j=0, leaf="weight")
+    raise UserError(
+        f"key {key!r}{shape} is missing from {source}: it holds {found} heads, its config.json "
+        f"says {declared}"
+    )
+
+
+def only_medusa(export: Export, target: str) -> None:
+    """Refuse all but Medusa heads.
+
+    Raises:
+      UserError: names the target.
+    """
+    drafter = export.stored.heads.drafter
+    if drafter != "medusa":
+        raise UserError(
+            f"{target} loads Medusa heads only, {export.stored.source} holds {drafter} heads: "
+            "no other engine runs them (--to native keeps them in this project's format)"
+        )
+
+
+def _blocks(export: Export, name: str) -> Arrays:
+    """The residual blocks as torch's Linear stores them, under `name` with {k}, {j}, {leaf}."""
+    heads, out = export.stored.heads, {}
+    for k in range(heads.n_heads):
+        for j in range(heads.n_layers):
+            path = f"heads_{k}/layers_{j}"
+            out[name.format(k=k, j=j, leaf="weight")] = export.params[f"{path}/kernel"].T
+            out[name.format(k=k, j=j, leaf="bias")] = export.params[f"{path}/bias"]
+    return out
+
+
+def medusa_arrays(export: Export, prefix: str = "") -> Arrays:
+    """{prefix}{k}.{j}.linear.weight, .bias and {prefix}{k}.{L}.weight."""
+    heads = export.stored.heads
+    out = _blocks(export, f"{prefix}{{k}}.{{j}}.linear.{{leaf}}")
+    for k in range(heads.n_heads):
+        out[f"{prefix}{k}.{heads.n_layers}.weight"] = export.lm_head(k).T
+    return out
+
+
+def to_tgi(export: Export, out: str) -> None:
+    """The layout of TGI, and of vLLM from 0.28 on: `medusa_lm_head.safetensors`, separate LM heads."""
+    only_medusa(export, "TGI")
+    _write_tgi(export, out, medusa_arrays(export), {})
+
+
+def to_tgi_shared(export: Export, out: str) -> None:
+    """TGI's second layout: one block per head, logits by the backbone's LM head."""
+    only_medusa(export, "TGI")
+    heads = export.stored.heads
+    if heads.lm_head != "shared" or heads.n_layers != 1:
+        raise UserError(
+            f"the shared-head layout is for heads with one layer and the backbone's LM head; "
+            f"those in {export.stored.source} have {heads.n_layers} and LM head "
+            f"{heads.lm_head!r}: --to tgi"
+        )
+    _write_tgi(export, out, _blocks(export, "{k}.{j}.linear.{leaf}"), {"version": "2"})
+
+
+def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
+    """Write fields for both engines.
+
+    Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
+    `num_hidden_layers`, which vLLM would take for those of the heads.
+    """
+    heads, llama = export.stored.heads, export.base.config
+    config = {
+        "model_type": "medusa",
+        "base_model_name_or_path": export.base_name,
+        "medusa_num_heads": heads.n_heads,
+        "medusa_num_layers": heads.n_layers,
+        "hidden_size": llama.d_model,
+        "vocab_size": llama.vocab_size,
+        "truncated_vocab_size": llama.vocab_size,
+        "medusa_fc_bias": True,
+        "head_dim": llama.head_dim,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "medusa_lm_head.safetensors", arrays, config | version)
+    copy_tokenizer("", export.base.directory, out)
+
+
+def to_vllm(export: Export, out: str) -> None:
+    """The layout of every vLLM with Medusa: `model.safetensors` with vLLM's names."""
+    only_medusa(export, "vLLM")
+    heads, llama = export.stored.heads, export.base.config
+    arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
+    shared = heads.lm_head == "shared"
+    for k in range(1 if shared else heads.n_heads):
+        arrays[f"lm_heads.{k}.weight"] = export.lm_head(k).T
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "base_model_name_or_path": export.base_name,
+        "num_heads": heads.n_heads,
+        "num_hidden_layers": heads.n_layers,
+        "hidden_size": llama.d_model,
+        "vocab_size": llama.vocab_size,
+        "truncated_vocab_size": llama.vocab_size,
+        # Without it vLLM drops the biases silently.
+        "medusa_fc_bias": True,
+        "original_lm_head": shared,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "model.safetensors", arrays, config)
+
+
+def to_tensorrt_llm(export: Export, out: str) -> None:
+    """The layout of TensorRT-LLM's TensorRT backend (up to 1.1) and of the authors' code: a .pt file."""
+    only_medusa(export, "TensorRT-LLM")
+    heads = export.stored.heads
+    config = {
+        "base_model_name_or_path": export.base_name,
+        "medusa_num_heads": heads.n_heads,
+        "medusa_num_layers": heads.n_layers,
+        # The names in its Python interface.
+        "num_medusa_heads": heads.n_heads,
+        "num_medusa_layers": heads.n_layers,
+        "torch_dtype": export.kind.name,
+    }
+    export.write(out, "medusa_lm_head.pt", medusa_arrays(export), config)

@@ -1,0 +1,170 @@
+"""Fill the nodes of a tree from logits, all at once or level by level."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+
+from medusa_jax.devices.platforms import platform
+from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
+from medusa_jax.sharding import PyTree
+from medusa_jax.tree.tree import Tree
+
+# On CUDA the best of up to so many rows, of parts at least so wide, are found in two stages.
+TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
+# Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
+AHEAD = 1e6
+
+
+def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
+    """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
+    # A TPU sorts all scores of an array of more than two axes.
+    best = best_places(scores.reshape(-1, scores.shape[-1]), n)
+    return backbone.tokens(best.reshape(*scores.shape[:-1], n))
+
+
+def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
+    """Columns of the n largest scores of each row [R, n], the first of equal ones first.
+
+    CUDA's TopK gives a row to one block of threads: of four rows with 128,256 scores it takes an H100 three
+    times as long as the best of 128 parts and then of these (docs/hardware.md).
+    """
+    R, O = scores_RO.shape
+    width = -(-O // TOP_K_PARTS)
+    if platform() != "cuda" or R > TOP_K_ROWS or width < max(n, TOP_K_WIDTH):
+        return lax.top_k(scores_RO, n)[1]
+    lowest = jnp.asarray(-jnp.inf, scores_RO.dtype)
+    padded = lax.pad(scores_RO, lowest, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
+    best, at = lax.top_k(padded.reshape(R * TOP_K_PARTS, width), n)
+    first_1P1 = (jnp.arange(TOP_K_PARTS, dtype=at.dtype) * width)[None, :, None]
+    column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_1P1).reshape(R, -1)
+    return jnp.take_along_axis(column_RC, lax.top_k(best.reshape(R, -1), n)[1], axis=1)
+
+
+def fill_by_rank(
+    request: DraftRequest, backbone: Backbone, logits: Sequence[jax.Array]
+) -> Proposal:
+    """Fill the tree with guesses that do not depend on the path.
+
+    Rank r of depth d is the (r+1)-th best guess of head d on every path.
+
+    Args:
+      logits: logits of the first `tree.depth` heads, each [B, O].
+    """
+    root_B, tree, rank = request
+    if tree.depth == 0:
+        return Proposal(root_B[:, None])
+    ranked = tuple(rank(k + 1, logits_BO) for k, logits_BO in enumerate(logits))
+    scores_BKO = jnp.stack([depth.scores for depth in ranked], axis=1)
+    best_BKR = best_tokens(backbone, scores_BKO, tree.max_rank + 1)
+    # A gather by constants; slices of the top-k result would compile to a full sort.
+    depth_M = jnp.maximum(jnp.asarray(tree.depth_M) - 1, 0)
+    drafts_BM = best_BKR[:, depth_M, jnp.asarray(tree.rank_M)]
+    is_root_M = jnp.asarray(tree.depth_M) == 0
+    return Proposal(jnp.where(is_root_M[None, :], root_B[:, None], drafts_BM), ranked)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Constants of one step down the tree, from depth d to depth d + 1.
+
+    At depth d only nodes with children matter, here called parents. Example: depth 1 of the
+    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
+
+      nodes_P   0 2      place among all nodes of depth d
+      rows_P    0 0      place of the node's parent among the parents of depth d - 1
+      parent_C  0 1 1    for each node of depth d + 1: place of its parent among the parents
+      rank_C    0 0 1    and its rank
+    """
+
+    nodes_P: np.ndarray
+    rows_P: np.ndarray
+    parent_C: np.ndarray
+    rank_C: np.ndarray
+
+    @classmethod
+    def of(cls, tree: Tree) -> "list[Level]":
+        """One level for each depth that has children."""
+        levels = []
+        above = np.array([0])  # the parents of the previous depth, as nodes of the tree
+        for depth in range(tree.depth):
+            here, children = tree.level(depth), tree.level(depth + 1)
+            parents = np.unique(tree.parent_M[children])
+            levels.append(
+                cls(
+                    np.searchsorted(here, parents),
+                    np.searchsorted(above, tree.parent_M[parents]),
+                    np.searchsorted(parents, tree.parent_M[children]),
+                    tree.rank_M[children],
+                )
+            )
+            above = parents
+        return levels
+
+
+# (depth, constants, tokens of its parents [B, P], carry) -> (logits of their children [B, P, O], new
+# carry).
+LogitsOf = Callable[[int, Level, jax.Array, PyTree], tuple[jax.Array, PyTree]]
+
+
+def fill_by_level(
+    request: DraftRequest, backbone: Backbone, logits_of: LogitsOf, carry: PyTree
+) -> Proposal:
+    """Fill the tree with guesses that depend on the path.
+
+    Rows of a level are gathered from the level above by constants, so shapes are static and there is
+    no loop over nodes.
+
+    Args:
+      backbone: maps logits to tokens.
+      carry: the carry of `logits_of` at the root.
+    """
+    root_B, tree, rank = request
+    tokens, ranked = [root_B[:, None]], list[Ranked]()  # per depth, of all its nodes
+    for depth, level in enumerate(Level.of(tree)):
+        parents_BP = tokens[-1][:, level.nodes_P]
+        logits_BPO, carry = logits_of(depth, level, parents_BP, carry)
+        ranked.append(rank(depth + 1, logits_BPO))
+        best_BPR = best_tokens(backbone, ranked[-1].scores, int(level.rank_C.max()) + 1)
+        tokens.append(best_BPR[:, level.parent_C, level.rank_C].astype(root_B.dtype))
+    return Proposal(jnp.concatenate(tokens, axis=1), tuple(ranked))
+
+
+def propose_given(
+    request: DraftRequest,
+    nodes_BM: jax.Array,
+    given_BM: jax.Array,
+    vocab_size: int,
+    dtype: DTypeLike,
+) -> Proposal:
+    """A filled tree of a drafter without scores.
+
+    The first child of a node gets all the mass, the next one all that remains, and so on. Rejection
+    sampling then accepts each with the verifier's probability of that token. Under other rules the
+    logits are not computed.
+
+    Args:
+      given_BM: False for nodes that hold a placeholder instead of a draft.
+    """
+    B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
+    for depth, level in enumerate(Level.of(tree)):
+        children = tree.level(depth + 1)
+        mass_1C = -AHEAD * tree.rank_M[children][None, :]
+        score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
+        logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
+        at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
+        logits_BPV = logits_BPV.at[at].max(score_BC.astype(dtype))
+        ranked.append(request.rank(depth + 1, logits_BPV))
+    return Proposal(nodes_BM, tuple(ranked))
+
+
+def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
+    """The nodes of each depth that have children, as nodes of the tree.
+
+    Example: for the tree of `Level`: [0] and [1, 3].
+    """
+    return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]

@@ -1,0 +1,195 @@
+"""Parse the text of a compiled program (`compiled.as_text()`)."""
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_LABEL = re.compile(r'op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CALLED = re.compile(r"(body|condition|to_apply|calls)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_BITS = {"pred": 8, "token": 0}
+# Opcodes that pass values on.
+PASSING = {"bitcast", "get-tuple-element", "tuple", "optimization-barrier"}
+
+
+class Array(NamedTuple):
+    """One array of a result.
+
+    Attributes:
+      kind: element type.
+      space: XLA's memory space: 0 is the main memory, 1 a TPU's vector memory, 5 the host's.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    space: int
+
+    @property
+    def numbers(self) -> int:
+        """Number of elements."""
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding of tiles."""
+        bits = re.match(r"[a-z]+(\d+)", self.kind)
+        return self.numbers * (int(bits[1]) if bits else _BITS.get(self.kind, 0)) // 8
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Attributes:
+      label: the path of named scopes and modules that it comes from; empty if unknown.
+      cycles: the compiler's estimate for one execution; 0 where it gives none.
+      called: (role, computation); roles are body, condition, to_apply, calls and branch.
+      rest: operands and attributes as written.
+    """
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    label: str
+    cycles: int
+    called: tuple[tuple[str, str], ...]
+    rest: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(array.bytes for array in self.results)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest result."""
+        return max((array.numbers for array in self.results), default=0)
+
+    def calls(self, role: str) -> list[str]:
+        """Computations that it calls in this role."""
+        return [name for kind, name in self.called if kind == role]
+
+
+@dataclass(frozen=True)
+class Program:
+    """The instructions of each computation in order, and the entry's name."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """All instructions by name; XLA gives none to two of a program."""
+        return {x.name: x for found in self.computations.values() for x in found}
+
+    @cached_property
+    def readers(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each result."""
+        found: dict[str, list[Instruction]] = {}
+        for x in self.instructions.values():
+            for operand in x.operands:
+                found.setdefault(operand, []).append(x)
+        return found
+
+    def step_loop(self) -> Instruction | None:
+        """The loop with the largest body: the decode loop. None without a loop.
+
+        XLA for CUDA moves it out of the entry, into the computation of a graph.
+        """
+        loops = [x for x in self.instructions.values() if x.opcode == "while"]
+        size = {x.name: len(self.computations[x.calls("body")[0]]) for x in loops}
+        return max(loops, key=lambda x: size[x.name], default=None)
+
+    def fused(self, x: Instruction) -> list[Instruction]:
+        """The instructions of a fusion, those of fusions within it included; else none."""
+        names = x.calls("calls") if x.opcode == "fusion" else []
+        inside = [y for name in names for y in self.computations[name]]
+        return [z for y in inside for z in (y, *self.fused(y))]
+
+    def trips(self, loop: Instruction) -> int:
+        """Iterations of a loop that counts from 0 to a constant; 0 if the data decide.
+
+        XLA for TPUs does not write known counts, so they are read from the condition: a single
+        comparison with a constant. `fori_loop` with fixed bounds, which the code gives, is of this form.
+        """
+        if known := _TRIPS.search(loop.rest):
+            return int(known[1])
+        condition = self.computations.get(loop.calls("condition")[0], [])
+        lines = [y for x in condition for y in (x, *self.fused(x))]
+        compared = [x for x in lines if x.opcode == "compare"]
+        bounds = [
+            int(found[1])
+            for x in lines
+            if x.opcode == "constant"
+            and (found := re.match(r"\(\{?\s*(\d+)\s*\}?\)", x.rest))
+        ]
+        if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in compared[0].rest:
+            return 0
+        return bounds[0]
+
+
+def read_program(text: str) -> Program:
+    """Parse the text of a compiled program."""
+    found: dict[str, list[Instruction]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
+            name = head[2]
+            entry = name if head[1] else entry
+            found[name] = []
+        elif name and " = " in line:
+            found[name].append(read_instruction(line))
+    return Program(found, entry)
+
+
+def read_instruction(line: str) -> Instruction:
+    """Parse `  ROOT %name = type opcode(operands), attributes`."""
+    left, _, right = line.strip().partition(" = ")
+    kind, right = _balanced(right) if right.startswith("(") else _word(right)
+    opcode, _, right = right.partition("(")
+    operands, rest = _balanced("(" + right)
+    label, cycles = _LABEL.search(rest), _CYCLES.search(rest)
+    called = _CALLED.findall(rest)
+    if branches := _BRANCHES.search(rest):
+        called += [("branch", x.strip().lstrip("%")) for x in branches[1].split(",")]
+    called += [("branch", x) for x in _BRANCH.findall(rest)]
+    return Instruction(
+        name=left.removeprefix("ROOT ").lstrip("%"),
+        opcode=opcode.strip(),
+        results=tuple(_array(*found) for found in _ARRAY.findall(kind)),
+        operands=tuple(_NAME.findall(operands)),
+        label=label[1] if label else "",
+        cycles=int(cycles[1]) if cycles else 0,
+        called=tuple(called),
+        rest=operands + rest,
+    )
+
+
+def _array(kind: str, sizes: str, layout: str) -> Array:
+    space = re.search(r"S\((\d+)\)", layout)
+    numbers = tuple(int(n) for n in sizes.split(",") if n)
+    return Array(kind, numbers, int(space[1]) if space else 0)
+
+
+def _word(text: str) -> tuple[str, str]:
+    first, _, rest = text.partition(" ")
+    return first, rest
+
+
+def _balanced(text: str) -> tuple[str, str]:
+    """Split after the bracket that closes the first one."""
+    depth = 0
+    for found in re.finditer(r"[()]", text):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return text[: found.end()], text[found.end() :]
+    return text, ""

@@ -1,5 +1,0 @@
-"""GGUF files, llama.cpp's format, as model directories in Hugging Face form."""
-
-from medusa_jax.interop.gguf.convert import converted
-
-__all__ = ["converted"]

@@ -1,0 +1,72 @@
+"""llama.cpp through llama-cpp-python: a GGUF file in float32, in its own type, and with drafts."""
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.race import Contender, Run
+from medusa_jax.formats.gguf.float32 import as_float32, block_type, gguf_file
+from research.peers import Setting
+
+
+def contenders(setting: Setting) -> list[Contender]:
+    """The GGUF file with weights, keys and values in float32, in its own type, and with prompt lookup.
+
+    Raises:
+      UserError: not a GGUF file; llama-cpp-python is not installed or cannot load the file.
+    """
+    if setting.no_repeat_ngram_size:
+        raise UserError("llama.cpp bars no n-grams: give --no_repeat_ngram_size 0")
+    path = gguf_file(setting.model)
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise UserError(
+            "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
+        ) from error
+    own, threads = block_type(path), setting.threads
+    settings = {"n_ctx": setting.context, "n_threads": threads}
+    settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
+    float32 = llama_cpp.GGML_TYPE_F32
+    alike = settings | {"type_k": float32, "type_v": float32}
+    found = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
+    if own != "F32":
+        found.append(_contender(llama_cpp, path, own, settings, setting.new_tokens))
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    # Its only drafter; without a GPU its documentation recommends two tokens. They may exceed the text.
+    drafter = LlamaPromptLookupDecoding(num_pred_tokens=2)
+    drafts = settings | {"draft_model": drafter, "n_ctx": setting.context + 2}
+    found.append(
+        _contender(
+            llama_cpp, path, own, drafts, setting.new_tokens, "llama.cpp, prompt lookup"
+        )
+    )
+    return found
+
+
+def _contender(
+    llama_cpp: Any,
+    path: str,
+    weights: str,
+    settings: dict[str, Any],
+    n_tokens: int,
+    name: str = "llama.cpp",
+) -> Contender:
+    try:
+        llama = llama_cpp.Llama(model_path=path, verbose=False, **settings)
+    except ValueError as error:
+        raise UserError(f"llama.cpp cannot load {path}: {error}") from error
+
+    def decode(prompt: Sequence[int]) -> Run:
+        llama.reset()  # else it would reuse the prefix shared with the previous prompt
+        start = time.perf_counter()
+        tokens = llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0)
+        first = next(tokens)
+        middle = time.perf_counter()
+        rest = list(itertools.islice(tokens, n_tokens - 1))
+        return Run([[first, *rest]], middle - start, time.perf_counter() - middle)
+
+    return Contender(name, decode, weights)

@@ -1,0 +1,1 @@
+"""The training text of the SmolLM2 heads."""
