@@ -154,7 +154,7 @@ SEAMS = {
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
-    "model/engine.py": "the platform",
+    "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
 }
 
 

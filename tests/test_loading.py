@@ -22,7 +22,8 @@ from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
-from medusa_jax.model.llama import init_params, prepare
+from medusa_jax.model.llama import init_params
+from medusa_jax.model.placing import prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.training.setup import load_setup

@@ -9,7 +9,7 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.interop.stored_heads import abstract_heads
-from medusa_jax.model import attention, llama
+from medusa_jax.model import attention, llama, placing
 from medusa_jax.model.cache import KVCache
 
 N_LAYERS = 5
@@ -59,7 +59,7 @@ def test_a_program_traces_its_layers_once(traced):
 
 def test_shapes_of_parameters_come_from_one_layer(traced):
     config = tiny_arch(n_layers=N_LAYERS, vocab_size=52)
-    shapes = llama.abstract_params(config)
+    shapes = placing.abstract_params(config)
     assert traced == ["attend_text"]
     abstract_heads(HeadsConfig(n_heads=2), config)
     assert traced == ["attend_text"]

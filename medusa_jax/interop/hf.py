@@ -20,7 +20,7 @@ from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.model.llama import abstract_params
+from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 

@@ -14,11 +14,8 @@ shape and type; MEDUSA_JAX_ATTENTION=own refuses it.
 """
 
 import functools
-import importlib
 import itertools
-import os
 from collections.abc import Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -29,8 +26,8 @@ from jax import lax
 
 from medusa_jax.devices.platforms import platform
 from medusa_jax.model.cache import write_rows
-from medusa_jax.model.engine import Pair
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.seams import Pair, attention_kernels
 from medusa_jax.sharding import PyTree
 
 # Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
@@ -130,14 +127,6 @@ def cached_mask(
     return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
 
 
-def _kernels() -> ModuleType | None:
-    """`model/kernels.py`, which the platform chooses and MEDUSA_JAX_ATTENTION=own refuses."""
-    own = os.environ.get("MEDUSA_JAX_ATTENTION") == "own"
-    if own or platform() not in ("cuda", "tpu"):
-        return None
-    return importlib.import_module("medusa_jax.model.kernels")
-
-
 @jax.named_scope("attention")
 def attention_of(
     q_BTNH: jax.Array,
@@ -147,7 +136,7 @@ def attention_of(
     start_B: jax.Array | None,
 ) -> tuple[jax.Array, LayerCache]:
     """The output [B, T, N * H], and the cache with the new keys and values (only these without a cache)."""
-    kernels, n_new = _kernels(), new[0].shape[2]
+    kernels, n_new = attention_kernels(), new[0].shape[2]
     if cache is None:
         assert isinstance(mask, CausalMask)
         kernel = kernels.for_text(platform(), q_BTNH) if kernels else None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.model.engine import tpu
+from medusa_jax.model.seams import tpu
 
 
 class KVCache(struct.PyTreeNode):

@@ -11,11 +11,9 @@ from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import LayerCache, Mask, PathMask, attention_of, tree_mask
-from medusa_jax.model.engine import cpu
-from medusa_jax.model.lora import add_adapter
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.quantise import quantised_product
 from medusa_jax.model.rope import rotate
+from medusa_jax.model.seams import cpu, training
 from medusa_jax.model.stored import Kernel, Stored, multiply
 
 
@@ -41,7 +39,7 @@ class Linear(nn.Module):
         if self.has_variable("params", "codes"):
             codes: jax.Array = self.get_variable("params", "codes")
             scales: jax.Array = self.get_variable("params", "scales")
-            y = quantised_product(x, codes, scales)
+            y = training("quantise").quantised_product(x, codes, scales)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
@@ -51,6 +49,21 @@ class Linear(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, width)
             y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
         return y.astype(self.dtype)
+
+
+def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
+    """y plus the output for x of the module's adapter in the collection "lora"; y if it has none."""
+    if not module.has_variable("lora", "a"):
+        return y
+    return training("lora").with_adapter(module.variables["lora"], x, y)
+
+
+class Adapter(nn.Module):
+    """An adapter without a layer, for a tied LM head."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return add_adapter(self, x, y)
 
 
 class Embed(nn.Embed):

@@ -6,7 +6,7 @@ a draft tree, or causally in a prompt).
 """
 
 import dataclasses
-from functools import lru_cache, partial
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -19,12 +19,10 @@ from jax.typing import DTypeLike
 from medusa_jax.config import LlamaConfig
 from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, PathMask, tree_mask
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.engine import Pair
-from medusa_jax.model.layers import Block, Embed, Linear, RMSNorm
-from medusa_jax.model.lora import Adapter
+from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.seams import Pair, training
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
@@ -210,7 +208,8 @@ class Llama(nn.Module):
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        return rematerialised(run, trained)(variables, x_BTD, rope, mask)
+        again = training("barrier").rematerialised(run, trained)
+        return again(variables, x_BTD, rope, mask)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -228,56 +227,6 @@ def init_params(
 
     params = Llama(config).init(key, method=touch_all)["params"]
     return jax.tree.map(lambda x: x.astype(param_dtype), params)
-
-
-@lru_cache(maxsize=16)
-def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters; traces one layer only."""
-    one = dataclasses.replace(config, n_layers=1)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_params, one), key)
-    layer = shapes.pop("layers_0")
-    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
-    return dict(sorted(shapes.items()))
-
-
-def prepare(
-    params: Params, config: LlamaConfig, dtype: DTypeLike, shards: int = 1
-) -> Params:
-    """Parameters for decoding: cast to `dtype`, q/k/v and gate/up fused into one kernel each.
-
-    A tied LM head becomes a separate kernel [D, V]: products with rows of the embedding are up to three
-    times slower on a CPU, and a step reads it once either way.
-
-    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting the
-    fused kernel over devices splits q, k and v alike. Use with
-    `Llama(decoding_config(config), dtype, shards=shards)`.
-
-    Args:
-      params: the whole tree, or some of its entries, such as {"layers_3": ...}.
-    """
-
-    def fuse(parts: list[Params]) -> Params:
-        fused = {}
-        for leaf in parts[0]:
-            grouped = [p[leaf].reshape(*p[leaf].shape[:-1], shards, -1) for p in parts]
-            fused[leaf] = jnp.concatenate(grouped, axis=-1)
-        return fused
-
-    def fuse_layer(layer: Params) -> Params:
-        attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
-        qkv = [attention.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
-        attention["qkv_proj"] = fuse(qkv)
-        mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
-        return layer | {"self_attn": attention, "mlp": mlp}
-
-    out = {
-        name: fuse_layer(inner) if name.startswith("layers_") else inner
-        for name, inner in params.items()
-    }
-    if config.tie_embeddings and "embed_tokens" in params:
-        out["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
-    return jax.tree.map(lambda x: x.astype(dtype), out)
 
 
 def decoding_config(config: LlamaConfig) -> LlamaConfig:

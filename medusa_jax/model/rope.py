@@ -8,8 +8,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.engine import tpu
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.seams import tpu
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:

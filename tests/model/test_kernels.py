@@ -14,7 +14,7 @@ from cases import wide
 from children import devices, output_of
 from closeness import assert_close
 
-from medusa_jax.model import attention, kernels, tpu
+from medusa_jax.model import attention, kernels, seams, tpu
 from medusa_jax.model.attention import CausalMask, attend_text
 
 
@@ -49,10 +49,10 @@ def test_the_kernel_for_a_text(platform, dtype, T, H, expected):
 
 @pytest.mark.parametrize("platform", ["cpu", "rocm", "cuda", "tpu"])
 def test_the_platform_and_the_variable_choose(platform, monkeypatch):
-    monkeypatch.setattr(attention, "platform", lambda: platform)
-    assert (attention._kernels() is kernels) == (platform in ("cuda", "tpu"))
+    monkeypatch.setattr(seams, "platform", lambda: platform)
+    assert (seams.attention_kernels() is kernels) == (platform in ("cuda", "tpu"))
     monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
-    assert attention._kernels() is None
+    assert seams.attention_kernels() is None
 
 
 TREE, CUDNN = tpu.attend_tree, kernels.cudnn_cached
@@ -149,7 +149,8 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
 
     has_cudnn.cache_clear()
     monkeypatch.setattr(kernels, "has_cudnn", has_cudnn)
-    monkeypatch.setattr(attention, "platform", lambda: "cuda")
+    for module in (attention, seams):
+        monkeypatch.setattr(module, "platform", lambda: "cuda")
     qkv, mask = rows(0, T=16, H=8)
     given = *(x.astype(jnp.bfloat16) for x in qkv), mask
     expected = given[0] if found else own(*given)
@@ -162,7 +163,8 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
 
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
-    monkeypatch.setattr(attention, "platform", lambda: "tpu")
+    for module in (attention, seams):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
     qkv, mask = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
 

@@ -12,6 +12,7 @@ from closeness import assert_close
 from medusa_jax.config import LlamaConfig, LoraConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model import lora
+from medusa_jax.model.layers import Adapter
 from medusa_jax.model.llama import Llama, init_params
 
 LORA = LoraConfig(rank=4, alpha=16.0, dropout=0.25)
@@ -100,7 +101,7 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     x = jnp.ones((1, 8))
     adapters = {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 3))}
     stored = lora.scaled(adapters, LoraConfig(rank=2, alpha=2.0, dropout=0.25))
-    module = lora.Adapter()
+    module = Adapter()
     zero = jnp.zeros((1, 3))
 
     @jax.jit

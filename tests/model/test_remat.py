@@ -9,10 +9,9 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
-from medusa_jax.model.barrier import depend_on
+from medusa_jax.model.barrier import depend_on, rematerialised
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.model.remat import rematerialised
 
 
 def test_after_changes_nothing():

@@ -1,10 +1,14 @@
-"""The seams to code for one platform, which nothing imports on another: the engine `cpu/`, and `tpu.py`.
+"""The seams of this room: code that only one platform or only training reaches, imported by name.
 
-XLA for CPU reads kernels below memory speed and rounds by the number of rows. The engine replaces its products
-of few rows (`Stored.product`) and whole layers over few tokens. Everywhere else XLA computes everything.
+- `cpu()`: the engine for one CPU, the room `cpu/`. XLA for CPU reads kernels below memory speed and rounds by the
+  number of rows; the engine replaces its products of few rows (`Stored.product`) and whole layers over few tokens.
+- `attention_kernels()`: cuDNN, and kernels for TPUs.
+- `tpu()`: forms of single operations for TPUs.
+- `training()`: adapters, quantised kernels, recomputation.
 """
 
 import importlib
+import os
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, Protocol, cast
@@ -78,8 +82,21 @@ def engine_for(dtype: DTypeLike, mesh: Mesh) -> Engine | None:
     return cpu() if one_cpu and cpu().usable(dtype) else None
 
 
+def attention_kernels() -> ModuleType | None:
+    """`model/kernels.py`, which the platform chooses and MEDUSA_JAX_ATTENTION=own refuses."""
+    own = os.environ.get("MEDUSA_JAX_ATTENTION") == "own"
+    if own or platform() not in ("cuda", "tpu"):
+        return None
+    return importlib.import_module("medusa_jax.model.kernels")
+
+
 def tpu() -> ModuleType | None:
     """`model/tpu.py` where a program for TPUs is traced: the platform chooses."""
     if platform() != "tpu":
         return None
     return importlib.import_module("medusa_jax.model.tpu")
+
+
+def training(part: str) -> ModuleType:
+    """`model/lora.py`, `quantise.py` or `barrier.py`, where the configuration makes variables for it."""
+    return importlib.import_module(f"medusa_jax.model.{part}")
