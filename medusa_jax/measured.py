@@ -1,7 +1,6 @@
 """Interleaved rounds; measurements made once per machine, in a bounded time, and kept.
 
-A first start measures which products are fastest, then which tree: at most 5 s together, with a line for
-each. The results by then decide and are kept, however noisy they are.
+A first start measures which tree is fastest. The results in time decide and are kept, however noisy they are.
 """
 
 import hashlib
@@ -20,8 +19,8 @@ from medusa_jax.console import cache_directory, inform, processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_json
 
-# Most seconds for measuring products, and trees.
-PRODUCTS, TREES = 1.5, 3.5
+# Most seconds for measuring trees.
+TREES = 3.5
 
 T = TypeVar("T")
 

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxlib
+from jax.typing import DTypeLike
 
 from medusa_jax.console import announced, cache_directory, instruction_limit, processor
 from medusa_jax.errors import UserError
 
+VARIABLE = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
@@ -77,6 +80,34 @@ def library() -> Library | None:
         handler = jax.ffi.pycapsule(getattr(loaded, name))
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return Library(loaded.medusa_panel_width(), str(path))
+
+
+def usable(dtype: DTypeLike) -> bool:
+    """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` (native, plain) does not refuse them.
+
+    Plain decoding and trees share the kernels, so that speed-ups are relative to the fastest loop.
+
+    Raises:
+      UserError: an unknown value of the variable, or "native" where they cannot be compiled.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "native", "plain"):
+        raise UserError(f"{VARIABLE} is plain or native, not {asked!r}")
+    if asked == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
+        return False
+    if library() is None and asked == "native":
+        raise UserError(
+            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
+            "the kernels for this processor"
+        )
+    return library() is not None
+
+
+def panel() -> int:
+    """Outputs of a panel."""
+    native = library()
+    assert native is not None
+    return native.panel
 
 
 def attends(head_dim: int) -> bool:

@@ -24,13 +24,12 @@ _in_form = jax.jit(store, static_argnums=1)
 
 
 def choose_storage(
-    config: LlamaConfig,
     dtype: DTypeLike,
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
 ) -> Storage:
-    """The form of kernels for this model on these devices.
+    """The form of kernels on these devices: panels where the CPU engine computes.
 
     Args:
       weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
@@ -51,7 +50,7 @@ def choose_storage(
     same = weights in (None, jnp.dtype(dtype).name)
     plain = Storage(0, "" if same else weights or "", draft_weights or "")
     engine = engine_for(dtype, mesh)
-    return engine.choose(config, dtype, plain) if engine else plain
+    return dataclasses.replace(plain, panel=engine.panel()) if engine else plain
 
 
 def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:

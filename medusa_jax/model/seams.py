@@ -36,8 +36,8 @@ class Engine(Protocol):
     def mark(self) -> str:
         """A name of the compiled kernels, for notes about measurements."""
 
-    def choose(self, config: LlamaConfig, dtype: DTypeLike, plain: Any) -> Any:
-        """The `Storage` that is fastest here: `plain`, or the same types in panels."""
+    def panel(self) -> int:
+        """Outputs of a panel (`Storage.panel`)."""
 
     def prepare(
         self, config: LlamaConfig, part: Params, blocks: Params, place: Any
