@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]:
-    """Call every run once per round, so that other work on the machine favours none of them.
+    """Call every run once per round: other work on the machine then favours none of them.
 
     Yields the results of each round.
     """
@@ -35,7 +35,7 @@ def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]
 
 
 def within(seconds: float, what: str, results: Iterator[T]) -> list[T]:
-    """Print what is measured, if there is time, and return the results of at most this many seconds.
+    """Print a line about the measurement, if there is time, and return the results of at most this many seconds.
 
     They are computed on a thread, since a compilation cannot be interrupted. When time is up, and on
     Ctrl-C, the caller continues, and the thread ends after its result.

@@ -92,7 +92,7 @@ def make_mesh(
 def simulate_devices(n: int) -> None:
     """Simulate n CPU devices; call before any JAX computation.
 
-    XLA's default CPU scheduler maximises concurrency, and so gathers the weights of many layers before
+    XLA's default CPU scheduler maximises concurrency, and gathers the weights of many layers before
     it needs the first. This selects the other scheduler, unless XLA_FLAGS already chooses one.
     """
     scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -164,7 +164,7 @@ def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
 
 
 def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
-    """Replicate on every device, so that each host can read from its own devices."""
+    """Replicate on every device; each host can then read from its own devices."""
     if mesh is None or mesh.size == 1:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))
@@ -249,6 +249,6 @@ def bytes_on_device(tree: PyTree) -> int:
 
 
 def init_sharded(mesh: Mesh, init: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
-    """Run `init(key)` so that every parameter is created on its devices."""
+    """Run `init(key)` with every parameter created on its devices."""
     shardings = param_shardings(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)

@@ -60,7 +60,7 @@ class Library:
     path: str
 
     def packed_words(self, form: int, outputs: int, inputs: int) -> int:
-        """Words of a kernel in blocks (`cpu/blocks.py`); 0 if there are no such panels."""
+        """Words of a kernel in blocks (`cpu/blocks.py`); 0: these blocks have no panels."""
         count = ctypes.CDLL(self.path).medusa_packed_words
         count.restype = ctypes.c_int64
         return int(count(*map(ctypes.c_int64, (form, outputs, inputs))))
@@ -85,7 +85,7 @@ def library() -> Library | None:
 def usable(dtype: DTypeLike) -> bool:
     """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` (native, plain) does not refuse them.
 
-    Plain decoding and trees share the kernels, so that speed-ups are relative to the fastest loop.
+    Plain decoding and trees share the kernels, and speed-ups are relative to the fastest loop.
 
     Raises:
       UserError: an unknown value of the variable, or "native" where they cannot be compiled.
@@ -126,8 +126,8 @@ def mark() -> str:
 def _compiled() -> Path | None:
     """The shared object in the cache directory, made if it is missing or damaged.
 
-    Its name tells what it was made from and by, and its own checksum: loading a file that is cut short
-    ends the process (SIGBUS). Without a compiler, one that any compiler made here serves.
+    Its name has checksums of its sources, its compiler and itself: loading a file that is cut short
+    ends the process (SIGBUS). Without a compiler, a file made by any compiler here serves.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
@@ -182,7 +182,7 @@ def _build(command: list[str], made: Path) -> bool:
 
 
 def _version(compiler: str) -> bytes:
-    """How a compiler is called, and what it calls itself."""
+    """The command of a compiler, and its answer to --version."""
     asked = [*shlex.split(compiler), "--version"]
     return compiler.encode() + subprocess.run(asked, capture_output=True).stdout
 

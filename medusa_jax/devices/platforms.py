@@ -44,7 +44,7 @@ def platform() -> str:
 
 
 def default_device() -> jax.Device:
-    """The device of programs that name none: that of `jax_default_device`, else the first."""
+    """The device of programs that name none: `jax_default_device`, else the first."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):  # a platform
         return jax.local_devices(backend=default)[0]

@@ -9,8 +9,7 @@
 | a tree, a short path              | the text before it  | `kernels.for_cache`, else `attend`              |
 | one, a tree, a short path         | one CPU, float32    | `Engine.layer`, for the whole layer (`Block`)   |
 
-`model/kernels.py` has cuDNN's kernels and those for TPUs. Its two functions tell what it takes by platform,
-shape and type; MEDUSA_JAX_ATTENTION=own refuses it.
+`model/kernels.py` has cuDNN's kernels and others for TPUs. Its two functions choose by platform, shape and type; MEDUSA_JAX_ATTENTION=own refuses it.
 """
 
 import functools
@@ -82,11 +81,11 @@ class PathMask(struct.PyTreeNode):
 
 
 class LevelCache(struct.PyTreeNode):
-    """What a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
+    """Keys and values that a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
 
     Attributes:
-      text: keys and values [B, G, T, H] of the first level; row t sees those of rows up to t.
-      levels: of the levels after it; row t sees row t.
+      text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.
+      levels: the same of the levels after it; row t sees row t.
     """
 
     text: Pair
@@ -101,7 +100,7 @@ Mask = jax.Array | PathMask | CausalMask
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
-    """The slots of a cache that new tokens see [B, T, S]: the text and, of R rows after it, those of the mask.
+    """The slots of a cache that new tokens see [B, T, S]: the text and, of R rows after it, the rows of the mask.
 
     Args:
       start_B: where the text ends.
@@ -169,7 +168,7 @@ def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array)
     """`write_both`, ordered after the reads from the same cache.
 
     Written after it was read, the cache changes in place instead of being copied whole; XLA
-    keeps that order only if what is written depends on what was read.
+    keeps that order only if the new values depend on those read.
     """
     nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
     return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
@@ -183,8 +182,8 @@ def attend(
 ) -> jax.Array:
     """Grouped-query attention of T queries over S slots; softmax in float32 or wider.
 
-    The N // G query heads of a group are folded into the query rows, so that keys and values
-    are read once per group.
+    The N // G query heads of a group are folded into the query rows, which reads keys and values
+    once per group.
 
     Returns: [B, T, N * H].
     """
@@ -192,12 +191,12 @@ def attend(
     G, S = k_BGSH.shape[1], k_BGSH.shape[2]
     dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
-    q_BGTRH = grouped((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
-    score_BGQS = products(folded(q_BGTRH), k_BGSH.astype(dtype))
+    q_BGTRH = group_queries((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
+    score_BGQS = products(fold_queries(q_BGTRH), k_BGSH.astype(dtype))
     score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
     weight_BGTRS = jax.nn.softmax(score_BGTRS, axis=-1).astype(dtype)
-    out_BGQH = dot(folded(weight_BGTRS), v_BGSH.astype(dtype), 2).astype(dtype)
+    out_BGQH = dot(fold_queries(weight_BGTRS), v_BGSH.astype(dtype), 2).astype(dtype)
     return flat(out_BGQH.reshape(q_BGTRH.shape))
 
 
@@ -262,19 +261,19 @@ def attend_part(
     top = lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
     weight = jnp.exp(score - top)
     total = jnp.sum(weight, axis=-1, keepdims=True)
-    out = dot(folded(weight.astype(dtype)), v_BGSH.astype(dtype), 2)
+    out = dot(fold_queries(weight.astype(dtype)), v_BGSH.astype(dtype), 2)
     return Part(out.reshape(q_BGTRH.shape) / total, top + jnp.log(total))
 
 
 def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
     """Scaled products [B, G, T, R, S] in float32 or wider; invisible keys get the type's minimum."""
     B, G, T, R, H = q_BGTRH.shape
-    score = dot(folded(q_BGTRH), k_BGSH.astype(q_BGTRH.dtype), 3)
+    score = dot(fold_queries(q_BGTRH), k_BGSH.astype(q_BGTRH.dtype), 3)
     score = score.reshape(B, G, T, R, -1) * (H**-0.5)
     return jnp.where(visible_BTS[:, None, :, None, :], score, jnp.finfo(score.dtype).min)
 
 
-def merged(a: Part, b: Part) -> Part:
+def merge_parts(a: Part, b: Part) -> Part:
     """Attention over the keys of both; every query must see a key of a."""
     norm = jnp.logaddexp(a.norm_BGTR1, b.norm_BGTR1)
     share_a, share_b = jnp.exp(a.norm_BGTR1 - norm), jnp.exp(b.norm_BGTR1 - norm)
@@ -285,7 +284,7 @@ def attend_text(
     q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> jax.Array:
     """Attention within whole rows: [B, T, N * H]."""
-    part = text_part(grouped(q_BTNH, k_BGTH.shape[1]), k_BGTH, v_BGTH, mask)
+    part = text_part(group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH, v_BGTH, mask)
     return flat(part.out_BGTRH.astype(q_BTNH.dtype))
 
 
@@ -298,13 +297,13 @@ def attend_levels(
       text: keys and values [B, G, T, H], as for `attend_text`.
       levels: such keys and values for each level.
     """
-    q_BGTRH = grouped(q_BTNH, text[0].shape[1])
+    q_BGTRH = group_queries(q_BTNH, text[0].shape[1])
     part = text_part(q_BGTRH, *text, mask)
     wide = part.norm_BGTR1.dtype
     for level in levels:  # each query has one key per level: sums, not matrix products
         k, v = (x[:, :, :, None].astype(wide) for x in level)
         score = jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
-        part = merged(part, Part(v, score))
+        part = merge_parts(part, Part(v, score))
     return flat(part.out_BGTRH.astype(q_BTNH.dtype))
 
 
@@ -313,7 +312,7 @@ def text_part(
 ) -> Part:
     """Attention of a text over itself, by blocks of queries.
 
-    The backward pass computes a block's scores again, so that memory grows with the length of the text.
+    The backward pass computes a block's scores again, and memory grows with the length of the text.
     """
     T = q_BGTRH.shape[2]
     given = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
@@ -335,7 +334,7 @@ def text_part(
             return lax.map(one, jnp.arange(begin, end))
 
         parts = [span(*edges) for edges in itertools.pairwise(ends)]
-        return jax.tree.map(lambda *x: joined(jnp.concatenate(x)), *parts)
+        return jax.tree.map(lambda *x: join_blocks(jnp.concatenate(x)), *parts)
 
     def row(given: tuple[PyTree, ...]) -> Part:
         part = spans(jax.tree.map(lambda x: x[None], given))
@@ -362,7 +361,7 @@ def attend_cached(
     """
     T, S = q_BTNH.shape[1], cache[0].shape[2]
     size = min(SLOTS, S)
-    q_BGTRH = grouped(q_BTNH, cache[0].shape[1])
+    q_BGTRH = group_queries(q_BTNH, cache[0].shape[1])
 
     def with_block(i: jax.Array, part: Part) -> Part:
         first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
@@ -374,7 +373,7 @@ def attend_cached(
             window or S + T
         )
         seen_BTS = seen_BS[:, None, :] & near_BTS
-        return merged(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
+        return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
     # The new keys come first: every token sees itself, so each starts with a score.
     mask = CausalMask(window=window)
@@ -431,12 +430,12 @@ def products(q_BGQH: jax.Array, k_BGSH: jax.Array) -> jax.Array:
     return dot(q_BGQH, k_BGSH, 3)
 
 
-def folded(x_BGTRX: jax.Array) -> jax.Array:
+def fold_queries(x_BGTRX: jax.Array) -> jax.Array:
     """The queries of a group as rows: [B, G, T * R, X]."""
     return x_BGTRX.reshape(*x_BGTRX.shape[:2], -1, x_BGTRX.shape[-1])
 
 
-def grouped(q_BTNH: jax.Array, G: int) -> jax.Array:
+def group_queries(q_BTNH: jax.Array, G: int) -> jax.Array:
     """Group queries by their key/value head: [B, G, T, R, H]."""
     B, T, N, H = q_BTNH.shape
     return q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 1, 3, 4)
@@ -465,7 +464,7 @@ def block(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=2)
 
 
-def joined(blocks: jax.Array) -> jax.Array:
+def join_blocks(blocks: jax.Array) -> jax.Array:
     """Blocks [n, B, G, Q, ...] -> [B, G, n * Q, ...]."""
     _, B, G, _, *rest = blocks.shape
     return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *rest)

@@ -33,7 +33,7 @@ def barrier_with(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return both arguments unchanged; `x` is available only after `others` and is not recomputed.
 
-    XLA for CPU would fuse the addition of `depend_on` into each reader of `x`, and so keep all terms of
+    XLA for CPU would fuse the addition of `depend_on` into each reader of `x`, and keep all terms of
     `x` alive. It neither drops nor fuses a branch.
     """
 
@@ -73,7 +73,7 @@ def rematerialised(f: Callable[..., jax.Array], trained: str) -> Callable[..., j
     before the first is needed, which saves nothing.
 
     The gradient of x is available only after the gradients of the trained variables: otherwise XLA may
-    postpone those and keep what they are computed from for each layer, several times the size of x.
+    postpone those and keep each layer's operands for them, several times the size of x.
 
     Args:
       f: (variables, x, ...), arrays or trees of arrays -> one array; it must not close over traced

@@ -61,17 +61,17 @@ class KVCache(struct.PyTreeNode):
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
         root, and ascends to the last accepted node. Its entries after that may be any of the M
-        candidates: what they copy is after the new length and is overwritten by the next step.
+        candidates: their copies lie after the new length, where the next step writes.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
-        then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
+        then hold the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
         if on_tpu := tpu():
-            return jax.tree.map(lambda x: on_tpu.moved(x, length_B, path_BL), self)
+            return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL
 
-        # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
+        # A row that has ended may lack room. A read beyond its slots must give a number (clip): with
         # NaN there, the next request in the row would multiply it by a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:

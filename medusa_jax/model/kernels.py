@@ -28,7 +28,7 @@ CUDNN_LONGEST = 8192
 # Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
 # of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (docs/hardware.md).
 CUDNN_SCORES = 2**25
-# From this many slots on, those of all rows, a TPU attends to a cache for one token a row by the kernel, too:
+# From this many slots on, counted over all rows, a TPU attends to a cache for one token a row by the kernel, too:
 # XLA's attention of one row is faster over fewer (docs/accelerators.md).
 ONE_ROW_SLOTS = 8192
 # Library kernels multiply float32 in lower precision, or fail.
@@ -41,7 +41,7 @@ OfCache = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.
 
 
 def for_text(platform: str, q_BTNH: jax.Array) -> OfText | None:
-    """The kernel for packed rows of this shape; None: there is none."""
+    """The kernel for packed rows of this shape, or None."""
     B, T, _, H = q_BTNH.shape
     mesh = jax.sharding.get_abstract_mesh()
     # XLA cannot partition a kernel, and without a mesh the placement of rows is unknown.
@@ -58,7 +58,7 @@ def for_text(platform: str, q_BTNH: jax.Array) -> OfText | None:
 def for_cache(
     platform: str, q_BTNH: jax.Array, k_BGSH: jax.Array, T: int
 ) -> OfCache | None:
-    """The kernel for queries over the keys of a cache, of which T are new in each row; None: there is none."""
+    """The kernel for queries over the keys of a cache, T of them new in each row, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     several = (jax.device_count() if mesh.empty else mesh.size) > 1
     if several or q_BTNH.dtype != k_BGSH.dtype:

@@ -84,7 +84,7 @@ class Embed(nn.Embed):
 def kernel_of(
     module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, ...]
 ) -> Kernel:
-    """The module's `kernel`, in whatever form it is stored; made by `init` if there is none."""
+    """The module's `kernel`, in its stored form; `init` makes a missing one."""
     if module.has_variable("params", "kernel"):
         return module.get_variable("params", "kernel")
     return module.param("kernel", init, shape)
@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
 
 
 def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
-    """One row of each, [B, T, ...] -> [B, 1, ...], the last if there are not as many; None: all rows."""
+    """One row of each, [B, T, ...] -> [B, 1, ...], the last if it has fewer; None: all rows."""
     if row_B is None:
         return x_BT
     return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
@@ -117,7 +117,7 @@ def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
 class Attention(nn.Module):
     """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
 
-    With `only_B` the output is that of one new token per row, [B, 1, D], which sees the cached text and
+    With `only_B` one new token per row has an output, [B, 1, D]. It sees the cached text and
     the new tokens up to itself; the others have keys and values only.
 
     Returns the output, and the cache with the new keys and values (only these without a cache).

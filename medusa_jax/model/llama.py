@@ -30,7 +30,7 @@ from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
-    Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
+    Under `jit`, a program traces and lowers one layer instead of each; XLA inlines the calls.
     """
     return block.apply(variables, *args)
 
@@ -140,7 +140,7 @@ class Llama(nn.Module):
         start_B: jax.Array,
         self_mask_TR: jax.Array | None,
     ) -> tuple[Mask, Mask]:
-        """What new tokens see in layers without and with the sliding window."""
+        """The masks of new tokens in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
         if self_mask_TR is None and T > MAX_MASKED:
             return CausalMask(), CausalMask(window=window)
@@ -218,7 +218,7 @@ def init_params(
 ) -> Params:
     """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in).
 
-    Under `jit`, so that the layers are traced only once per process.
+    Under `jit`, the layers are traced only once per process.
     """
 
     def touch_all(module: Llama) -> jax.Array:

@@ -2,8 +2,8 @@
 
     y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank] at random, B [rank, out] zero
 
-`apply({"params": p, "lora": scaled(l, ...)})` is the adapted model, `apply({"params": p})` the original.
-Every linear layer has an adapter, and so does the LM head, even a tied one. `x W` and `(x A) B` are
+`apply({"params": p, "lora": scale(l, ...)})` is the adapted model, `apply({"params": p})` the original.
+Every linear layer has an adapter, also the LM head, even a tied one. `x W` and `(x A) B` are
 separate products in training: with W + AB autodiff would build a full-size dW.
 """
 
@@ -24,7 +24,7 @@ def with_adapter(adapter: Mapping[str, PyTree], x: jax.Array, y: jax.Array) -> j
     """y + (dropout(x) A) B, in float32 or wider; inputs are dropped only if the adapter has a seed.
 
     Args:
-      adapter: a, b and keep (1 - dropout rate), as `scaled` and `with_dropout` make them.
+      adapter: a, b and keep (1 - dropout rate), as `scale` and `with_dropout` make them.
     """
     a, b, dtype = adapter["a"], adapter["b"], x.dtype
     if "seed" in adapter:
@@ -68,7 +68,7 @@ def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
     return lora
 
 
-def scaled(lora: Params, cfg: LoraConfig) -> Params:
+def scale(lora: Params, cfg: LoraConfig) -> Params:
     """The collection that layers read: B times alpha / rank, and the dropout's keep rate."""
 
     def walk(module: Params) -> Params:

@@ -49,7 +49,7 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike).
 
-    With "yarn" they are multiplied by its factor, so that scores are by its square.
+    With "yarn" they are multiplied by its factor, which multiplies scores by its square.
     """
     wide = at_least_f32(dtype)
     frequency = jnp.asarray(np.tile(rope_frequencies(config), 2), wide)

@@ -25,7 +25,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Engine(Protocol):
-    """What other rooms call of `medusa_jax.cpu`."""
+    """The functions of `medusa_jax.cpu` that other rooms call."""
 
     def usable(self, dtype: DTypeLike) -> bool:
         """Whether the engine computes in this type here: it is compiled, and the user does not refuse it."""

@@ -19,7 +19,7 @@ from medusa_jax.model.product import at_least_f32
 BLOCKS = (512, 256, 128)
 # Rows of a 16-bit tile.
 TILE = 16
-# Key/value heads of a block, and rows of queries of them all: what 16 MiB of vector memory (v4) hold.
+# Key/value heads of a block, and rows of queries of them all, which fit 16 MiB of vector memory (v4).
 HEADS = 8
 ROWS = 2048
 # Vector memory that the kernel may take where there is more.
@@ -52,7 +52,7 @@ def attend_tree(
     and blocks after the last used slot are neither read nor scored.
 
     Args:
-      mask_BTS: what each query sees; of the slots from `end` on nothing.
+      mask_BTS: the slots that each query sees, all before `end`.
       end_B: used slots of each row, at least 1.
       interpret: run anywhere, slowly.
     """
@@ -69,13 +69,13 @@ def attend_tree(
     wide = at_least_f32(q_BTNH.dtype)
     q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
-    # The queries of a group by head, then by token, so that a mask of tokens repeats R times.
+    # The queries of a group by head, then by token, where the mask of tokens repeats R times.
     q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)
     mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, more), (0, 0)))
 
     def used(b: Any, s: Any, end_B: Any) -> Any:
-        """The block of step s; the last used one again where there is nothing more to read."""
+        """The block of step s; the last used one again after the end."""
         return jnp.minimum(s, (end_B[b] - 1) // size)
 
     queries = pl.BlockSpec((1, heads, Q, H), lambda b, g, s, end: (b, g, 0, 0))
@@ -218,7 +218,7 @@ def splash(
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """`rope.rotate` by head, as attention reads them, and with the halves swapped by a product.
 
-    A half of 128 lanes is no whole tile, so slices of halves are laid out again, twice. A column of the
+    A half of 128 lanes is less than a tile, and slices of halves are laid out again, twice. A column of the
     product has one term of weight 1 or -1, which is exact.
     """
     H = x_BTNH.shape[-1]
@@ -238,7 +238,7 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
     return turned.astype(x_BTNH.dtype).transpose(0, 2, 1, 3)
 
 
-def moved(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
+def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
     """`KVCache.commit` of one array, slot by slot in place.
 
     For a gather from the cache a TPU would keep it in another layout than attention reads. A path

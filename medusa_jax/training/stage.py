@@ -110,7 +110,7 @@ class GroupedBackbone:
         """Scale the adapters once, instead of in every chunk of the loss."""
         if "lora" not in params:
             return params
-        return params | {"lora": lora.scaled(params["lora"], self.cfg.lora)}
+        return params | {"lora": lora.scale(params["lora"], self.cfg.lora)}
 
     def original(self, frozen: PyTree) -> Backbone | None:
         """The teacher: the backbone before training, without adapters and dropout."""

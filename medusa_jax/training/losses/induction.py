@@ -20,7 +20,7 @@ from medusa_jax.model.attention import (
     BLOCK,
     CausalMask,
     block,
-    grouped,
+    group_queries,
     scores,
     whole_blocks,
 )
@@ -61,7 +61,7 @@ def induction_sum(
     tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
     # Keys in float32, in which their gradient is added up; the products are of the queries' type.
     q_BGTRH, k_BGTH, given_BT, wanted_BT, pairs_BT, mask = whole_blocks(
-        grouped(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
+        group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
         shift_left(tokens_BT, 1), shift_left(tokens_BT, 2), pairs_BT, CausalMask(segment_ids_BT),
     )  # fmt: skip
     T = given_BT.shape[1]
