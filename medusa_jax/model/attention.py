@@ -1,15 +1,19 @@
 """Attention of new tokens: which path computes it, and the paths that XLA compiles.
 
-| new tokens of a row               | cache               | path                                            |
-|-----------------------------------|---------------------|-------------------------------------------------|
-| a text, packed rows (training)    | none                | `kernels.for_text`, else `attend_text`          |
-| a level of drafts (training)      | the levels above    | `attend_levels`                                 |
-| a piece of a prompt               | the text before it  | `attend_cached`                                 |
-| one                               | the text before it  | `kernels.for_cache`, else `attend_one`          |
-| a tree, a short path              | the text before it  | `kernels.for_cache`, else `attend`              |
-| one, a tree, a short path         | one CPU, float32    | `Engine.layer`, for the whole layer (`Block`)   |
+| new tokens of a row             | cache             | platform            | path                                |
+|---------------------------------|-------------------|---------------------|-------------------------------------|
+| packed texts, in training       | none              | CUDA, TPU; 16 bits  | `kernels.cudnn`, `tpu.splash`       |
+|                                 |                   | else                | `attend_text`                       |
+| a level of drafts, in training  | the levels above  | any                 | `attend_levels`                     |
+| a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
+| one, a tree or a short path     | the text before   | one CPU; float32    | `Engine.layer`: the layer (`Block`) |
+|                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
+| a tree or a short path          | the text before   | CUDA; many scores   | `kernels.cudnn_cached`              |
+|                                 |                   | else                | `attend` after the write            |
+| one                             | the text before   | else                | `attend` before the write           |
 
-`model/kernels.py` has cuDNN's kernels and others for TPUs. Its two functions choose by platform, shape and type; MEDUSA_JAX_ATTENTION=own refuses it.
+The two functions of `model/kernels.py` know the shapes that its kernels take. MEDUSA_JAX_ATTENTION=own avoids
+all kernels.
 """
 
 import functools
@@ -151,7 +155,7 @@ def attention_of(
     given = platform(), q_BTNH, cache[0], n_new
     kernel = kernels.for_cache(*given) if kernels else None
     if kernel is None and n_new == 1:
-        out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
+        out_BTD = attend(q_BTNH, *cache, mask, new, start_B)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
     if kernel is None:
@@ -178,12 +182,22 @@ def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array)
 
 
 def attend(
-    q_BTNH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, mask_BTS: jax.Array
+    q_BTNH: jax.Array,
+    k_BGSH: jax.Array,
+    v_BGSH: jax.Array,
+    mask_BTS: jax.Array,
+    new: Pair | None = None,
+    start_B: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query attention of T queries over S slots; softmax in float32 or wider.
 
     The N // G query heads of a group are folded into the query rows, which reads keys and values
     once per group.
+
+    Args:
+      new: key and value of one new token [B, G, 1, H] that belong to slot `start_B` and are not in it
+        yet. Reading them from the cache that they are written to makes XLA write every cache twice and
+        copy it twice on a CPU, which for longer texts costs more than reading the weights.
 
     Returns: [B, T, N * H].
     """
@@ -192,45 +206,23 @@ def attend(
     dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
     q_BGTRH = group_queries((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
-    score_BGQS = products(fold_queries(q_BGTRH), k_BGSH.astype(dtype))
+    q_BGQH = fold_queries(q_BGTRH)
+    score_BGQS = products(q_BGQH, k_BGSH.astype(dtype))
+    if new is not None and start_B is not None:
+        k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
+        own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+        score_BGQS = jnp.where(own_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
     score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
-    weight_BGTRS = jax.nn.softmax(score_BGTRS, axis=-1).astype(dtype)
-    out_BGQH = dot(fold_queries(weight_BGTRS), v_BGSH.astype(dtype), 2).astype(dtype)
-    return flat(out_BGQH.reshape(q_BGTRH.shape))
-
-
-def attend_one(
-    q_B1NH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, mask_B1S: jax.Array
-) -> jax.Array:
-    """`attend` for one new token per row, whose key and value are not in the cache yet.
-
-    Reading them from the cache that they are written to makes XLA write every cache twice and
-    copy it twice on a CPU, which for longer texts costs more than reading the weights.
-
-    Args:
-      new: key and value of the new token, each [B, G, 1, H]; they belong to slot `start_B`.
-      cache: keys and values [B, G, S, H] without them.
-
-    Returns: [B, 1, N * H].
-    """
-    B, _, N, H = q_B1NH.shape
-    G, S = cache[0].shape[1], cache[0].shape[2]
-    dtype, wide = q_B1NH.dtype, at_least_f32(q_B1NH.dtype)
-    q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
-    k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
-    k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-    score_BGRS = products(q_BGRH, k_BGSH)
-    own_BGR1 = dot(q_BGRH, k_BG1H, 3)
-    own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
-    score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
-    score_BGRS = jnp.where(mask_B1S[:, None], score_BGRS, jnp.finfo(wide).min)
-    weight_BGRS = jax.nn.softmax(score_BGRS, axis=-1)
-    own_weight_BGR1 = jnp.sum(jnp.where(own_B11S, weight_BGRS, 0), axis=-1, keepdims=True)
-    weight_BGRS = jnp.where(own_B11S, 0, weight_BGRS)
-    out_BGRH = dot(weight_BGRS.astype(dtype), v_BGSH, 2)
-    out_BGRH += own_weight_BGR1 * v_BG1H.astype(wide)
-    return out_BGRH.astype(dtype).reshape(B, 1, N * H)
+    weight_BGQS = fold_queries(jax.nn.softmax(score_BGTRS, axis=-1))
+    if new is None:
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+    else:
+        own_BGQ1 = jnp.sum(jnp.where(own_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
+        weight_BGQS = jnp.where(own_B11S, 0, weight_BGQS)
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+        out_BGQH += own_BGQ1 * v_BG1H.astype(wide)
+    return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))
 
 
 # Of texts, in parts: attention over many keys is merged from attention over some of them, with the running softmax of

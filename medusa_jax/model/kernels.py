@@ -124,20 +124,16 @@ def cudnn(
     mask: CausalMask,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
-    """cuDNN's flash attention, [B, T, N, H]; tests pass "xla"."""
+    """cuDNN's flash attention of a text, [B, T, N, H]; tests pass "xla"."""
     same_B1TT = None
     if mask.segment_ids_BT is not None:
         segment_BT = mask.segment_ids_BT
         same_B1TT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
+    window = (mask.window - 1, 0) if mask.window else None
     return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BTGH,
-        v_BTGH,
-        mask=same_B1TT,
-        is_causal=True,
-        local_window_size=(mask.window - 1, 0) if mask.window else None,
+        q_BTNH, k_BTGH, v_BTGH, mask=same_B1TT, is_causal=True, local_window_size=window,
         implementation=implementation,
-    )
+    )  # fmt: skip
 
 
 def cudnn_cached(
@@ -150,10 +146,7 @@ def cudnn_cached(
 ) -> jax.Array:
     """`attention.attend` by cuDNN, [B, T, N * H]; tests pass "xla"."""
     out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BGSH.swapaxes(1, 2),
-        v_BGSH.swapaxes(1, 2),
-        mask=mask_BTS[:, None],
+        q_BTNH, k_BGSH.swapaxes(1, 2), v_BGSH.swapaxes(1, 2), mask=mask_BTS[:, None],
         implementation=implementation,
-    )
+    )  # fmt: skip
     return out_BTNH.reshape(*q_BTNH.shape[:2], -1)

@@ -10,13 +10,7 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.model import attention
-from medusa_jax.model.attention import (
-    CausalMask,
-    attend,
-    attend_cached,
-    attend_one,
-    attend_text,
-)
+from medusa_jax.model.attention import CausalMask, attend, attend_cached, attend_text
 from medusa_jax.model.cache import write_rows
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -124,4 +118,4 @@ def test_one_token_after_a_cache_sees_it_and_itself(start):
     start_B = np.array([start, max(start - 1, 0)])
     mask_B1S = (np.arange(10)[None, :] <= start_B[:, None])[:, None, :]
     expected = attend_written(q, new, cache, start_B, mask_B1S)
-    assert_close(jax.jit(attend_one)(q, new, cache, start_B, mask_B1S), expected)
+    assert_close(jax.jit(attend)(q, *cache, mask_B1S, new, start_B), expected)
