@@ -40,7 +40,7 @@ from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
-from medusa_jax.formats.gguf.convert import _convert
+from medusa_jax.formats.gguf.convert import convert
 from medusa_jax.formats.merge import to_merged
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
@@ -116,7 +116,7 @@ def read_gguf_file(path, out):
     """A letter of a name may change unnoticed, so what it holds is not compared."""
 
     def load():
-        _convert(str(path), None, str(out))
+        convert(str(path), str(out))
         return True
 
     return load
