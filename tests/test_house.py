@@ -146,8 +146,7 @@ SEAMS = {
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
     "api/tree_choice.py": "--tree auto",
-    "commands/decode_report.py": "--json",
-    "commands/decode_run.py": "--chat, --compare, --save_drafts",
+    "commands/decode_run.py": "--chat, --compare, --json, --save_drafts",
     "console.py": "the command's name",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
@@ -160,6 +159,7 @@ SEAMS = {
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
+    "training/setup.py": "train.heads_path",
     "training/trainer.py": "data.cache_features",
 }
 
