@@ -30,7 +30,8 @@ from medusa_jax.formats.speculators_config import TAPS, unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
+from medusa_jax.interop.hf_config import ROPE, parse_config
+from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors, rename, whole
 from medusa_jax.whole_files import Json

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face model directories; `hf_config.py` handles config.json."""
+"""Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
 import os
 import re
@@ -14,9 +14,8 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.hf_config import config_to_hf, read_config
+from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.model.llama import abstract_params
@@ -151,39 +150,3 @@ def load_backbone(
         abstract, mesh, stored, locate, dtype, directory, ignore, convert_entry, in_blocks
     )
     return config, params
-
-
-def save_backbone(
-    directory: str,
-    config: LlamaConfig,
-    params: Params,
-    dtype: DTypeLike = "bfloat16",
-    extra: Json | None = None,
-    write: bool = True,
-) -> None:
-    """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
-
-    Args:
-      extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
-      write: False on processes that only take part in gathering the arrays.
-
-    Raises:
-      UserError: no transformers class has this combination of features; or the disk is full.
-    """
-    kind = np.dtype(dtype).name
-    raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
-    leaves, transposed = {}, {}
-    for path, leaf in tensor_files.flatten(params).items():
-        name, is_transposed = locate(path)
-        leaves[name], transposed[name] = leaf, is_transposed
-
-    def read(name: str) -> np.ndarray:
-        array = tensor_files.host_array(leaves[name], dtype)
-        return array.T if transposed[name] else array
-
-    if write:
-        os.makedirs(directory, exist_ok=True)
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    save_weights(directory, shapes, read, dtype, write)
-    if write:
-        tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))

@@ -32,6 +32,7 @@ from medusa_jax.formats.gguf import convert
 from medusa_jax.formats.gguf.convert import make_directory
 from medusa_jax.interop import hf
 from medusa_jax.interop.hf_config import read_config
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import open_checkpoint
@@ -145,7 +146,7 @@ def save_both(case, folder, tokenizer_json):
         lambda x: rng.normal(size=x.shape).astype(np.float32),
         jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0)),
     )
-    hf.save_backbone(str(folder / "hf"), config, params, "float32")
+    save_backbone(str(folder / "hf"), config, params, "float32")
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
