@@ -71,6 +71,13 @@ EXPECTED = {
 }  # fmt: skip
 
 
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-3 heads."""
+    keys = {key.removeprefix("model.") for key in tensors}
+    norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
+    return "fc.weight" in keys and not keys.isdisjoint(norms)
+
+
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-3 heads of a file.
 

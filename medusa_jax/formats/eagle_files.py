@@ -28,6 +28,12 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
 
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-1 heads in their authors' layout."""
+    keys = {key.removeprefix("model.") for key in tensors}
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
+
+
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-1 heads of a file.
 
