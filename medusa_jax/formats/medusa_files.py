@@ -255,7 +255,7 @@ def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
     """Write fields for both engines.
 
     Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
-    `num_hidden_layers`, which vLLM would take for those of the heads.
+    `num_hidden_layers`, which vLLM would take for the heads' own.
     """
     heads, llama = export.stored.heads, export.base.config
     config = {

@@ -60,9 +60,9 @@ def _spans_by_stand_in(
 ) -> list[Span]:
     """Assistant spans of a template without generation blocks, within its text of the whole conversation.
 
-    Each answer is replaced by a stand-in, which shows where the template writes it. The turn's end is what ends a
-    conversation of these turns. What the template writes after the generation prompt counts as well, as the model
-    has to write it, but not an empty thought that the message does not have.
+    A stand-in replaces each answer and shows where the template writes it. The text after the stand-in in a
+    conversation that ends there is the turn's end. Text between the generation prompt and the answer counts too, since
+    the model has to write it, except for an empty thought that the message lacks.
 
     Example (Qwen3): "...<|im_start|>assistant\n<think>\n\n</think>\n\n[Yo<|im_end|>\n]".
     """

@@ -66,7 +66,7 @@ def encode_prompt(
 ) -> list[int]:
     """Ids of a conversation up to the assistant's next turn, BOS included.
 
-    The same ids as those of `answers.encode_conversation` before that answer, unless the template begins a thought or
+    `answers.encode_conversation` gives the same ids before that answer, unless the template begins a thought or
     removes earlier ones. Special tokens that are spelled out in a message are read as text.
 
     Args:

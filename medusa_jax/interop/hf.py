@@ -31,7 +31,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# A key of a decoder layer: what is before `model.layers` or `layers`, and the layer's number.
+# A key of a decoder layer: its prefix before `model.layers` or `layers`, and the layer's number.
 LAYER = re.compile(r"(.*?)(?:model\.)?layers\.(\d+)\.")
 
 
@@ -61,7 +61,7 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
     weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
 
     Raises:
-      UserError: unreadable, or the keys are those of a wrapped model.
+      UserError: unreadable, or the keys of a wrapped model.
     """
     directory = resolve(path)
     config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
@@ -126,7 +126,7 @@ def load_backbone(
       convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
         whole model never coexist.
       in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
-      opened: what `open_model` returned for the path.
+      opened: the result of `open_model` for the path.
 
     Raises:
       UserError: unreadable, or keys that contradict the configuration (checked before anything is read).

@@ -31,7 +31,7 @@ SCALINGS = {
     "llama3": _ORIGINAL | {"low_freq_factor": _LOW, "high_freq_factor": _HIGH},
     "yarn": _ORIGINAL | _YARN,
 }
-# What the rotation depends on.
+# Fields that determine the rotation.
 ROPE = tuple(f.name for f in fields(LlamaConfig) if f.name.startswith("rope_"))
 REQUIRED = (
     "vocab_size",

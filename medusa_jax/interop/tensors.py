@@ -91,7 +91,7 @@ def weights_file(directory: str) -> str:
 
 
 def stands_for_gguf(directory: str) -> bool:
-    """Whether a model directory is what `resolve` gives for a GGUF file."""
+    """Whether a model directory is the one that `resolve` makes for a GGUF file."""
     return os.path.islink(os.path.join(directory, GGUF_LINK))
 
 
@@ -260,7 +260,7 @@ def load_tree(
 
     placed: Params = {}
     for name in abstract:
-        # No reference is kept, so that what was read is freed after conversion.
+        # Keeps no reference, so that the unconverted entry is freed.
         placed |= (convert or dict)(read(name))
     return placed
 

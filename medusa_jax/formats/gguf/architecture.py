@@ -1,4 +1,4 @@
-"""Translate GGUF metadata and tensor names to those of Hugging Face files."""
+"""Translate GGUF metadata and tensor names to Hugging Face's."""
 
 import math
 from collections.abc import Iterator
