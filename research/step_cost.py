@@ -80,7 +80,7 @@ def measure(
       weights, draft_weights: types that kernels are stored in, as for `load`.
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
-    storage = choose_storage(config, number, mesh, weights, draft_weights)
+    storage = choose_storage(number, mesh, weights, draft_weights)
     calibrated = load_tree_file(GROWTH)
     trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in sizes)]
     drafters = [

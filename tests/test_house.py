@@ -153,7 +153,7 @@ SEAMS = {
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
-    "model/engine.py": "the platform",
+    "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
     "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",

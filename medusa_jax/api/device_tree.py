@@ -22,7 +22,7 @@ from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import TREES, DeviceCache, within
-from medusa_jax.model.engine import cpu
+from medusa_jax.model.seams import cpu
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import (
     ACCELERATOR_NODES,

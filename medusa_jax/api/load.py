@@ -219,7 +219,7 @@ def _forms(
 ) -> tuple[np.dtype, Storage]:
     """What to compute in, and how kernels are stored (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
-    storage = choose_storage(config, number, mesh, weights, draft_weights)
+    storage = choose_storage(number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":
         # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)

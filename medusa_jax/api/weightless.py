@@ -17,8 +17,8 @@ from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.model.llama import Llama, abstract_params, prepare
-from medusa_jax.model.placing import place_head, place_part
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, PyTree, make_mesh
 

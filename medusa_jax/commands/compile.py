@@ -111,7 +111,7 @@ def decode_step(flags: Flags, target: "Target") -> str:
         dtype = jax.numpy.dtype("float32" if target.platform == "cpu" else "bfloat16")
         mesh = make_mesh(case.mesh, target.devices)
         case = dataclasses.replace(
-            case, dtype=dtype, storage=choose_storage(config, dtype, mesh),
+            case, dtype=dtype, storage=choose_storage(dtype, mesh),
             layers=flags.layers or config.n_layers,
         )  # fmt: skip
     plain = flags.drafter == "none"

@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
+
+R = TypeVar("R")
 
 # XLA for TPUs takes the product of one row with a kernel as multiplications and a sum on the vector
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
@@ -42,34 +44,49 @@ def platform() -> str:
 
 
 def default_device() -> jax.Device:
-    """The device of programs that name none: that of `jax_default_device`, else the first."""
+    """The device of programs that name none: `jax_default_device`, else the first."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):  # a platform
         return jax.local_devices(backend=default)[0]
     return default or jax.devices()[0]
 
 
-def program(**arguments: Any) -> Callable[[Callable], Any]:
+def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
     """`jax.jit` with the options of the platform that is in sight when the program is called.
 
     Args:
       arguments: those of `jax.jit`, such as `static_argnums`.
     """
-    return lambda function: functools.wraps(function)(_Program(function, arguments))
+    return lambda function: Program(function, arguments)
 
 
-class _Program:
-    """A function that is jitted once for each platform; otherwise like the result of `jax.jit`."""
+class Program(Generic[R]):
+    """A function that is jitted once for each platform."""
 
-    def __init__(self, function: Callable, arguments: dict[str, Any]) -> None:
-        self._of = functools.cache(
+    def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._of: Callable[[str], Any] = functools.cache(
             lambda name: jax.jit(function, compiler_options=OPTIONS.get(name), **arguments)
         )
 
-    def __call__(self, *args: Any) -> Any:
-        return self._of(platform())(*args)
+    def __call__(self, *args: Any) -> R:
+        result: R = self._of(platform())(*args)
+        return result
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._of(platform()), name)
+    def eval_shape(self, *args: Any) -> R:
+        """The result's shapes."""
+        shapes: R = self._of(platform()).eval_shape(*args)
+        return shapes
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program for these arguments, or their shapes, on this platform."""
+        lowered: jax.stages.Lowered = self._of(platform()).lower(*args)
+        return lowered
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled for this platform."""
+        self._of(platform()).clear_cache()
+
+    def cached(self) -> int:
+        """Number of programs that were traced for this platform."""
+        return int(self._of(platform())._cache_size())

@@ -33,8 +33,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
 from medusa_jax.heads.layers import LayerState, last_of, shift_left
-from medusa_jax.model.attention import LevelCache, cached_mask
-from medusa_jax.model.causal import CausalMask
+from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
 from medusa_jax.sharding import PyTree
 
 

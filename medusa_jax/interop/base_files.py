@@ -14,7 +14,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import Tensors, whole
-from medusa_jax.model.llama import abstract_params
+from medusa_jax.model.placing import abstract_params
 
 
 @dataclass(frozen=True)

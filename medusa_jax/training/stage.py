@@ -155,7 +155,7 @@ class GroupedBackbone:
         """Scale the adapters once, instead of in every chunk of the loss."""
         if "lora" not in params:
             return params
-        return params | {"lora": adapters.scaled(params["lora"], self.lora)}
+        return params | {"lora": adapters.scale(params["lora"], self.lora)}
 
     def original(self, frozen: PyTree) -> Backbone | None:
         """The teacher: the backbone before training, without adapters and dropout."""

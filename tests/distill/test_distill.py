@@ -19,7 +19,8 @@ from medusa_jax.distill import files
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.errors import UserError
-from medusa_jax.interop import chat, hf
+from medusa_jax.interop import answers, chat
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.tokenise import Encoder
 
@@ -38,7 +39,7 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chat")
     config, params = write_model(directory)
     params["lm_head"]["kernel"][:, 2] *= 14
-    hf.save_backbone(str(directory), config, params, "float32")
+    save_backbone(str(directory), config, params, "float32")
     set_template(directory, TEMPLATE)
     return directory
 
@@ -205,7 +206,7 @@ def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     monkeypatch.setattr(
         chat, "tokenize", lambda t, text: seen.append(text) or real(t, text)
     )
-    assert chat.encode_user_opening(tokenizer, talk, name)[1] == stop
+    assert answers.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)
 
 

@@ -171,7 +171,7 @@ def test_a_scatter_with_copies_is_named_on_a_tpu(tmp_path):
 
 SCATTERED = """
 import medusa_jax.decoding.step as step, medusa_jax.model.cache as cache
-step.platform = cache.platform = lambda: "cpu"
+step.platform, cache.tpu = lambda: "cpu", lambda: None
 """
 
 
