@@ -8,6 +8,8 @@ nothing else may assign to them.
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Thresholds of typical acceptance: hard, and of entropy (Medusa 2.3.1).
+EPSILON, DELTA = 0.09, 0.3
 # Types to compute in.
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Types to store kernels in: of the backbone ("stored": the blocks of a GGUF file), and of draft heads.

@@ -12,7 +12,6 @@ from damages import ARRAY_DAMAGES
 from tiny import write_tokenizer
 
 from medusa_jax import whole_files
-from medusa_jax.api import Options
 from medusa_jax.commands.decode import main as decode
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.commands.serve_run import read_key
@@ -48,7 +47,7 @@ def test_what_is_written_reads_back(tmp_path):
 def constraint(kind):
     def read(path):
         flags = ["--prompt", "a", "--constraint", f"{kind}:{path}"]
-        return Options(**shared_options(decode.parse(flags))).constraint
+        return shared_options(decode.parse(flags)).constraint
 
     return read
 

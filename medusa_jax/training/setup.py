@@ -18,6 +18,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import fingerprint_as_read
+from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
@@ -62,7 +63,7 @@ def load_setup(
     """
     frozen_backbone = "backbone" not in trained
     dtype = jnp.dtype(model.param_dtype) if frozen_backbone else jnp.float32
-    kind, seen = model.quantise, hf.Fingerprint()
+    kind, seen = model.quantise, Fingerprint()
     arch, params = model.arch, None
 
     def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:

@@ -17,8 +17,9 @@ import medusa_jax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import load_heads
-from medusa_jax.interop.hf import fingerprint, load_backbone
+from medusa_jax.interop.hf import load_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
