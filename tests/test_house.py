@@ -156,6 +156,7 @@ SEAMS = {
     "model/engine.py": "the platform",
     "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
+    "training/export.py": "train.stage",
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
