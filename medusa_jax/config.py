@@ -240,6 +240,6 @@ class Config:
     # Devices along (data, fsdp, tensor); -1 = all remaining.
     mesh: tuple[int, int, int] = (1, -1, 1)
     workdir: str = ""
-    # Print sizes and counted memory and compile the real step, without training; "counted": do not compile,
+    # Print sizes and stored memory and compile the real step, without training; "counted": do not compile,
     # which takes minutes for large models.
     dry_run: Literal[False, True, "counted"] = False

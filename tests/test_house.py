@@ -156,6 +156,7 @@ SEAMS = {
     "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
     "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
+    "training/export.py": "train.stage",
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",

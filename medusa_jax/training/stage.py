@@ -21,13 +21,7 @@ from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.losses import (
-    HeadObjective,
-    HeadTargets,
-    StepInputs,
-    Sums,
-    objectives,
-)
+from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import Trains, trained_groups
 
@@ -172,7 +166,7 @@ class GroupedBackbone:
 def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
     """The configured loss of draft heads."""
     if train.induction_weight:
-        objectives.induction().check(drafter)
+        losses.objectives.induction().check(drafter)
     targets = HeadTargets(
         train.label_weight,
         train.teacher_weight,
