@@ -24,7 +24,7 @@ from medusa_jax.commands.flags import (
     numbers,
 )
 from medusa_jax.console import inform, use_compilation_cache
-from medusa_jax.evaluate.fitting import figures, grown
+from medusa_jax.evaluate.fitting import GROWTH, figures
 from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
@@ -142,7 +142,7 @@ def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> J
     """Figures of all trees by kind, and the widths of the dense ones."""
     options = generation_options(flags)
     texts = rank_texts(model, prompts, options)
-    grow = partial(grown, worth="joint", copies=flags.copies)
+    grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=flags.copies)
     order = grow(texts)
     sizes = [n for n in flags.sizes if n <= len(order.growth) + 1]
     sizes = sorted({1, *sizes})

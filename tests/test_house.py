@@ -19,7 +19,7 @@ RESEARCH = PACKAGE.parent / "research"
 FLOORS = [
     {"errors", "config"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
-    {"hosts"},
+    {"hosts", "progress"},
     {"tree", "plots"},
     {"measured"},
     {"model"},
@@ -146,8 +146,7 @@ SEAMS = {
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
     "api/tree_choice.py": "--tree auto",
-    "commands/decode_report.py": "--json",
-    "commands/decode_run.py": "--chat, --compare, --save_drafts",
+    "commands/decode_run.py": "--chat, --compare, --json, --save_drafts",
     "console.py": "the command's name",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
@@ -155,6 +154,13 @@ SEAMS = {
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
     "model/engine.py": "the platform",
+    "training/data/features.py": "data.source",
+    "training/data/prepare.py": "data.source",
+    "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
+    "training/losses/objectives.py": "train.induction_weight, data.cache_features",
+    "training/optim/optimizer.py": "optim.name",
+    "training/setup.py": "train.heads_path",
+    "training/trainer.py": "data.cache_features",
 }
 
 

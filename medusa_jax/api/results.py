@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from medusa_jax.config import DELTA, EPSILON
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
@@ -80,8 +81,8 @@ class Options:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: float = EPSILON
+    delta: float = DELTA
     max_steps: int | None = None
     logprobs: int | None = None
     presence_penalty: float = 0.0

@@ -59,11 +59,6 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
         "tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64", type=numbers(least=1)
     )
     rounds: int = flag("timed rounds over all sizes", 7, type=at_least(1))
-    values: str = flag(
-        "what nodes are chosen by: the steps they save on the model's text, or the paper's product of head accuracies",
-        "joint",
-        choices=("joint", "product"),
-    )
     no_copies: bool = flag(
         "trees of the heads' guesses alone, without a chain copied from the text", False
     )
@@ -101,7 +96,6 @@ def run(flags: Flags) -> int:
         sizes,
         batches=batches,
         rounds=flags.rounds,
-        worth=flags.values,
         copies=not flags.no_copies,
     )
     write_json(out, found)

@@ -11,6 +11,7 @@ from medusa_jax.commands.flags import (
     flag,
     numbers,
 )
+from medusa_jax.config import DELTA, EPSILON
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -23,6 +24,12 @@ EXAMPLES = """examples:
   python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
   python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --chat vicuna
 """
+
+
+def biases(text: str) -> dict[int, float]:
+    """ "15=-100,7=2.5" -> {15: -100.0, 7: 2.5}."""
+    pairs = [part.split("=") for part in text.split(",")] if text else []
+    return {int(token): float(bias) for token, bias in pairs}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +76,10 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         "divides positive logits of tokens of prompt and text, multiplies negative ones",
         1.0,
     )
-    logit_bias: str = flag(
+    logit_bias: dict[int, float] = flag(  # noqa: RUF009
         "numbers to add to the logits of tokens, such as 15=-100,7=2.5",
         "",
+        type=biases,
         metavar="ID=BIAS,...",
     )
     constraint: str = flag(
@@ -80,8 +88,8 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         "",
         metavar="KIND:VALUE",
     )
-    epsilon: float = flag("typical acceptance: hard threshold", 0.09)
-    delta: float = flag("typical acceptance: entropy threshold", 0.3)
+    epsilon: float = flag("typical acceptance: hard threshold", EPSILON)
+    delta: float = flag("typical acceptance: entropy threshold", DELTA)
     stop: list[str] = flag("string that ends the text (repeatable)", [])  # noqa: RUF009
     max_steps: int | None = flag(
         "most decode steps, of one token or more each (default: no limit)",

@@ -1,7 +1,6 @@
 """Reports of decode.py: the object of --json, and the line below the text."""
 
 import dataclasses
-import importlib
 from typing import TYPE_CHECKING
 
 import jax
@@ -72,15 +71,6 @@ def describe(
     if compared is not None:
         facts |= compared.facts()
     return facts
-
-
-def stored_bytes(model: Model, result: Result) -> Json:
-    """The types of the weights, and the bytes that a plain step reads; for JSON output."""
-    bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
-    return {
-        "weights_stored_as": bandwidth.stored_as(model),
-        "bytes_per_step": bandwidth.bytes_per_token(model, result.prompt_tokens),
-    }
 
 
 def summary(facts: Json) -> str:

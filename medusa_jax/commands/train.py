@@ -102,7 +102,7 @@ def run(cfg: Config) -> int:
     from medusa_jax.training.data.preview import preview
     from medusa_jax.training.trainer import train
 
-    checks.check_choices(cfg)
+    checks.check(cfg)
     if cfg.data.preview:
         preview(cfg)
         return 0

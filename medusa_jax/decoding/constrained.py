@@ -121,7 +121,8 @@ def judge(
     engine: Engine,
     variables: Params,
     rest: DecodeState,
-    verified: tuple[jax.Array, jax.Array, KVCache],
+    cache: KVCache,
+    verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
     then_B: jax.Array,
@@ -129,13 +130,13 @@ def judge(
     """Accept, commit and append among the tokens that may follow each node.
 
     Args:
-      verified: of `verify_nodes`.
+      verified: hidden states and logits of `verify_nodes`.
       then_B: the status that running rows get; only rows that stay RUNNING go on.
     """
     status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
-    state = rest.replace(cache=verified[2], status_B=status_B)
+    state = rest.replace(cache=cache, status_B=status_B)
     drafts = drafts._replace(tree=engine.tree.in_every_step)
-    tree = Verified(drafts, *verified, state.sampling, state.length_B)
+    tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     kept = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, kept)
     state = append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
@@ -182,13 +183,14 @@ def step(
         nodes_BM[row] = work.nodes_M
     cache, rest = state.cache, state.replace(cache=None)
     sent = drafts._replace(nodes_BM=nodes_BM.copy())
-    verified = verify_nodes(engine, variables, cache, rest, sent)
+    *verified, cache = verify_nodes(engine, variables, cache, rest, sent)
     ready = threads.filled(ready) if threads else in_place(ready, RowWork.fill)
     for row, work in ready.items():
         then_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
-    return judge(engine, variables, rest, verified, drafts, allowed_BMW, then_B)
+    judged = tuple(verified), drafts, allowed_BMW, then_B
+    return judge(engine, variables, rest, cache, *judged)
 
 
 def stream(

@@ -16,7 +16,9 @@ from research.__main__ import COMMANDS as RESEARCH
 
 MODEL = "--model {m} --drafter {m}/heads --prompts {p}"
 BENCH = "--model {m} --drafters {m}/heads --prompts {p} --trees chain:1 --out {t}"
-QUESTIONS = "bench questions --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
+QUESTIONS = (
+    "questions --model {m} --drafters {m}/heads --questions {q} --trees chain:1 --out {t}"
+)
 TRAIN = "train --workdir {t}/w --config {root}/configs/vicuna7b_m1.py"
 # What comes before the arguments of a row; of a flag that is given twice the last one counts.
 STARTS = {

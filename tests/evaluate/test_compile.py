@@ -62,7 +62,7 @@ def test_every_figure_is_called_estimated(name):
     assert (found["step"]["ratio"] is not None) == tpu
     training = {
         "memory_bytes": 15e9,
-        "counted_bytes": 14e9,
+        "stored_bytes": 14e9,
         "sent_bytes": {"all-reduce": 2e9},
     }
     text = report.training_text(target, training | {"layers": 32, "warnings": []})

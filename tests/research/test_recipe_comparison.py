@@ -84,7 +84,7 @@ def test_every_arm_names_fields_that_exist(tmp_path):
             for field, value in fields.items():
                 if "." in field:
                     override(cfg, field, value)
-            assert "heads" in trained_groups(cfg), name
+            assert "heads" in trained_groups(cfg.train, cfg.lora), name
             assert cfg.model.quantise in ("", *quantise.KINDS)
 
 

@@ -19,12 +19,13 @@ CHILD = r"""
 import json, os, sys
 import jax
 from test_devices import MESHES, configurations
-from medusa_jax.training import step, trainer
+from medusa_jax.training import trainer
 
 tokens, model, workdir = sys.argv[1:]
+COMPILE = trainer.compile_step
 report = {"placed": {}, "products": {}}
 for name, cfg in configurations(tokens, model).items():
-    compile_step = step.compile_step
+    compile_step = COMPILE
 
     def watched(step_fn, state, frozen, batch, mesh):
         compiled = compile_step(step_fn, state, frozen, batch, mesh)

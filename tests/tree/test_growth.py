@@ -1,26 +1,13 @@
 """Tree growth equals exhaustive search, and replaying the walk predicts what decoding measures."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import all_trees
 
 from medusa_jax.tree import growth as fit
 from medusa_jax.tree.tree import Tree
-
-
-def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:
-    """Every prefix-closed set of `size` paths."""
-    paths = [
-        p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)
-    ]
-    trees = []
-    for chosen in itertools.combinations(paths, size):
-        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
-            trees.append(Tree.from_choices(chosen))
-    return trees
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -30,22 +17,6 @@ def test_joint_growth_equals_exhaustive_search(size: int) -> None:
     best = max(fit.expected_tokens(tuples, tree) for tree in all_trees(3, 3, size))
     grown = Tree.from_choices(fit.joint_growth(tuples, size))
     assert fit.expected_tokens(tuples, grown) == pytest.approx(best, abs=1e-12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_product_growth_equals_exhaustive_search(size: int) -> None:
-    accuracy = np.array([[0.5, 0.2, 0.1], [0.4, 0.25, 0.05], [0.3, 0.1, 0.1]])
-
-    def worth(tree: Tree) -> float:
-        return sum(
-            float(np.prod([accuracy[d, r] for d, r in enumerate(path)]))
-            for path in tree.choices
-        )
-
-    best = max(worth(tree) for tree in all_trees(3, 3, size))
-    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
-        best
-    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -202,24 +173,3 @@ def test_a_growth_with_spares_is_counted_by_the_replay() -> None:
 
     check()
     assert kinds == {True, False}
-
-
-def test_best_cartesian_is_the_best_of_all_widths():
-    assert fit.best_cartesian(np.array([[0.6, 0.2]] * 3), 4) == [1, 1, 1]
-    rng = np.random.default_rng(0)
-    for n_nodes in (2, 9, 30):
-        accuracy = np.sort(rng.dirichlet(np.ones(6), 3)[:, :5])[:, ::-1]
-
-        def tokens(widths, accuracy=accuracy):
-            within = [accuracy[k, :w].sum() for k, w in enumerate(widths)]
-            return 1 + np.cumprod(within).sum()
-
-        every = [
-            widths
-            for depth in (1, 2, 3)
-            for widths in itertools.product(range(1, 6), repeat=depth)
-            if Tree.cartesian(widths).n_nodes <= n_nodes
-        ]
-        found = fit.best_cartesian(accuracy, n_nodes)
-        assert tuple(found) in every
-        assert np.isclose(tokens(found), max(map(tokens, every)))

@@ -178,11 +178,11 @@ def compile_training(
 
     Args:
       mesh: of the target's devices; one axis may be -1.
-      layers: layers that are compiled, 0: all. The counted memory of the others is added; traffic is
+      layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
         that of these layers.
 
-    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `counted_bytes` the dry
-      run's (of arrays that outlive a step, if it counts no temporaries), `sent_bytes` by collective.
+    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `stored_bytes` those of
+      a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -195,8 +195,8 @@ def compile_training(
         few.mesh, few.dry_run = mesh, True
         return few, dry.step_shapes(few, target.devices)
 
-    def counted(n_layers: int) -> int:
-        return dry.total_bytes(dry.training_bytes(*of(n_layers)), target.platform)
+    def stored(n_layers: int) -> int:
+        return sum(dry.sizes(of(n_layers)[1])["stored"].values())
 
     n_layers = cfg.model.arch.n_layers
     compiled = min(layers or n_layers, n_layers)
@@ -208,9 +208,9 @@ def compile_training(
         "device": target.chip.title,
         "estimated": True,
         "layers": compiled,
-        "memory_bytes": found["total_bytes"] + counted(n_layers) - counted(compiled),
+        "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
         "sent_bytes": found["sent_bytes"],
-        "counted_bytes": counted(n_layers),
+        "stored_bytes": stored(n_layers),
         "warnings": step_warnings(
             read_program(program.as_text() or ""), cfg.train.dtype, target.platform
         ),

@@ -106,7 +106,7 @@ def training_text(target: Target, found: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             _line("memory per device", _of_memory(found["memory_bytes"], target)),
-            _line("counted by hand", _size(found["counted_bytes"])),
+            _line("stored", _size(found["stored_bytes"])),
             _line("sent an update", _sent(found["sent_bytes"])),
             f"layers compiled    {found['layers']}",
             *(f"warning: {line}" for line in found["warnings"]),
