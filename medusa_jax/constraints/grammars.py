@@ -126,7 +126,7 @@ class Grammars:
 
 def try_to_compile(constraint: Constraint) -> Json:
     """Compile a constraint in a child process with limits; returns its answer, {} if it met one."""
-    request = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
+    request: Json = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
     request |= {"paths": [path for path in sys.path if path], **SETTINGS}
     try:
         done = subprocess.run(
