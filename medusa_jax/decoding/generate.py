@@ -190,7 +190,7 @@ def prefill_arguments(
         prompt_BT,
         lengths,
         limits,
-        per_row(request.max_steps, FOREVER, np.int32),
+        np.array(request.max_steps or [FOREVER] * B, np.int32),
         pack_stops(request.stops or [()] * B),
         sampling,
         output,
