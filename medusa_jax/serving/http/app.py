@@ -29,7 +29,7 @@ from medusa_jax.serving.http.answering import (
     within,
 )
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import Refused
+from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
@@ -200,6 +200,9 @@ class Port:
         except (Gone, ClientDisconnect):
             count(499)
             return Response(status_code=499)
+        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
+            count(503)
+            raise ending() from None
         except Exception:
             count(500)
             raise
