@@ -166,12 +166,8 @@ class MatcherGuide:
     @staticmethod
     def _forbidden(allowed_W: np.ndarray) -> int:
         """Return a token whose bit is not set."""
-        word = int(np.argmax(allowed_W != ALL))
-        return 32 * word + int(
-            np.argmin(
-                np.unpackbits(allowed_W[word : word + 1].view(np.uint8), bitorder="little")
-            )
-        )
+        bits = np.unpackbits(allowed_W.view(np.uint8), bitorder="little")
+        return int(np.argmin(bits))
 
 
 def first_line(error: Any) -> str:
