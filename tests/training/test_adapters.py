@@ -140,9 +140,7 @@ def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp
     run(cfg, tmp_path)
     arch, original = hf.load_backbone(model, make_mesh())
     mark = fingerprint(arch, original)
-    heads_io.load_heads(
-        str(tmp_path / "export"), arch, make_mesh(), fingerprint=mark
-    )
+    heads_io.load_heads(str(tmp_path / "export"), arch, make_mesh(), fingerprint=mark)
 
 
 def memory(tokens, stage, rank=0, quantise=""):
