@@ -58,7 +58,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
-    """What every race takes."""
+    """Flags of every race."""
 
     drafters: str | None = flag(
         "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
@@ -71,7 +71,7 @@ class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFlags(RaceFlags):
-    """What a race of trees takes."""
+    """Flags of a race between trees."""
 
     trees: str = flag(
         "comma-separated --tree values (cartesian widths with x: cartesian:2x3)", "auto"

@@ -1,7 +1,6 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ import pytest
 from children import environment
 from tiny import set_template, write_model
 
-from medusa_jax import progress
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
@@ -277,19 +275,6 @@ def test_continuations_are_counted_without_their_prompts():
     assert files.coverage(counts) == (
         "3072 of 6144 tokens occur; the most frequent cover 2048 90.00%, 4096 100.00%"
     )
-
-
-def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
-    """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(progress, "LINES", 0.0)
-    assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
-    news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
-    first = re.match(r"answers: 0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
-    assert first and int(first[1]) > 0
-    counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
-    assert counts == sorted(counts)
-    found = json.loads((tmp_path / "provenance.json").read_text())
-    assert counts[-1] == found["answer_tokens"] and " left" in news[-1]
 
 
 def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
