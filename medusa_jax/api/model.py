@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import numpy as np
 
-from medusa_jax.api.asking import Prompt, conversation, is_message, prompt_ids, request_of
+from medusa_jax.api.asking import (
+    Prompt,
+    conversation,
+    ends_of,
+    is_message,
+    prompt_ids,
+    request_of,
+)
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
@@ -225,8 +232,14 @@ class Model:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
-        more = ids, lambda: self._grammars
-        return request_of(encoded, options, self.config, self.eos_ids, *more)
+        guides = None
+        if any(o.constraint for o in options):
+            guide = self._grammars.guide
+            guides = [
+                o.constraint and guide(o.constraint, ends_of(o, self.eos_ids))
+                for o in options
+            ]
+        return request_of(encoded, options, self.config, self.eos_ids, ids, guides)
 
     @cached_property
     def _grammars(self) -> "Grammars":
@@ -420,3 +433,29 @@ class Model:
             engine_options = engine_options | {"tree": self.tree_at(len(rows))}
         engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options | Sequence[Options] = DEFAULTS,
+    *,
+    tree: str | Tree | None = None,
+    acceptance: str = "auto",
+) -> list[Result]:
+    """Decode a batch of prompts with draft heads, each to its end.
+
+    Args:
+      model: what `load` gave.
+      prompts: texts or lists of token ids; rows may differ in length.
+      options: one for all, or one per prompt.
+      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
+        default it is the model's choice for this number of prompts (`Model.tree_at`).
+      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
+
+    Returns: one result per prompt, in order.
+
+    Raises:
+      UserError: as `Model.generate`.
+    """
+    return model.generate(prompts, options, tree=tree, acceptance=acceptance)

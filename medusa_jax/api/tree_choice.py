@@ -1,4 +1,4 @@
-"""Which tree a model has by default."""
+"""The default tree of a model that is being loaded."""
 
 import importlib
 from collections.abc import Mapping
@@ -49,10 +49,8 @@ class TreeChoice:
         unmeasured = False
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if spec == "auto" and calibrated and _measuring().is_measured(calibrated):
-            kept = _measuring().kept_trees(
-                _measuring().kept_choices(calibrated, *marks), calibrated
-            )
+        if calibrated and spec == "auto" and _measuring().is_measured(calibrated):
+            kept = _measuring().kept_trees(calibrated, *marks)
             ladder, unmeasured = ladder | kept, batch not in kept
         if ladder:
             spec = tree_at(ladder, batch)
@@ -78,5 +76,5 @@ class TreeChoice:
 
 
 def _measuring() -> Any:
-    """The seam of `--tree auto`: what measures trees on this device."""
+    """The seam of `--tree auto`: measurements on this device."""
     return importlib.import_module("medusa_jax.api.device_tree")

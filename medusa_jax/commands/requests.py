@@ -7,11 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from medusa_jax.api import Options
-from medusa_jax.api.results import ALIASES, bias_of, constraints
+from medusa_jax.api.results import bias_of, constraints
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, parse_json, read_text
+
+# Other libraries' names for options.
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "stop_strings": "stop",
+    "stop_token_ids": "eos_ids",
+    "eos_token_id": "eos_ids",
+    "top_logprobs": "logprobs",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+}
+
 
 # The fields of which a request has one.
 PROMPTS = ("prompt", "prompt_ids", "messages")
@@ -35,11 +50,12 @@ def shared_options(flags: Flags) -> Options:
             value = read_text(value, f"{value!r} of --constraint")
         made: Json = {"json_object": True, "choice": value.split("|")}
         given["constraint"] = {kind: made.get(kind, value)}
-    return _checked(flags, Options(**given | {"constraint": given["constraint"] or None}))
+    given["constraint"] = given["constraint"] or None
+    return _checked(Options(**given), flags.no_repeat_ngram_size)
 
 
-def _checked(flags: Flags, options: Options) -> Options:
-    if options.constraint is not None and flags.no_repeat_ngram_size:
+def _checked(options: Options, no_repeat_ngram_size: int | None) -> Options:
+    if options.constraint is not None and no_repeat_ngram_size:
         raise UserError(
             "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
         )
@@ -53,7 +69,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
         raise UserError(
             "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
         )
-    shared = shared_options(flags)
+    shared, ngram_size = shared_options(flags), flags.no_repeat_ngram_size
     if path is None:
         return [read_stdin() if flags.prompt == "-" else flags.prompt], [shared]
     # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
@@ -66,7 +82,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
         try:
             record = parse_json(line)
             prompts.append(_prompt(record))
-            options.append(_checked(flags, _options(record, shared)))
+            options.append(_checked(_options(record, shared), ngram_size))
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
