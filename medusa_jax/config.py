@@ -109,7 +109,7 @@ class DataConfig:
 
     `source` is a .jsonl/.json file, a .parquet or .txt file, a directory with `tokens.npy` (see
     `training/data/rows.py`), with parquet or text files (.txt, .md, .py; a sample each) or hidden states
-    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/forms.py` has the fields. Several are separated by
+    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/tokenise.py` has the fields. Several are separated by
     commas: each is packed, cached and limited to `max_samples` separately, then their rows are shuffled together.
     `format`: "auto", "text", "sharegpt", "messages" or "tokens".
     """

@@ -28,7 +28,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import hf
+from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
@@ -83,7 +83,7 @@ def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
     mesh = make_mesh(cfg.mesh)
     arch = cfg.model.arch
     if is_here(cfg.model.path):
-        arch = hf.read_config(resolve(cfg.model.path, ["config.json"]))
+        arch = read_config(resolve(cfg.model.path, ["config.json"]))
     cfg.model.path = ""  # shapes and random weights
     cfg = checks.settle(cfg, arch, mesh)
     groups = trained_groups(cfg.train, cfg.lora)

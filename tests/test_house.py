@@ -159,6 +159,7 @@ SEAMS = {
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
+    "training/setup.py": "train.heads_path",
     "training/trainer.py": "data.cache_features",
 }
 

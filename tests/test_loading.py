@@ -21,6 +21,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
+from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
@@ -141,10 +142,10 @@ def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kin
 def test_a_part_is_that_part_of_the_whole(directory):
     """What a run knows of its backbone does not depend on how it was read."""
     config, params = hf.load_backbone(directory, make_mesh())
-    marks = hf.Fingerprint()
+    marks = Fingerprint()
     for name in reversed(params):
         marks.update(config, {name: params[name]})
-    assert marks.hexdigest(config) == hf.fingerprint(config, params)
+    assert marks.hexdigest(config) == fingerprint(config, params)
 
 
 @pytest.mark.parametrize("tied", [True, *wide(False)])

@@ -26,6 +26,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
+from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensors import stands_for_gguf
 from medusa_jax.interop.tokenizer import (
@@ -119,7 +120,7 @@ def load(
     weights = _weights(weights, directory, kind, devices)
     opened = hf.open_model(directory)
     number, storage = _forms(opened[0], kind, devices, weights, draft_weights)
-    marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
+    marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:
         marks.update(config, part)

@@ -38,7 +38,6 @@ from medusa_jax.commands.flags import (
     on_hosts,
 )
 from medusa_jax.console import inform
-from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_array, write_json
@@ -55,10 +54,9 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(MeshFlags, TextOptions, HostFlags, ModelFlags):
+class Flags(MeshFlags, HostFlags, ModelFlags):
     """Let a model answer seed prompts and write a training set of its own text."""
 
-    model: str | None = None
     drafter: str | None = "none"
     prompts: str | None = flag(
         "seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages or conversations",
@@ -77,7 +75,7 @@ class Flags(MeshFlags, TextOptions, HostFlags, ModelFlags):
     )
     tree: str = flag("as for decode.py", "auto")
     chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
-    temperature: float | None = flag(  # type: ignore[assignment]
+    temperature: float | None = flag(
         "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
     )
     user_temperature: float = flag("of user turns that the model writes", 0.8)
@@ -170,7 +168,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
         options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
     out, lines = Path(flags.out), []
-    settings = files.settings_of(flags, mode, seeds, model)
+    settings = files.settings_of(dataclasses.asdict(flags), mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
@@ -185,7 +183,14 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
     progress = Progress("answers", len(seeds), "seed", before, hosts.first())
-    made = write_all(Writer(model, flags, mode, options, progress), path, seeds[before:])
+    user_options = dataclasses.replace(
+        options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
+    )
+    writer = Writer(
+        model, mode, options, user_options, batch_size=flags.batch_size,
+        chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
+    )  # fmt: skip
+    made = write_all(writer, path, seeds[before:])
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0

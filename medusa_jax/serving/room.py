@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group, Job
-from medusa_jax.serving.programs import Programs
+from medusa_jax.serving.programs import Compiler, Programs
 
 # The batch shrinks after this many turns that needed fewer rows or slots.
 PATIENCE = 64
@@ -35,14 +34,6 @@ class Row:
         self.cached, self.drafted = text, min(drafted, len(text))
 
 
-class Known(Protocol):
-    """The part of `Compiler` that is needed here."""
-
-    def ready(self, programs: Programs) -> bool: ...
-
-    def known(self, programs: Programs) -> bool: ...
-
-
 class Room:
     """Decides the size of a batch.
 
@@ -53,7 +44,7 @@ class Room:
     """
 
     def __init__(
-        self, batch: Batch, rows: list[Row], sizes: list[int], programs: Known
+        self, batch: Batch, rows: list[Row], sizes: list[int], programs: Compiler
     ) -> None:
         self.batch, self.rows, self.sizes, self.programs = batch, rows, sizes, programs
         self._roomy = 0  # turns in a row that needed less

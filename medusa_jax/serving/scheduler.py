@@ -27,9 +27,9 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import PIECE, Batch, Reading
 from medusa_jax.serving.job import Group, Job
-from medusa_jax.serving.programs import NotCompiled, Programs
+from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 from medusa_jax.serving.request import Stopped, TooCostly
-from medusa_jax.serving.room import Known, Room, Row
+from medusa_jax.serving.room import Room, Row
 from medusa_jax.tree.tree import Tree
 
 # Chunks are short for this many turns after a row is free, so that a follow-up starts quickly.
@@ -82,7 +82,7 @@ class Scheduler:
         *,
         trees: Mapping[int, Tree],
         most_new: int,
-        programs: Known,
+        programs: Compiler,
         chunk_steps: int = 8,
         piece: int = PIECE,
         threads: GuideThreads | None = None,

@@ -40,7 +40,8 @@ class Server:
       trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree for each;
         by default `row_sizes` and the model's own trees.
       queue: requests that may wait for a slot.
-      max_prompt_tokens, max_new_tokens: most tokens of a prompt and of an answer; by default the context.
+      max_prompt_tokens: most tokens of a prompt; by default the context.
+      max_new_tokens: most tokens of an answer; by default the context.
       more: `chunk_steps` and `piece` of `Scheduler`.
 
     Example:

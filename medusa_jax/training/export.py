@@ -10,6 +10,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, ModelConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
 from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone
@@ -33,7 +34,7 @@ def export(
     trained = trained_backbone(jnp.dtype(model.param_dtype), lora, setup, params)
     if trained is not None:
         arch, backbone = trained
-        base = own_heads.base_record(arch, hf.fingerprint(arch, backbone))
+        base = own_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
         if write:
             ids = copy_tokenizer(model.tokenizer, model.path, directory)

@@ -43,7 +43,7 @@ class HeadFunctions:
     ):
         """Args:
           heads: the kind and sizes of the heads, such as `Eagle3Config()`.
-          arch: the backbone's shape (`interop.hf.read_config` reads it from a model's directory).
+          arch: the backbone's shape (`interop.hf_config.read_config` reads it from a model's directory).
           train: `dtype` of the computation, weights of the loss's terms, `levels`, `lambda_decay` and
             `loss_chunk`; the rest is not read.
 

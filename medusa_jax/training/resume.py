@@ -99,7 +99,7 @@ def contents(batch_size: int, rows: Rows, setup: Setup) -> Json:
         "rows": rows.rows,
         "batch_size": batch_size,
         "text": rows.crc,
-        "backbone": setup.base and setup.base["fingerprint"],
+        "backbone": setup.fingerprint,
         "draft_vocab": None if ids is None else zlib.crc32(np.asarray(ids).data),
     }
 

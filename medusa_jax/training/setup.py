@@ -1,6 +1,7 @@
 """Load the models of a training run."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -15,8 +16,9 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
-from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import fingerprint_as_read
+from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
@@ -42,6 +44,11 @@ class Setup(NamedTuple):
     base: Json | None
     heads_recipe: Json | None = None
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the loaded backbone."""
+        return None if self.base is None else self.base["fingerprint"]
+
 
 def load_setup(
     model: ModelConfig, heads: HeadsConfig, train: TrainConfig, trained: Collection[str], mesh: Mesh
@@ -56,7 +63,7 @@ def load_setup(
     """
     frozen_backbone = "backbone" not in trained
     dtype = jnp.dtype(model.param_dtype) if frozen_backbone else jnp.float32
-    kind, seen = model.quantise, hf.Fingerprint()
+    kind, seen = model.quantise, Fingerprint()
     arch, params = model.arch, None
 
     def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
@@ -139,6 +146,8 @@ def load_heads(
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
+    # Seam: chosen by `train.heads_path`.
+    heads_io = importlib.import_module("medusa_jax.interop.heads_io")
     heads, params, described = heads_io.load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )

@@ -85,6 +85,7 @@ class Run:
         self.cfg = cfg = checks.settle(cfg, setup.arch, mesh)
         self.bad_in_row = self.bad = 0
 
+        # Text, and the tokens that heads score.
         size = setup.arch.vocab_size
         source = (cfg.data, cfg.model, cfg.workdir, size)
         texts, held_out_text = prepare.texts(*source), prepare.held_out_text(*source)
@@ -105,21 +106,19 @@ class Run:
         stage = make_stage(cfg.train, setup.arch, cfg.heads, cfg.lora, self.steps, mesh)
         if cfg.data.cache_features:  # seam: the flag asks for them
             features = importlib.import_module("medusa_jax.training.data.features")
-            assert setup.base is not None
-            made_by = [cfg.train.dtype, dataclasses.asdict(cfg.model)]
-            made_by.append(setup.base["fingerprint"])
-            cache = features.Cache(
-                cfg.data, cfg.workdir, made_by, stage, setup.frozen, mesh
-            )
+            made_by = [cfg.train.dtype, dataclasses.asdict(cfg.model), setup.fingerprint]
+            given = (made_by, stage, setup.frozen, mesh)
+            cache = features.Cache(cfg.data, cfg.workdir, *given)
             rows = mix([cache.rows(text, micro) for text in texts])
             if held_out_text:
                 held_out = cache.rows(held_out_text, micro, cfg.data.eval_samples)
         self.rows, self.content = rows, resume.contents(cfg.train.batch_size, rows, setup)
 
+        # The state, fresh or restored; then the compiled step and the evaluation.
         optimizer = make_optimizer(cfg.optim, groups, self.steps)
         with announced("initialising"):
-            given = (setup.frozen, cfg.train.seed, setup.start)
-            state = init_state(stage, optimizer, mesh, *given)
+            start = (setup.frozen, cfg.train.seed, setup.start)
+            state = init_state(stage, optimizer, mesh, *start)
         self.best = float("inf")
         self.state = self.restore(state, changed) if resumed else state
         resume.record(cfg)

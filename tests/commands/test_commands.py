@@ -14,7 +14,7 @@ from medusa_jax.commands import bench, calibrate, distill
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop.hf import read_config
+from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Tree
 from research import sweep, ties

@@ -21,7 +21,7 @@ from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, sile
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data.prepare import Encoder
+from medusa_jax.training.data.tokenise import Encoder
 
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (

@@ -31,6 +31,8 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf import convert
 from medusa_jax.formats.gguf.convert import converted
 from medusa_jax.interop import hf
+from medusa_jax.interop.hf_config import read_config
+from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import open_checkpoint
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -167,7 +169,7 @@ def save_both(case, folder, tokenizer_json):
 def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json):
     directory, path = save_both(case, tmp_path, tokenizer_json)
     ours = converted(path, "float32")
-    assert hf.read_config(ours) == hf.read_config(directory)
+    assert read_config(ours) == read_config(directory)
     stored, expected = open_checkpoint(ours), open_checkpoint(directory)
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -292,15 +294,15 @@ def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
     write(tmp_path / "m.gguf", metadata, tensors, split=8)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    expected = open_checkpoint(hf.resolve(one))
+    expected = open_checkpoint(resolve(one))
     # As in the hub's cache, where a link has the name and its target a checksum.
     (tmp_path / "blobs").mkdir()
     for i, part in enumerate(parts):
         part.rename(tmp_path / "blobs" / str(i))
         part.symlink_to(tmp_path / "blobs" / str(i))
     for part in map(str, parts):
-        directory = hf.resolve(part)
-        assert directory == hf.resolve(str(parts[0])) == converted(part)
+        directory = resolve(part)
+        assert directory == resolve(str(parts[0])) == converted(part)
         stored = open_checkpoint(directory)
         assert stored.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -315,19 +317,19 @@ def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
     with pytest.raises(
         UserError, match=r"m-00003-of-00003\.gguf cannot be read: No such file"
     ):
-        hf.resolve(str(parts[1]))
+        resolve(str(parts[1]))
     with pytest.raises(
         UserError, match=r"renamed\.gguf is file 3 of 3 of a split model, which"
     ):
-        hf.resolve(str(tmp_path / "renamed.gguf"))
+        resolve(str(tmp_path / "renamed.gguf"))
     parts[2].symlink_to(tmp_path / "blobs" / "1")
     with pytest.raises(UserError, match=r"00003\.gguf is file 2 of 3"):
-        hf.resolve(str(parts[0]))
+        resolve(str(parts[0]))
 
 
 def test_a_name_alone_splits_nothing(tmp_path, tokenizer_json):
     path = tiny(tmp_path / "a-00001-of-00002.gguf", tokenizer_json)
-    assert len(open_checkpoint(hf.resolve(path))) == 2 + 9 * LAYERS
+    assert len(open_checkpoint(resolve(path))) == 2 + 9 * LAYERS
 
 
 def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
@@ -422,10 +424,10 @@ def test_refused_files_are_named(
 
 def test_files_that_are_no_model(tmp_path, tokenizer_json):
     with pytest.raises(UserError, match=r"nowhere\.gguf cannot be read: No such file"):
-        hf.resolve(str(tmp_path / "nowhere.gguf"))
+        resolve(str(tmp_path / "nowhere.gguf"))
     (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
     with pytest.raises(UserError, match="is no little-endian GGUF file of version 2 or 3"):
-        hf.resolve(str(tmp_path / "text.gguf"))
+        resolve(str(tmp_path / "text.gguf"))
     write(tmp_path / "bert.gguf", byte_level_metadata(tokenizer_json), {}, "bert")
     with pytest.raises(UserError, match="architecture 'bert' is not supported"):
-        hf.resolve(str(tmp_path / "bert.gguf"))
+        resolve(str(tmp_path / "bert.gguf"))

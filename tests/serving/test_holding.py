@@ -53,29 +53,27 @@ def wait_for(condition, seconds=10.0):
         time.sleep(0.02)
 
 
-def health_seconds(port):
-    """How long a new client waits for `/health`."""
+def check_health(port):
+    """A new client is answered soon."""
     start = time.perf_counter()
     link = connect(port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     with link:
         assert b"200 OK" in came(link)
-    return time.perf_counter() - start
+    assert time.perf_counter() - start < 0.5
 
 
 def open_connections(port):
     return len(port.uvicorn.server_state.connections)
 
 
-def test_half_sent_heads(port, capsys):
+def test_half_sent_heads(port):
     """60 clients send half a head, a third of them a byte now and then: all are closed at the deadline."""
     with listening(port.server, limits=Limits(head_seconds=1.0)) as attacked:
         start = time.monotonic()
-        links, waits, ended = [connect(attacked, HALF) for _ in range(60)], [], set()
+        links, ended = [connect(attacked, HALF) for _ in range(60)], set()
         while len(ended) < len(links):
-            assert time.monotonic() - start < 10, (
-                f"{len(links) - len(ended)} are still open"
-            )
-            waits.append(health_seconds(attacked))
+            assert time.monotonic() - start < 10
+            check_health(attacked)
             ended |= {link for link in links if link in closed(links)}
             for link in set(links[::3]) - ended:
                 with contextlib.suppress(OSError):
@@ -85,31 +83,25 @@ def test_half_sent_heads(port, capsys):
         wait_for(lambda: open_connections(attacked) == 0)
     for link in links:
         link.close()
-    with capsys.disabled():
-        print(f"\n60 half-sent heads: worst wait for /health {max(waits) * 1e3:.0f} ms")
-    assert max(waits) < 0.5
 
 
-def test_more_connections_than_there_may_be(port, capsys):
+def test_more_connections_than_there_may_be(port):
     """Those that wait for their client make room, the oldest first; a call that is being answered stays."""
     with listening(port.server, limits=Limits(connections=10)) as attacked:
         with port.held():
             working = raw(attacked, ASKED)
             wait_for(lambda: port.server.waiting)
             body = HALF + b"x\r\nContent-Length: 9\r\n\r\n{"
-            links, waits = [], []
+            links = []
             for i in range(60):
                 links.append(connect(attacked, (b"", HALF, body)[i % 3]))
                 if i % 6 == 5:
-                    waits.append(health_seconds(attacked))
+                    check_health(attacked)
             assert len(closed(links)) >= 50 and links[-1] not in closed(links)
             assert open_connections(attacked) <= 11
         assert b"200 OK" in came(working)
         for link in (*links, working):
             link.close()
-    with capsys.disabled():
-        print(f"\n60 connections of 10: worst wait for /health {max(waits) * 1e3:.0f} ms")
-    assert max(waits) < 0.5
 
 
 def test_half_of_a_second_request(port):

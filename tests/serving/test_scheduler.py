@@ -282,6 +282,25 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     assert cut.result.token_ids == expected.token_ids[:n]
 
 
+@pytest.mark.parametrize("rule", ["typical", "rejection"])
+def test_texts_that_depend_on_the_drafts(model, rule):
+    """Are those of a solo run with the same tree, whatever rule a row was used with before."""
+    scheduler = scheduler_of(model, {1: TREE})
+    start = "the cat and in the hat"
+    asked = [
+        Request(start, options(30)),
+        Request(start, options(30, 0.9, seed=3, epsilon=0.4, delta=0.7), 5, True, rule),
+        Request(start, options(9, max_steps=2)),
+    ]
+    for request in asked:
+        [client] = run(scheduler, {0: [request]}, model)
+        rules = "auto" if request.acceptance == "auto" else rule
+        [expected] = model.generate(
+            [request.prompt], [request.options], [request.id], acceptance=rules
+        )
+        assert client.result.token_ids == expected.token_ids
+
+
 def test_what_cannot_be_answered_is_refused_at_once(model):
     for request in (
         Request("", options(3, stop=()), acceptance="wishful"),

@@ -99,11 +99,6 @@ def test_auto_may_answer_with_text(client):
     assert choice.finish_reason == "length"
 
 
-def test_what_the_drafts_were_worth(client):
-    usage = ask(client, tool_choice="required").usage.completion_tokens_details
-    assert usage.accepted_prediction_tokens > 20 and usage.rejected_prediction_tokens > 0
-
-
 def test_names_of_vllm(http, client):
     ask(client, tool_choice="required")
     said = http.get("/metrics").text
@@ -135,8 +130,6 @@ def cut_call(arguments):
     ("fields", "about"),
     [
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "each with a 'name'"),
-        ({"tools": [{"function": {"name": "a", "parameters": 3}}]}, "'parameters' of 'a'"),
         (
             {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
             "'maximum' has a number beyond",
@@ -149,21 +142,17 @@ def cut_call(arguments):
             {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
             "the tools cannot",
         ),
-        ({"messages": [{"role": "tool"}]}, "messages"),
         (
             {"tools": [{"function": {"name": "a", "parametrs": {}}}]},
             "'parametrs' in 'tools",
         ),
-        ({"tools": [{"type": "web_search"}]}, "unknown field|each with a 'name'"),
         ({"tools": TOOLS * 2}, "two functions of one name"),
         ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "names no tool"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}},
             "auto or required",
         ),
         (cut_call('{"city": "Par'), r"'arguments' in .* of the call of 'weather' .* cut"),
-        (cut_call("[1]"), r"messages\[0\].tool_calls\[0\].*'weather'"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages"),
     ],
 )
@@ -263,15 +252,6 @@ def test_allowed_tools(client):
     for seed in range(4):
         [whole] = ask(client, tool_choice=choice, seed=seed).choices
         assert {call.function.name for call in whole.message.tool_calls} == {"now"}
-
-
-def test_auto_without_tools_is_none(client):
-    asked = {"tools": openai.omit, "max_tokens": 5}
-    texts = {
-        ask(client, **asked, tool_choice=choice).choices[0].message.content
-        for choice in ("auto", "none", openai.omit)
-    }
-    assert len(texts) == 1
 
 
 def test_calls_without_a_mark():

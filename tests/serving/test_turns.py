@@ -147,23 +147,6 @@ def test_a_smaller_cache_holds_what_the_host_has_not_seen(turns, patience, monke
     growing.check()
 
 
-def test_first_come_first_served(turns):
-    clients, order = [Client(turns, [n], 40) for n in range(1, 9)], []
-    while len(order) < len(clients):
-        turns.step()
-        order += [n for n, c in enumerate(clients) if c.deltas and n not in order]
-    assert order == sorted(order)
-
-
-def test_those_that_cannot_step_together_take_turns(turns):
-    for drafts in (True, False):
-        Client(turns, [3], 60, drafts)
-    for _ in range(8):
-        turns.step()
-    kinds = [drafts for _, drafts in turns._batch.runs]
-    assert kinds[1:] == [not kind for kind in kinds[:-1]]
-
-
 def test_a_chunk_has_one_rule(turns):
     """That of every row which steps in it: the batch complains otherwise."""
     rules = ("auto", "typical", "sampled", "rejection")
@@ -262,3 +245,20 @@ def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     again = Client(turns, [*full.job.cached(999)[0], 5], 2)
     finish(turns)
     again.check()
+
+
+def test_first_come_first_served(turns):
+    clients, order = [Client(turns, [n], 40) for n in range(1, 9)], []
+    while len(order) < len(clients):
+        turns.step()
+        order += [n for n, c in enumerate(clients) if c.deltas and n not in order]
+    assert order == sorted(order)
+
+
+def test_those_that_cannot_step_together_take_turns(turns):
+    for drafts in (True, False):
+        Client(turns, [3], 60, drafts)
+    for _ in range(8):
+        turns.step()
+    kinds = [drafts for _, drafts in turns._batch.runs]
+    assert kinds[1:] == [not kind for kind in kinds[:-1]]

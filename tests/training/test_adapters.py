@@ -13,6 +13,7 @@ from training_setup import groups_of, setup_of, stage_of, tiny_config
 
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.interop import heads_io, hf
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -118,7 +119,7 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     assert_close(logits(arch, merged), adapted)
     assert float(jnp.max(jnp.abs(adapted - logits(arch, setup.frozen["backbone"])))) > 0.01
     heads = str(tmp_path / "export" / "heads")
-    heads_io.load_heads(heads, arch, mesh, fingerprint=hf.fingerprint(arch, merged))
+    heads_io.load_heads(heads, arch, mesh, fingerprint=fingerprint(arch, merged))
 
 
 @pytest.mark.wide
@@ -138,10 +139,8 @@ def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp
     cfg.lora.rank, cfg.model.path, cfg.model.quantise = 0, model, "nf4"
     run(cfg, tmp_path)
     arch, original = hf.load_backbone(model, make_mesh())
-    fingerprint = hf.fingerprint(arch, original)
-    heads_io.load_heads(
-        str(tmp_path / "export"), arch, make_mesh(), fingerprint=fingerprint
-    )
+    mark = fingerprint(arch, original)
+    heads_io.load_heads(str(tmp_path / "export"), arch, make_mesh(), fingerprint=mark)
 
 
 def memory(tokens, stage, rank=0, quantise=""):

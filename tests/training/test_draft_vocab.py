@@ -19,7 +19,7 @@ from medusa_jax.interop import heads_io
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry, losses
+from medusa_jax.training import losses
 from medusa_jax.training.data.vocabulary import draft_vocab, read_counts
 
 IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
@@ -208,16 +208,3 @@ def test_counts_that_are_none(tmp_path):
         np.save(tmp_path / "x.npy", wrong)
         with pytest.raises(UserError, match="not the counts of a vocabulary of 64"):
             read_counts(str(tmp_path / "x.npy"), VOCAB)
-
-
-def test_dry_run(capsys):
-    cfg = tiny_config("", "medusa1")
-    cfg.data.draft_vocab_from = "counts.npy"
-    with pytest.raises(UserError, match=r"heads\.draft_vocab is 0"):
-        dry.dry_run(cfg)
-    cfg.data.draft_vocab_from = ""
-    cfg.heads = HeadsConfig(n_heads=2, lm_head="own", draft_vocab=40)
-    report = dry.dry_run(cfg)
-    assert report["trainable_parameters"] == 2 * (16 * 16 + 16 + 16 * 40)
-    said = capsys.readouterr().out
-    assert "frozen draft_vocab" in said

@@ -12,7 +12,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_conversation
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import prepare
-from medusa_jax.training.data.sources import parse_turns
+from medusa_jax.training.data.tokenise import Encoder, parse_turns
 
 
 def text_config(vicuna, workdir, source, **data):
@@ -77,7 +77,7 @@ FORMS = [
 def test_forms_of_conversations(vicuna, record, form):
     """Ids and counted tokens of the same conversation as messages, and its form in words."""
     tokenizer = load_tokenizer(vicuna)
-    encode = prepare.Encoder(tokenizer, DataConfig(chat_template="vicuna"))
+    encode = Encoder(tokenizer, DataConfig(chat_template="vicuna"))
     want = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
     if form == "instruction, input, output" and record["input"]:
         want[0]["content"] = "What is\n\na tree?"
@@ -224,7 +224,7 @@ def test_text_lines_and_files(vicuna, tmp_path):
 def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     first = directory_of(cfg)
-    monkeypatch.setattr(prepare, "tokenise", None)
+    monkeypatch.setattr(prepare, "TEXT", "no.such.module")
     assert directory_of(cfg) == first
 
 

@@ -10,7 +10,6 @@ from cases import thinned
 from jax.sharding import AbstractMesh
 from training_setup import ROOT, abstract_batch, groups_of, stage_of
 
-from medusa_jax.commands import decode
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
 from medusa_jax.model.llama import init_params
@@ -51,21 +50,6 @@ def test_the_demo_s_heads_train_from_a_clone(tmp_path, capsys, monkeypatch):
     files = [sources.files_in(name) for name in named]
     assert all(files) and len(set().union(*files)) == sum(map(len, files))
     assert (Path(cfg.model.path) / "model.safetensors").is_file()
-
-
-@pytest.mark.wide
-def test_the_demo_s_heads_train_and_decode(tmp_path, capsys):
-    fields = {"data.seq_len": 64, "data.max_samples": 1, "data.eval_samples": 1, "train.steps": 2,
-              "train.batch_size": 2, "train.loss_chunk": 32}  # fmt: skip
-    given = [f"--config.{name}={value}" for name, value in fields.items()]
-    config = f"--config={ROOT}/configs/demo_medusa.py"
-    assert cli.main([config, f"--workdir={tmp_path}", *given]) == 0
-    heads = f"--drafter={tmp_path}/export"
-    assert (
-        decode.main([heads, "--prompt=import os", "--max_new_tokens=4", "--tree=chain:2"])
-        == 0
-    )
-    assert (tmp_path / "curves.png").is_file() or "no curves.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", thinned(RECIPES, "vicuna7b_m2"))

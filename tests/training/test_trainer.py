@@ -17,8 +17,9 @@ import medusa_jax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import load_heads
-from medusa_jax.interop.hf import fingerprint, load_backbone
+from medusa_jax.interop.hf import load_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
@@ -213,37 +214,21 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
 
 def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     """And says so, field by field; its end is not the result of a shorter run."""
-    run(tiny_config(tokens, steps=4), tmp_path)
+    run(tiny_config(tokens, steps=4), tmp_path / "run")
     with pytest.raises(UserError, match="at step 4, beyond the 2 of this run"):
-        run(tiny_config(tokens, steps=2), tmp_path)
-    other = tiny_config(tokens, steps=4, eval_every=2)
+        run(tiny_config(tokens, steps=2), tmp_path / "run")
+    shutil.copytree(tokens, tmp_path / "moved")
+    other = tiny_config(str(tmp_path / "moved"), steps=4, eval_every=2)
     other.data.seed = 1
     with pytest.raises(UserError, match=r"another configuration \(data.seed: 0 -> 1\):"):
-        run(other, tmp_path)
+        run(other, tmp_path / "run")
     other.data.seed = 0
-    capsys.readouterr()
-    run(other, tmp_path)
-    assert (
-        "changed since it was started: train.eval_every: 8 -> 2" in capsys.readouterr().err
-    )
-    assert resume.changes(other) == {}  # what the next start is compared with
-
-
-@pytest.mark.wide
-def test_text_may_move_and_rates_may_change(tokens, tmp_path, capsys):
-    run(tiny_config(tokens, steps=4), tmp_path / "run")
-    shutil.copytree(tokens, tmp_path / "moved")
-    other = tiny_config(str(tmp_path / "moved"), steps=8)
-    other.optim.lr = 1e-3
     capsys.readouterr()
     run(other, tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
-    assert [line.split(": ")[1] for line in said] == [
-        "data.source",
-        "optim.lr",
-        "train.steps",
-    ]
-    assert said[1].endswith("optim.lr: 0.005 -> 0.001")
+    assert [line.split(": ")[1] for line in said] == ["data.source", "train.eval_every"]
+    assert said[1].endswith("train.eval_every: 8 -> 2")
+    assert resume.changes(other) == {}  # what the next start is compared with
     np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
     with pytest.raises(UserError, match="made with another text"):
         run(other, tmp_path / "run")

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from medusa_jax.errors import UserError
-from medusa_jax.serving.echo import empty_answer
 from medusa_jax.serving.http.fields import Refused
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
@@ -29,26 +28,18 @@ class Gone(Exception):
 
 
 class Answering:
-    """The requests of one call, submitted together. Leaving the context cancels the unfinished ones.
-
-    Args:
-      empty: no token is asked for.
-    """
+    """The requests of one call, submitted together. Leaving the context cancels the unfinished ones."""
 
     def __init__(
-        self, server: Server, requests: Sequence[Request], metrics: Metrics, empty: bool
+        self, server: Server, requests: Sequence[Request], metrics: Metrics
     ) -> None:
         self._server, self._requests, self._metrics = server, requests, metrics
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
         self._open = set(range(len(requests)))
-        self._empty, self._left = empty, False
+        self._left = False
         self._handles: list[Handle] = []
 
     async def __aenter__(self) -> "Answering":
-        if self._empty:
-            for index, request in enumerate(self._requests):
-                self._queue.put_nowait((index, empty_answer(request)))
-            return self
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, delta: Delta | Stopped) -> None:

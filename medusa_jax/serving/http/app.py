@@ -6,9 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from medusa_jax.interop.chat import PLAIN
-from medusa_jax.serving.echo import Echo, echo_of
 from medusa_jax.serving.http.answering import (
     Answering,
     EventStream,
@@ -38,8 +35,6 @@ from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
-# Prompts are scored one at a time, since they share the device.
-SCORER = ThreadPoolExecutor(1, "scoring")
 # How JSON writes halves of surrogate pairs, whole pairs too.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 # The page loads nothing from anywhere, and no page may frame it.
@@ -132,7 +127,6 @@ class Port:
         self._metrics = Metrics(server)
         self._page = whole_page()
         self._vocabulary = Vocabulary(server.model.tokenizer)
-        self._scoring = 0  # calls whose prompts are being scored
         self._started = int(time.time())
 
     async def page(self, request: HttpRequest) -> Response:
@@ -227,10 +221,7 @@ class Port:
             message = f"a call has at most {most} choices here, this one {n}"
             raise Refused(400, message, "n")
         reply = Reply(call, self._vocabulary, self._name)
-        if call.echo:
-            scored = within(seconds, self._echoes(call))
-            reply.echoes = await unless_gone(request.receive, scored)
-        answering = Answering(self._server, call.requests, self._metrics, call.empty)
+        answering = Answering(self._server, call.requests, self._metrics)
         entered = within(seconds, answering.__aenter__())
         await unless_gone(request.receive, entered)
         if call.stream:
@@ -247,23 +238,6 @@ class Port:
             await answering.__aexit__()
         # In a thread, since the log-probabilities of a long answer take time.
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
-
-    async def _echoes(self, call: Call) -> list[Echo]:
-        """Score the prompts of a call; choices of one prompt share the result."""
-        loop, echoes = asyncio.get_running_loop(), list[Echo]()
-        if self._scoring >= self._server.queue:
-            message = f"{self._scoring} calls wait for their prompts to be scored"
-            raise Refused(429, message, code="queue_full", retry_after=1)
-        self._scoring += 1
-        try:
-            for text, request in zip(call.echo, call.requests):
-                if request.id == 0:
-                    work = partial(echo_of, self._server.model, text, request)
-                    echo = await loop.run_in_executor(SCORER, work)
-                echoes.append(echo)
-        finally:
-            self._scoring -= 1
-        return echoes
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long whatever its tokens are; tokenising a megabyte takes 1 s."""

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +61,6 @@ class Call:
       seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
       calls: form of the tool calls that the answer may hold; None: it is text.
-      echo: for each request the text of its prompt, which the answer begins with; (): no echo.
-      empty: no token is to be generated.
     """
 
     requests: list[Request]
@@ -71,8 +69,6 @@ class Call:
     seed: int
     chat: bool
     calls: CallForm | None = None
-    echo: Sequence[str] = ()
-    empty: bool = False
 
 
 def completion_call(
@@ -88,8 +84,7 @@ def completion_call(
       Refused: a field that is not understood.
     """
     fields = Fields(body, {**NEUTRAL, "add_special_tokens": (True,)})
-    echo = fields.flag("echo")
-    most = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
+    most = fields.whole("max_tokens", COMPLETION_TOKENS, 1, 2**31 - 1)
     options = _options(fields, name, most)
     logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
     options = dataclasses.replace(options, logprobs=logprobs)
@@ -108,17 +103,7 @@ def completion_call(
         tokens = [model.encode(one) for one in prompts]  # once, not for each choice
     except UserError as error:
         raise Refused(400, str(error), "prompt") from error
-    call = _call(fields, model, tokens, options, chat=False, empty=most == 0)
-    if not echo:
-        return call
-    for one in tokens:
-        check(one)
-    texts = [
-        one if isinstance(one, str) else model.tokenizer.decode(ids)
-        for one, ids in zip(prompts, tokens)
-    ]
-    n = len(call.requests) // len(texts)
-    return dataclasses.replace(call, echo=[text for text in texts for _ in range(n)])
+    return _call(fields, model, tokens, options, chat=False)
 
 
 def chat_call(
@@ -187,7 +172,7 @@ def _options(
     }
     seed = fields.take("seed", (int,), "a whole number", None)
     options |= {
-        "max_new_tokens": max(1, most),
+        "max_new_tokens": most,
         "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
         "seed": secrets.randbits(32) if seed is None else seed % 2**32,
         "stop": _stops(fields),

@@ -9,7 +9,6 @@ from functools import lru_cache
 from medusa_jax.api import Result
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import Tokenizer
-from medusa_jax.serving.echo import Echo
 from medusa_jax.serving.http.calls import Call
 from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
@@ -17,7 +16,7 @@ from medusa_jax.whole_files import Json
 
 
 class Vocabulary:
-    """Single tokens as log-probabilities name them; the likely ones are named again and again.
+    """Names single tokens for log-probabilities, with a cache.
 
     Attributes:
       least_tokens: as `TokenBytes.least_tokens`.
@@ -36,7 +35,7 @@ class Vocabulary:
         self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """A different name for each of some tokens; the first ones have their texts.
+        """Return a different name for each of some tokens; the first ones have their texts.
 
         Others have the same text, or are parts of characters: "bytes:\\xf0\\x9f", as at OpenAI.
         """
@@ -49,10 +48,9 @@ class Vocabulary:
             found[token_id] = next(free, f"token_id:{token_id}")
         return found
 
-    def dropped(self, token_ids: Iterable[int]) -> str:
-        """The space that decoding drops at the beginning of a text with these tokens, or ""."""
-        first = next((i for i in token_ids if i not in self.skipped), None)
-        if first is None or self.name(first)[1][:1] != [0x20]:
+    def dropped(self, first: int) -> str:
+        """Return the space that decoding drops at the beginning of a text with this token, or ""."""
+        if self.name(first)[1][:1] != [0x20]:
             return ""
         return "" if self._decode([first]).startswith(" ") else " "
 
@@ -66,14 +64,14 @@ class Offsets:
         self._at: int | None = None  # nothing yet
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """The places of the next tokens; parts of a character have that of the character."""
+        """Return the places of the next tokens; a part of a character has the character's."""
         places = []
         for token_id in token_ids:
             places.append(self._at or 0)
             if token_id not in self._vocabulary.skipped:
                 text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
                 if self._at is None:
-                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
+                    text = text.removeprefix(self._vocabulary.dropped(token_id))
                 self._at = (self._at or 0) + len(text)
         return places
 
@@ -84,7 +82,6 @@ class Reply:
     Attributes:
       endings: by choice, once it has ended.
       readers: by choice, the separators of tool calls from text; none if the answer is text.
-      echoes: by choice, the prompts that the answer begins with; none without echo.
     """
 
     def __init__(self, call: Call, vocabulary: Vocabulary, model: str) -> None:
@@ -98,9 +95,7 @@ class Reply:
             "model": model,
         }
         self.endings: dict[int, Ending] = {}
-        self.echoes: list[Echo] = []
         self.readers = [CallReader(call.calls) for _ in call.requests if call.calls]
-        self._begun: set[int] = set()
         self._offsets = [Offsets(vocabulary) for _ in call.requests]
 
     def whole(self) -> Json:
@@ -109,32 +104,18 @@ class Reply:
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def _choice(self, index: int, ending: Ending) -> Json:
-        result, text = ending.result, ending.result.text
-        said: Json = {"text": text}
+        result = ending.result
+        said: Json = {"text": result.text}
         if self.call.chat:
             said = {"message": self._message(index, result)}
-        before: Json = {}
-        if self.echoes:
-            before = self._logprobs(self.echoes[index], index) or {}
-            space = self.vocabulary.dropped(result.token_ids)
-            said = {"text": self.echoes[index].text + space + text}
-        logprobs = self._logprobs(result, index)
-        if before:
-            own = logprobs or {}
-            logprobs = {name: old + own.get(name, []) for name, old in before.items()}
-        reason = self._finish_reason(index, ending)
+        logprobs, reason = self._logprobs(result, index), self._finish_reason(index, ending)
         ended = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index} | said | ended | {"medusa": self._stats(ending)}
 
     def first(self) -> list[Json]:
-        """Return the beginning of a stream: the role of each choice of a chat, or its prompt."""
-        if not self.call.chat:
-            return [
-                self._piece(i, {"text": echo.text}, self._logprobs(echo, i))
-                for i, echo in enumerate(self.echoes)
-            ]
+        """Return the beginning of a stream: the role of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
-        numbers = range(len(self.call.requests))
+        numbers = range(len(self.call.requests)) if self.call.chat else ()
         return [self._piece(i, {"delta": delta}, None) for i in numbers]
 
     def piece(self, index: int, delta: Delta) -> Json:
@@ -142,9 +123,6 @@ class Reply:
         said: Json = {"text": delta.text}
         if self.call.chat:
             said = {"delta": self._delta(index, delta)}
-        elif self.echoes and delta.token_ids and index not in self._begun:
-            said = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
-            self._begun.add(index)
         asked = self.call.requests[index].options.logprobs is not None
         piece = self._piece(index, said, self._logprobs(delta, index) if asked else None)
         own: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
@@ -236,7 +214,7 @@ class Reply:
             "reused_tokens": ending.reused_tokens,
         }
 
-    def _logprobs(self, of: Result | Delta | Echo, index: int = 0) -> Json | None:
+    def _logprobs(self, of: Result | Delta, index: int = 0) -> Json | None:
         """Return log-probabilities in OpenAI's form, which the two endpoints do not share."""
         if of.logprobs is None or of.top_logprobs is None:
             return None
@@ -244,8 +222,7 @@ class Reply:
         if self.call.chat:
             return {
                 "content": [
-                    self._entry(i, p)
-                    | {"top_logprobs": [self._entry(*one) for one in top or ()]}
+                    self._entry(i, p) | {"top_logprobs": [self._entry(*one) for one in top]}
                     for i, p, top in tokens
                 ],
                 "refusal": None,
@@ -253,12 +230,10 @@ class Reply:
         names, likeliest = [], []
         for token_id, logprob, top in tokens:
             # The token itself comes last where it is none of the likeliest.
-            by_id = {**dict(top or ()), token_id: logprob}
+            by_id = {**dict(top), token_id: logprob}
             named = self.vocabulary.names(by_id)
             names.append(named[token_id])
-            likeliest.append(
-                None if top is None else {named[i]: p for i, p in by_id.items()}
-            )
+            likeliest.append({named[i]: p for i, p in by_id.items()})
         return {
             "tokens": names,
             "token_logprobs": list(of.logprobs),
@@ -266,6 +241,6 @@ class Reply:
             "text_offset": self._offsets[index].push(of.token_ids),
         }
 
-    def _entry(self, token_id: int, logprob: float | None) -> Json:
+    def _entry(self, token_id: int, logprob: float) -> Json:
         token, spelling = self.vocabulary.name(token_id)
         return {"token": token, "logprob": logprob, "bytes": spelling}

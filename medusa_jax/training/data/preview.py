@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.heads.registry import drafter_class, whole_config
-from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.training import losses
-from medusa_jax.training.data import prepare, sources
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import token_arrays
+from medusa_jax.training.data.tokenise import Encoder, tokenizer_for
 
 
 class Sample(NamedTuple):
@@ -36,9 +37,8 @@ def preview(cfg: Config, out: TextIO | None = None) -> None:
     """
     out, data = out or sys.stdout, cfg.data
     source = sources.names(data.source)[0]
-    encode = prepare.Encoder(
-        load_tokenizer(prepare.tokenizer_path(source, cfg.model)), data
-    )
+    tokenizer = tokenizer_for(source, cfg.model.tokenizer or cfg.model.path)
+    encode = Encoder(tokenizer, data)
     where, ids, counts = first_sample(source, encode)
     kept = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
     counted = [c > 0 for c in counts[:kept]]
@@ -86,7 +86,7 @@ def pairs(counted: list[bool], offsets: Sequence[int]) -> str:
     return " ".join(f"{int(n)}" for n in losses.pair_counts(batch, tuple(offsets)))
 
 
-def first_sample(source: str, encode: prepare.Encoder) -> Sample:
+def first_sample(source: str, encode: Encoder) -> Sample:
     """The first usable sample of a source."""
     if os.path.isfile(os.path.join(source, "tokens.npy")):
         arrays, _ = token_arrays(source)
