@@ -112,15 +112,6 @@ def test_streams_that_are_closed_or_full(body, redirection, status, out, err):
     assert got[2].endswith(err and err + "\n") and got[2].count("\n") <= 2, got
 
 
-@pytest.mark.parametrize(
-    ("words", "redirection", "problem"),
-    [(["decode.py", "--help"], ">/dev/full", FULL), (["decode.py", "--bogus"], "2>&-", "")],
-)
-def test_commands_with_streams_that_are_closed_or_full(words, redirection, problem):
-    got = run_shell([sys.executable, *words], redirection)
-    assert got == (2, "", problem and f"error: {problem}\n")
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_every_encoding_prints_every_text(encoding):
     """Text is escaped; JSON stays JSON."""

@@ -47,9 +47,11 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
             ) from None
         if any(not 0 <= i < vocab_size for i in ids):
             raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
-    if not ids and tokenizer.bos_id is None:
+    if ids:
+        return ids
+    if tokenizer.bos_id is None:
         raise UserError("the prompt is empty and the tokenizer has no BOS to start from")
-    return ids or [tokenizer.bos_id]
+    return [tokenizer.bos_id]
 
 
 def conversation(

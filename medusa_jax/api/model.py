@@ -93,6 +93,14 @@ class Model:
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
 
+    def use_trees(self, tree: Tree, ladder: Mapping[int, Tree]) -> None:
+        """Set the default trees: `tree`, and those by number of rows where they are known."""
+        self.tree, self.ladder = tree, ladder
+
+    def share_backbone(self, other: "Model") -> None:
+        """Use the parameters of another model with the same backbone, so that memory has them once."""
+        self.variables = self.variables | {"backbone": other.variables["backbone"]}
+
     @property
     def drafts(self) -> bool:
         """Whether there is something to draft with."""
@@ -234,9 +242,9 @@ class Model:
         encoded = [self.encode(p) for p in prompts]
         guides = None
         if any(o.constraint for o in options):
-            guide = self._grammars.guide
+            guide: Any = self._grammars.guide
             guides = [
-                o.constraint and guide(o.constraint, ends_of(o, self.eos_ids))
+                guide(o.constraint, ends_of(o, self.eos_ids)) if o.constraint else None
                 for o in options
             ]
         return request_of(encoded, options, self.config, self.eos_ids, ids, guides)

@@ -68,11 +68,11 @@ class TreeChoice:
         return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))
 
     def settle(self, model: Any, batch: int) -> None:
-        """Measure the tree if it is unmeasured; sets the model's tree and ladder."""
+        """Give a loaded model its default trees; measures the tree if it is unmeasured."""
+        tree = model.tree
         if self.unmeasured:
-            model.tree = _measuring().trees_by_rows(model, [batch])[batch]
-        if self.ladder:
-            model.ladder = {**self.ladder, batch: model.tree}
+            tree = _measuring().trees_by_rows(model, [batch])[batch]
+        model.use_trees(tree, {**self.ladder, batch: tree} if self.ladder else {})
 
 
 def _measuring() -> Any:
