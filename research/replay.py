@@ -28,8 +28,8 @@ from medusa_jax.evaluate.questions import read_prompts, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of, tree_of_size
-from medusa_jax.tree.growth import Order, order_by_steps, replayed_tokens
-from medusa_jax.tree.tree import COPIED
+from medusa_jax.tree.growth import order_by_steps, replayed_tokens
+from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.turns import grouped
 

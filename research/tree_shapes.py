@@ -30,7 +30,7 @@ from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.tree import growth
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
@@ -51,7 +51,7 @@ DENSE_NODES = 256
 
 def of_one_depth(
     texts: Sequence[growth.Recorded],
-    grow: Callable[[Sequence[growth.Recorded]], growth.Order],
+    grow: Callable[[Sequence[growth.Recorded]], Order],
     sizes: Sequence[int],
 ) -> dict[Tree, float]:
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medusa_jax.tree.tree import COPIED, Choice, Tree
+from medusa_jax.tree.tree import COPIED, Choice, Order, Tree
 
 # Ranks from this on count as a miss: no useful tree is this wide.
 MISS = 64
@@ -204,22 +204,6 @@ def growth_by_steps(
         (tree, path), begin_S = found[best], begins_of[best]
         growth.append(path)
     return growth
-
-
-class Order(NamedTuple):
-    """The order in which nodes are added to a tree.
-
-    Attributes:
-      growth: choices, best first.
-      spares: for copied nodes, see `Tree`; best first.
-    """
-
-    growth: Sequence[Sequence[int]]
-    spares: Sequence[Sequence[int]] = ()
-
-    def tree(self, n_nodes: int) -> Tree:
-        """The first `n_nodes - 1` choices, plus the root."""
-        return Tree.from_choices(self.growth[: n_nodes - 1], self.spares)
 
 
 def order_by_steps(texts: Sequence[Recorded], n_choices: int, *, copies: bool) -> Order:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trees import all_trees
 
 from medusa_jax.tree import growth as fit
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -44,7 +44,7 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
     texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(texts: list[fit.Recorded]) -> fit.Order:
+    def grow(texts: list[fit.Recorded]) -> Order:
         return fit.order_by_steps(texts, 4, copies=False)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
