@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
+from medusa_jax.arch import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import TREES, DeviceCache, within

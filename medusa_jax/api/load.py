@@ -19,7 +19,7 @@ from medusa_jax.api.finding import (
 )
 from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
-from medusa_jax.config import DTYPES, STORED, HeadsConfig, LlamaConfig
+from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from medusa_jax.config import DELTA, EPSILON
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress

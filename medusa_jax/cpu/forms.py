@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import STORED, LlamaConfig
+from medusa_jax.arch import STORED, LlamaConfig
 from medusa_jax.cpu.library import library, mark
 from medusa_jax.errors import UserError
 from medusa_jax.measured import PRODUCTS, DeviceCache, in_rounds, within

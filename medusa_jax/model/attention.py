@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.model import tree_kernel
 from medusa_jax.model.cache import write_rows
 from medusa_jax.model.causal import (

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.sharding import Params
 
 Pair = tuple[jax.Array, jax.Array]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.attention import (
     MAX_MASKED,
     Attention,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.arch import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.engine import cpu, engine_for

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.devices.platforms import platform
 from medusa_jax.model.product import at_least_f32
 
