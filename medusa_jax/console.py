@@ -235,7 +235,7 @@ class Command(NamedTuple):
     Attributes:
       group: its heading in the list.
       module: has `main(argv)`, which returns the exit status.
-      what: what it does, one line.
+      what: a description in one line.
     """
 
     group: str

@@ -96,7 +96,7 @@ def request_of(
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
-      eos_ids: what ends a text whose options name nothing else.
+      eos_ids: tokens that end a text whose options name none.
       ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
       guides: of the rows with constraints.
 

@@ -1,4 +1,4 @@
-"""A loaded backbone with its draft heads: what `generate` and `stream` run on."""
+"""A loaded backbone with its draft heads."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,11 +103,11 @@ class Model:
 
     @property
     def drafts(self) -> bool:
-        """Whether there is something to draft with."""
+        """Whether the model has heads, or a drafter that needs none."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
     def drafts_by(self, tree: Tree | None = None) -> str:
-        """What fills a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        """The drafter of a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
         tree = self.tree if tree is None else tree
         who = [self.drafter.heads.drafter] if tree.drafted.depth else []
         return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
@@ -256,7 +256,7 @@ class Model:
         return made
 
     def _compile(self, engine: Engine, request: loop.Request) -> float:
-        """Seconds spent on compiling what this request needs (0 if it is compiled already)."""
+        """Compile the programs of a request; the seconds it took, 0 if they are compiled already."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
@@ -283,7 +283,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
-        """Compile what `generate` or `stream` will run for these prompts; seconds it took."""
+        """Compile the programs that `generate` and `stream` run for these prompts; the seconds it took."""
         _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
@@ -454,7 +454,7 @@ def generate(
     """Decode a batch of prompts with draft heads, each to its end.
 
     Args:
-      model: what `load` gave.
+      model: from `load`.
       prompts: texts or lists of token ids; rows may differ in length.
       options: one for all, or one per prompt.
       tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Compared with numbers, so that integers beyond it, which are no floats, are too large as well.
 LARGEST = sys.float_info.max
-# What the value of an option must be: a test, and its words.
+# A test of the value of an option, and its words.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda n: n >= 1, "at least 1"),
     "max_steps": (lambda n: n is None or n >= 1, "at least 1"),
@@ -71,7 +71,7 @@ class Options:
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
         negative ones; 1 changes nothing.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
-      constraint: what the text may look like, one of {"json_schema": schema}, {"json_object": True},
+      constraint: restricts the text, one of {"json_schema": schema}, {"json_object": True},
         {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
       delta: its threshold by entropy, likewise.
@@ -144,7 +144,7 @@ class Result:
     """One decoded request.
 
     Attributes:
-      text: what was generated, without special tokens and stop strings.
+      text: the generated text without special tokens and stop strings.
       token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
@@ -155,7 +155,7 @@ class Result:
       acceptance_histogram: steps that appended 1, 2, ... tokens.
       prefill_seconds: of reading the prompts of the whole batch, without compiling.
       decode_seconds: of its decode steps, likewise.
-      compile_seconds: of compiling what this call needed first; 0 if it was there.
+      compile_seconds: of compiling programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if asked for.
       top_logprobs: for each token the likeliest ones in its place, pairs of id and
         log-probability, falling; barred tokens (`no_repeat_ngram_size`) are none of them.

@@ -36,7 +36,7 @@ ALIASES = {
 }
 
 
-# The fields of which a request has one.
+# A request has one of these fields.
 PROMPTS = ("prompt", "prompt_ids", "messages")
 
 
@@ -125,7 +125,7 @@ def _texts(value: Any) -> tuple[str, ...]:
     return texts
 
 
-# The options of a request, each with what reads its JSON value.
+# Readers of the JSON values of options.
 READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "max_steps", "logprobs"), _exactly(int)),
     **dict.fromkeys(
