@@ -1,6 +1,6 @@
 """`python -m medusa_jax distill`: the model answers seed prompts, heads learn from the answers.
 
-Heads are trained on what they will have to guess: the model's own output (Medusa 2.3.2). Seeds
+Heads are trained on the model's own output, which they will have to guess (Medusa 2.3.2). Seeds
 are prompts to go on with, or conversations whose user turns are asked again (see
 `conversation.py` for the three modes). The output directory holds
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, Params
 from medusa_jax.heads.state import PositionState
 from medusa_jax.model.attention import CausalMask, Pair, cached_mask

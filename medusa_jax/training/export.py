@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, ModelConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import ModelConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
 from medusa_jax.interop import own_heads

@@ -12,7 +12,8 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
-from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import Config
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.evaluate.compiled.targets import Target
