@@ -202,24 +202,3 @@ def test_a_growth_with_spares_is_counted_by_the_replay() -> None:
 
     check()
     assert kinds == {True, False}
-
-
-def test_best_cartesian_is_the_best_of_all_widths():
-    assert fit.best_cartesian(np.array([[0.6, 0.2]] * 3), 4) == [1, 1, 1]
-    rng = np.random.default_rng(0)
-    for n_nodes in (2, 9, 30):
-        accuracy = np.sort(rng.dirichlet(np.ones(6), 3)[:, :5])[:, ::-1]
-
-        def tokens(widths, accuracy=accuracy):
-            within = [accuracy[k, :w].sum() for k, w in enumerate(widths)]
-            return 1 + np.cumprod(within).sum()
-
-        every = [
-            widths
-            for depth in (1, 2, 3)
-            for widths in itertools.product(range(1, 6), repeat=depth)
-            if Tree.cartesian(widths).n_nodes <= n_nodes
-        ]
-        found = fit.best_cartesian(accuracy, n_nodes)
-        assert tuple(found) in every
-        assert np.isclose(tokens(found), max(map(tokens, every)))
