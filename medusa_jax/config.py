@@ -8,6 +8,15 @@ nothing else may assign to them.
 from dataclasses import dataclass, field
 from typing import Literal
 
+# Thresholds of typical acceptance: hard, and of entropy (Medusa 2.3.1).
+EPSILON, DELTA = 0.09, 0.3
+# Types to compute in.
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+# Types to store kernels in: of the backbone ("stored": the blocks of a GGUF file), and of draft heads.
+STORED = "stored"
+WEIGHTS = (STORED, "float32", "bfloat16", "int8")
+DRAFT_WEIGHTS = WEIGHTS[1:]
+
 
 @dataclass(unsafe_hash=True)
 class LlamaConfig:
@@ -100,7 +109,7 @@ class DataConfig:
 
     `source` is a .jsonl/.json file, a .parquet or .txt file, a directory with `tokens.npy` (see
     `training/data/rows.py`), with parquet or text files (.txt, .md, .py; a sample each) or hidden states
-    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/forms.py` has the fields. Several are separated by
+    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/tokenise.py` has the fields. Several are separated by
     commas: each is packed, cached and limited to `max_samples` separately, then their rows are shuffled together.
     `format`: "auto", "text", "sharegpt", "messages" or "tokens".
     """

@@ -244,8 +244,8 @@ def run_main(main: Callable[[], int]) -> int:
             raise
         first = (str(error).splitlines() or ["out of memory"])[0]
         inform(
-            f"error: out of device memory ({first}); use a smaller --dtype, batch, "
-            "context or tree, or a --mesh over more devices"
+            f"error: out of device memory ({first}); use a smaller batch (in training "
+            "train.accumulation or data.seq_len), a narrower dtype or a mesh over more devices"
         )
         return 2
 

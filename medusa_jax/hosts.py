@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ STALLED = 1800.0
 
 
 def join(given: Mapping[str, str]) -> None:
-    """Join the other processes of this run, if there are any; call before any use of a device.
+    """Join the other processes of this run, if any; call before any use of a device.
 
     JAX reads addresses and numbers from SLURM, Open MPI, Cloud TPU and GKE; elsewhere all three
     `FLAGS` are needed. Without flags and launcher the process runs alone. If no other process answers,
@@ -164,6 +165,11 @@ def on_host(x: ArrayLike) -> np.ndarray:
     return np.concatenate([piece(i) for i in range(0, len(x), rows)])
 
 
+def numbers(arrays: PyTree) -> dict[str, Any]:
+    """A dictionary of arrays as numbers and lists of numbers; all processes must call this."""
+    return {name: on_host(x).tolist() for name, x in arrays.items()}
+
+
 def asked_to_stop(step: int) -> bool:
     """Whether all processes stop after `step`, because one of them received SIGTERM.
 
@@ -216,7 +222,7 @@ def wait(x: PyTree) -> None:
 def _lost_message(reason: str) -> str:
     return (
         f"another process of this run is lost ({reason}); start all processes again with the "
-        "same command: they resume from what was saved last"
+        "same command: they resume from the last checkpoint or batch"
     )
 
 

@@ -22,6 +22,9 @@ COMMANDS = {
     "replay": Command(
         "papers", "research.replay", "accepted lengths on a question file, without timings"
     ),
+    "questions": Command(
+        "papers", "research.questions", "a published question file, all turns, by category"
+    ),
     "ties": Command(
         "papers", "research.ties", "where low precision leaves plain decoding, and why"
     ),

@@ -40,13 +40,13 @@ COLUMNS: dict[str, Cell] = {
 class Flags(RaceFlags):
     """Compare batch sizes."""
 
-    sizes: str = flag("batch sizes", "1,2,4,8")
+    sizes: tuple[int, ...] = flag("batch sizes", "1,2,4,8", type=numbers(least=1))
     most_nodes: int = flag("largest tree to try", 16, type=at_least(1))
 
 
 def run(flags: Flags) -> int:
     """One table for every drafter."""
-    sizes, options = numbers(flags.sizes, "--sizes", least=1), generation_options(flags)
+    sizes, options = flags.sizes, generation_options(flags)
     questions, out = questions_of(flags, flags.model), out_directory(flags.out)
     for name in names_of(flags):
         model = load_model(flags, name)

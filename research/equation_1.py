@@ -59,7 +59,7 @@ def unrolled(
     hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = text
     (B, T), K = tokens_BT.shape, drafter.n_heads
     seen_BTT = CausalMask(segment_ids_BT)
-    x_BTD, cache = drafter._first_input(params, backbone, hidden_BTE), None
+    x_BTD, cache = drafter.first_input(params, backbone, hidden_BTE), None
     row_T, slot_R = np.arange(T), np.arange(T * (K - 1))
 
     def with_room(x_BGTH: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def unrolled(
             own_TR = (row_T[:, None] == slot_R % T) & (slot_R < k * T)
             own_BTR = jnp.broadcast_to(own_TR, (B, *own_TR.shape))
             mask = jnp.concatenate([seen_BTT.visible(0, T, 0, T), own_BTR], axis=-1)
-        x_BTD, cache = drafter._run(
+        x_BTD, cache = drafter.run(
             params, backbone, x_BTD, next_BTD.astype(backbone.llama.dtype), positions_BT + k,
             mask, cache, start_B,
         )  # fmt: skip

@@ -45,7 +45,9 @@ class Flags:
     """Memory of reading a prompt: weights, caches, temporaries."""
 
     shape: str = flag("shape of a published model", "llama-7b", choices=sorted(SHAPES))
-    tokens: str = flag("lengths of the prompt", "1024,2048,8192,32768")
+    tokens: tuple[int, ...] = flag(
+        "lengths of the prompt", "1024,2048,8192,32768", type=numbers()
+    )
     batch: int = flag("rows", 1)
     drafter: str = flag("drafter on the model", "hydra")
     json: bool = flag("one JSON object instead of a table", False)
@@ -101,7 +103,7 @@ def measure(
 
 def run(flags: Flags) -> int:
     """Measure and print."""
-    lengths = numbers(flags.tokens, "--tokens")
+    lengths = flags.tokens
     use_compilation_cache()
     found = measure(flags.shape, lengths, flags.batch, flags.drafter)
     if flags.json:

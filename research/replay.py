@@ -1,7 +1,7 @@
 """`python -m research replay`: accepted lengths on a question file, for many drafters and trees.
 
 The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
-over the answers. What drafts cost and how fast they are: `bench questions`.
+over the answers. What drafts cost and how fast they are: `python -m research questions`.
 """
 
 import dataclasses
@@ -24,13 +24,14 @@ from medusa_jax.commands.flags import (
 from medusa_jax.commands.prompts import TemplateFlags, prompt_room
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import grouped, read_prompts, read_questions, spread
+from medusa_jax.evaluate.questions import read_prompts, read_questions, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of, tree_of_size
-from medusa_jax.tree.growth import Order, replayed_tokens
-from medusa_jax.tree.tree import COPIED
+from medusa_jax.tree.growth import order_by_steps, replayed_tokens
+from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
+from research.turns import grouped
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options
@@ -55,7 +56,7 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
     drafters: str = flag(
         "comma-separated names or directories of heads (default: the model's own)", ""
     )
-    nodes: str = flag("sizes of trees", "8,64")
+    nodes: tuple[int, ...] = flag("sizes of trees", "8,64", type=numbers())
     fit: str | None = flag(
         "JSONL of other prompts or conversations to grow the trees on (default: the order in the tree "
         "file next to the heads)",
@@ -77,7 +78,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
 
-    sizes = numbers(flags.nodes, "--nodes")
+    sizes = flags.nodes
     if min(sizes) < 2 or max(sizes) > GROWTH + 1:
         raise UserError(f"--nodes are sizes of trees, from 2 to {GROWTH + 1}")
     use_compilation_cache()
@@ -124,7 +125,8 @@ def answers_to(
     flags: Flags,
 ) -> "tuple[list[str], list[Text]]":
     """Categories, and the model's text of every turn; kept in texts.json for the next call."""
-    from medusa_jax.evaluate.recording import Text, answered_turns
+    from medusa_jax.evaluate.recording import Text
+    from research.turns import answered_turns
 
     file = Path(flags.out) / "texts.json"
     names = (
@@ -150,12 +152,12 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     from medusa_jax.evaluate.conversation import asked
-    from medusa_jax.evaluate.fitting import grown
+    from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import rank_texts
 
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)
-        return grown(texts, copies=copies)
+        return order_by_steps(texts, GROWTH, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")
     order = order_of(model.calibrated)

@@ -316,9 +316,13 @@ EXAMPLES = """examples:
 class Flags(roofline.Flags):
     """Time products on this device, fit the roofline to them and predict with the fit."""
 
-    measure_batches: str = flag("rows", "1,4,16")
-    measure_lengths: str = flag("cached tokens", "128,512,2048")
-    measure_trees: str = flag("nodes", "4,16,32,64,80,128")
+    measure_batches: tuple[int, ...] = flag("rows", "1,4,16", type=numbers(least=1))
+    measure_lengths: tuple[int, ...] = flag(
+        "cached tokens", "128,512,2048", type=numbers(least=1)
+    )
+    measure_trees: tuple[int, ...] = flag(
+        "nodes", "4,16,32,64,80,128", type=numbers(least=1)
+    )
     most_gflop: float = flag(
         "leave larger products out (default: 100 on a CPU, 20,000 elsewhere)", 0.0
     )
@@ -340,13 +344,11 @@ def run(flags: Flags) -> int:
     device, out = jax.devices()[0], Path(flags.out)
     on_cpu = device.platform == "cpu"
     dtype = flags.dtype or ("float32" if on_cpu else "bfloat16")
-    grid = [
-        numbers(getattr(flags, name), f"--{name}", least=1)
-        for name in ("measure_batches", "measure_lengths", "measure_trees")
-    ]
     records, left_out = measure(
         find_shape(flags.shape),
-        *grid,
+        flags.measure_batches,
+        flags.measure_lengths,
+        flags.measure_trees,
         dtype=dtype,
         rounds=flags.rounds,
         most_flops=1e9 * (flags.most_gflop or (100 if on_cpu else 20_000)),

@@ -20,15 +20,17 @@ from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.devices.chips import Chip, find_chip
-from medusa_jax.devices.collectives import collectives, sent_by_kind
 from medusa_jax.evaluate.compiled.programs import compiled_loop
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import Params, bytes_on_device, make_mesh, simulate_devices
-from medusa_jax.training import dry, planning
-from medusa_jax.training.counted import (
+from medusa_jax.training import dry
+from medusa_jax.whole_files import Json
+from research import planning
+from research.counted import (
     CPU_ONLY,
     F32,
     narrow_elements,
@@ -36,7 +38,6 @@ from medusa_jax.training.counted import (
     total_bytes,
     training_bytes,
 )
-from medusa_jax.whole_files import Json
 from research.draft_cost import paper_tree
 from research.layers import extrapolated
 
@@ -91,7 +92,10 @@ def training(cfg: Config, devices: int, all_layers: bool = False) -> Json:
     n_layers = cfg.model.arch.n_layers
     few = None if all_layers else FEW
     report = extrapolated(lambda n: dry.measure(*of(n)), n_layers, few)
-    return report | {"counted": training_bytes(*of(n_layers))}
+    whole, shapes = of(n_layers)
+    tokens = shapes.batch["tokens"].size
+    flops = tokens * planning.flops_per_token(whole, shapes.state.params)
+    return report | {"counted": training_bytes(whole, shapes), "flops": flops}
 
 
 def mesh_for(arch: LlamaConfig, devices: int) -> tuple[int, int, int]:

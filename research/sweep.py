@@ -57,8 +57,12 @@ class Flags(GenerationFlags, ModelFlags):
     limit: int = flag("most prompts to use; 0 is all", 32, type=at_least(0))
     tree: str = flag("as for decode.py", "8")
     temperature: float = 0.7
-    epsilons: str = flag("thresholds", ",".join(f"{0.01 * i:g}" for i in range(1, 26)))
-    temperatures: str = flag("of the second sweep", "0,0.25,0.5,0.75,1,1.25,1.5")
+    epsilons: tuple[float, ...] = flag(
+        "thresholds", ",".join(f"{0.01 * i:g}" for i in range(1, 26)), type=numbers(float)
+    )
+    temperatures: tuple[float, ...] = flag(
+        "of the second sweep", "0,0.25,0.5,0.75,1,1.25,1.5", type=numbers(float)
+    )
     batch_size: int = flag("prompts decoded at a time", 16, type=at_least(1))
     out: str = flag("directory for results", "work/sweep")
 
@@ -68,8 +72,8 @@ def run(flags: Flags) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
 
-    epsilons = numbers(flags.epsilons, "--epsilons", float)
-    temperatures = numbers(flags.temperatures, "--temperatures", float)
+    epsilons = flags.epsilons
+    temperatures = flags.temperatures
     if flags.temperature <= 0:
         raise UserError("the threshold sweep needs --temperature above 0")
     use_compilation_cache()

@@ -73,8 +73,9 @@ def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.compare import Comparison
-    from medusa_jax.evaluate.conversation import all_turns, ending_turns, find_template
+    from medusa_jax.evaluate.conversation import ending_turns, find_template
     from research.tie_report import compare_batches, tie_report
+    from research.turns import all_turns
 
     use_compilation_cache()
     options = generation_options(flags, top_p=flags.top_p)

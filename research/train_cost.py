@@ -9,6 +9,7 @@ equation 1 as written: the logits of all heads and positions at once (K x B x T 
 levels unrolled over whole rows (`equation_1.py`).
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -27,24 +28,18 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import hf
+from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
 from medusa_jax.training import checks, dry, losses
-from medusa_jax.training.hidden_store import encode
+from medusa_jax.training.data.hidden_store import encode
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import hidden_width, trained_groups
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
 from medusa_jax.training.setup import load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, head_objective, make_stage
-from medusa_jax.training.step import (
-    TrainState,
-    abstract_batch,
-    compile_step,
-    init_state,
-    make_step,
-    microbatches,
-)
+from medusa_jax.training.trainer import TrainState, init_state, make_step
 from research.equation_1 import equation_1
 
 MEMORY = ("temporary_bytes", "argument_bytes", "peak_bytes")
@@ -57,7 +52,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
-    objective = head_objective(cfg, drafter)
+    objective = head_objective(cfg.train, drafter)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
@@ -67,7 +62,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
         backbone = Backbone(llama, frozen["backbone"])
         return equation_1(params["heads"], backbone, objective, inputs.batch), empty
 
-    return Stage(stage.offsets, loss, stage.init, stage.lambda_0)
+    return dataclasses.replace(stage, loss=loss, ranks=None)
 
 
 class Ready(NamedTuple):
@@ -86,25 +81,30 @@ def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
       UserError: inconsistent sizes, or a draft vocabulary for the naive loss.
     """
     mesh = make_mesh(cfg.mesh)
+    arch = cfg.model.arch
     if is_here(cfg.model.path):
-        cfg.model.arch = hf.read_config(resolve(cfg.model.path, ["config.json"]))
+        arch = read_config(resolve(cfg.model.path, ["config.json"]))
     cfg.model.path = ""  # shapes and random weights
-    checks.fit_accumulation(cfg, mesh)
-    checks.check(cfg, mesh)
-    setup = load_setup(cfg, mesh)
+    cfg = checks.settle(cfg, arch, mesh)
+    groups = trained_groups(cfg.train, cfg.lora)
+    setup = load_setup(cfg.model, cfg.heads, cfg.train, groups, mesh)
     if n := cfg.heads.draft_vocab:
         if naive:
             raise UserError("the naive loss scores all tokens: set heads.draft_vocab to 0")
         setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
-    stage = make_stage(cfg, steps, mesh)
+    stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
     if naive:
         stage = naive_stage(stage, cfg)
-    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), steps)
+    optimizer = make_optimizer(cfg.optim, groups, steps)
     state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
     schedule = make_schedule(cfg.optim, steps)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
-    compiled = compile_step(step_fn, state, setup.frozen, abstract_batch(cfg, mesh), mesh)
-    batch = microbatches(mesh, random_rows(cfg), cfg.train.accumulation)
+    rows = random_rows(cfg, stage.width)
+    accumulation = cfg.train.accumulation
+    micro, row = cfg.train.batch_size // accumulation, {k: x[0] for k, x in rows.items()}
+    shapes = batch_shapes(mesh, row, micro, accumulation)
+    compiled = compile_step(step_fn, state, setup.frozen, shapes, mesh)
+    batch = microbatches(mesh, rows, accumulation)
     return Ready(compiled, state, setup.frozen, jax.block_until_ready(batch))
 
 
@@ -129,8 +129,12 @@ def measure(cfg: Config, steps: int, naive: bool) -> dict[str, float]:
     return measured | dry.memory_of(compiled) | peak
 
 
-def random_rows(cfg: Config) -> dict[str, np.ndarray]:
-    """A batch of random tokens, all targets, one segment per row; with hidden states if cached."""
+def random_rows(cfg: Config, width: int) -> dict[str, np.ndarray]:
+    """A batch of random tokens, all targets, one segment per row; with hidden states if cached.
+
+    Args:
+      width: of hidden states.
+    """
     B, T = cfg.train.batch_size, cfg.data.seq_len
     rng = np.random.default_rng(0)
     batch: dict[str, np.ndarray] = {
@@ -140,7 +144,7 @@ def random_rows(cfg: Config) -> dict[str, np.ndarray]:
         "counted": np.ones((B, T), bool),
     }
     if kind := cfg.data.cache_features:
-        hidden = rng.standard_normal((B, T, hidden_width(cfg))).astype(np.float32)
+        hidden = rng.standard_normal((B, T, width)).astype(np.float32)
         batch["hidden"] = np.asarray(
             encode(kind, jnp.asarray(hidden), cfg.model.arch.d_model)
         )

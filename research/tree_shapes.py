@@ -24,13 +24,13 @@ from medusa_jax.commands.flags import (
     numbers,
 )
 from medusa_jax.console import inform, use_compilation_cache
-from medusa_jax.evaluate.fitting import figures, grown
+from medusa_jax.evaluate.fitting import GROWTH, figures
 from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.tree import growth
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json, write_json
 
 EXAMPLES = """examples:
@@ -51,7 +51,7 @@ DENSE_NODES = 256
 
 def of_one_depth(
     texts: Sequence[growth.Recorded],
-    grow: Callable[[Sequence[growth.Recorded]], growth.Order],
+    grow: Callable[[Sequence[growth.Recorded]], Order],
     sizes: Sequence[int],
 ) -> dict[Tree, float]:
     """The best trees of these sizes, `LEVEL_DEPTH` deep at most, and their tokens per step.
@@ -122,9 +122,13 @@ class Flags(GenerationFlags, ModelFlags):
 
     prompts: str = flag("JSONL with prompt or prompt_ids")
     limit: int = flag("most prompts to use; 0 is all", 24, type=at_least(0))
-    sizes: str = flag("of fitted trees", "1,2,3,4,8,16,32,64")
-    one_depth: str = flag(
-        "sizes of trees of depth 4 at most (Amphista's table 7)", "22,35,45,64"
+    sizes: tuple[int, ...] = flag(
+        "of fitted trees", "1,2,3,4,8,16,32,64", type=numbers(least=1)
+    )
+    one_depth: tuple[int, ...] = flag(
+        "sizes of trees of depth 4 at most (Amphista's table 7)",
+        "22,35,45,64",
+        type=numbers(least=1),
     )
     dense: int = flag(
         "random dense trees of up to 256 nodes (Medusa's figure 4)", 60, type=at_least(2)
@@ -138,14 +142,12 @@ def measure(flags: Flags, model: Model, prompts: Sequence[str | list[int]]) -> J
     """Figures of all trees by kind, and the widths of the dense ones."""
     options = generation_options(flags)
     texts = rank_texts(model, prompts, options)
-    grow = partial(grown, worth="joint", copies=flags.copies)
+    grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=flags.copies)
     order = grow(texts)
-    sizes = [
-        n for n in numbers(flags.sizes, "--sizes", least=1) if n <= len(order.growth) + 1
-    ]
+    sizes = [n for n in flags.sizes if n <= len(order.growth) + 1]
     sizes = sorted({1, *sizes})
     fitted = [order.tree(size) for size in sizes]
-    level = of_one_depth(texts, grow, numbers(flags.one_depth, "--one_depth", least=1))
+    level = of_one_depth(texts, grow, flags.one_depth)
     scored = model.drafter.heads.draft_vocab or model.config.vocab_size
     widest = min(growth.MISS, scored)
     dense = random_dense(model.drafter.n_heads, flags.dense, most_wide=widest)

@@ -77,8 +77,11 @@ def test_every_command_is_listed(capsys):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_files_that_pages_name_exist(page):
-    """`room/file.py` and `room/file.py: name` in backticks."""
-    for path, name in re.findall(r"`([\w/]+\.(?:py|md))(?:: (\w+))?", page.read_text()):
+    """`room/file.py`, `room/file.py: name` in backticks, and tests in commands."""
+    text = page.read_text()
+    named = re.findall(r"`([\w/]+\.(?:py|md))(?:: (\w+))?", text)
+    named += [(test, "") for test in re.findall(r"tests/[\w/]+\.py", text)]
+    for path, name in named:
         places = [ROOT / path, ROOT / "medusa_jax" / path, ROOT / "docs" / path]
         found = [place for place in places if place.exists()]
         assert found, f"{page.name} names {path}"

@@ -14,7 +14,8 @@ from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop import own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.stored import Codes
 from medusa_jax.serving import Request, Server
@@ -35,7 +36,7 @@ def directory(tmp_path_factory):
     tree = jax.tree.map(
         np.float32, random_heads(drafter, Backbone(Llama(config), params), 1)
     )
-    base = own_heads.base_record(config, hf.fingerprint(config, params))
+    base = own_heads.base_record(config, fingerprint(config, params))
     own_heads.save_heads(str(path / "heads"), heads, tree, base=base, recipe={})
     return path
 

@@ -10,7 +10,7 @@ from cases import wide
 from closeness import assert_close
 from live import Peak, shard_bytes
 from tiny import write_heads, write_model
-from training_setup import ROOT, tiny_config
+from training_setup import ROOT, setup_of, tiny_config
 
 import medusa_jax
 from medusa_jax.api import Options, load
@@ -21,11 +21,11 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
+from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
 from medusa_jax.model.llama import init_params, prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
-from medusa_jax.training.setup import load_setup
 from medusa_jax.tree.tree import Tree
 
 LAYERS = 12
@@ -132,7 +132,7 @@ def test_33b_in_bfloat16_loads_on_80_gb():
 def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kind):
     cfg = tiny_config("", "medusa1")
     cfg.model.path, cfg.model.quantise = directory, kind
-    setup = load_setup(cfg, make_mesh())
+    setup = setup_of(cfg, make_mesh())
     held = shard_bytes(setup.frozen)
     layer = largest_part(setup.arch, 4)
     assert held < LAYERS * layer / 2
@@ -142,10 +142,10 @@ def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kin
 def test_a_part_is_that_part_of_the_whole(directory):
     """What a run knows of its backbone does not depend on how it was read."""
     config, params = hf.load_backbone(directory, make_mesh())
-    marks = hf.Fingerprint()
+    marks = Fingerprint()
     for name in reversed(params):
         marks.update(config, {name: params[name]})
-    assert marks.hexdigest(config) == hf.fingerprint(config, params)
+    assert marks.hexdigest(config) == fingerprint(config, params)
 
 
 @pytest.mark.parametrize("tied", [True, *wide(False)])

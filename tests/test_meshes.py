@@ -24,13 +24,12 @@ import optax
 from medusa_jax.heads import drafter_class
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings
-from medusa_jax.training import checks, step
+from medusa_jax.training import checks, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.stage import make_stage
+from medusa_jax.training.placement import compile_step, microbatches
 from test_meshes import MESHES
-from training_setup import tiny_config, training_arch
+from training_setup import abstract_batch, groups_of, stage_of, tiny_config, training_arch
 
 STEPS = 20
 ARCH = training_arch(d_model=32, n_heads=8, n_kv_heads=8, head_dim=4, d_ff=64)
@@ -74,24 +73,23 @@ def run(cfg, shape, dtype, steps):
 
     mesh = make_mesh(shape)
     cfg.train.dtype = dtype
-    checks.fit_accumulation(cfg, mesh)
-    checks.check(cfg, mesh)
+    cfg = checks.settle(cfg, ARCH, mesh)
     backbone = init_sharded(mesh, lambda k: init_params(ARCH, k), jax.random.key(0))
     backbone = placed(jax.tree.map(moved, backbone))
-    trained = trained_groups(cfg)
+    trained = groups_of(cfg)
     frozen = {} if "backbone" in trained else {"backbone": backbone}
     start = {"backbone": backbone} if "backbone" in trained else {}
-    stage = make_stage(cfg, STEPS, mesh)
+    stage = stage_of(cfg, STEPS, mesh)
     optimizer = make_optimizer(cfg.optim, trained, STEPS)
-    state = step.init_state(stage, optimizer, mesh, frozen, 0, start)
+    state = trainer.init_state(stage, optimizer, mesh, frozen, 0, start)
     params = placed(jax.tree.map(moved, state.params))
     state = state._replace(params=params, opt=placed(jax.jit(optimizer.init)(params)))
-    fn = step.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0, mesh)
-    compiled = step.compile_step(fn, state, frozen, step.abstract_batch(cfg, mesh), mesh)
+    fn = trainer.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0, mesh)
+    compiled = compile_step(fn, state, frozen, abstract_batch(cfg, mesh), mesh)
     rows = TokenRows(cfg.data.source, cfg.data, ARCH.vocab_size)
     losses = []
     for n in range(steps):
-        batch = step.microbatches(mesh, rows.batch(n * 16, 16), cfg.train.accumulation)
+        batch = microbatches(mesh, rows.batch(n * 16, 16), cfg.train.accumulation)
         state, metrics = compiled(state, frozen, batch)
         losses.append(np.append(metrics["loss"], metrics["gradient_norm"]))
     return np.array(losses), state, cfg.train.accumulation

@@ -25,7 +25,6 @@ from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
-from medusa_jax.training.stage import make_stage
 from medusa_jax.tree.tree import Tree
 
 B, T, SLOTS = 2, 6, 16
@@ -161,7 +160,7 @@ def test_losses_and_their_gradients(stage, more):
         )
     elif stage != "medusa1":
         frozen = {}
-    made = make_stage(cfg, 10)
+    made = training_setup.stage_of(cfg, 10)
     params = jax.eval_shape(made.init, key, frozen)
     ints = jnp.zeros((B, 16), jnp.int32)
     batch = {"tokens": ints, "positions": ints, "segment_ids": ints + 1}

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 jax.config.update("jax_numpy_rank_promotion", "raise")
 import medusa_jax
 from medusa_jax import Options, UserError
-from medusa_jax.devices.collectives import collectives
+from medusa_jax.hlo.collectives import collectives
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads import Backbone, make_drafter

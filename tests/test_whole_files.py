@@ -12,7 +12,6 @@ from damages import ARRAY_DAMAGES
 from tiny import write_tokenizer
 
 from medusa_jax import whole_files
-from medusa_jax.api import Options
 from medusa_jax.commands.decode import main as decode
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.commands.serve_run import read_key
@@ -22,7 +21,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate import questions
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data import records
+from medusa_jax.training.data import sources
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.whole_files import (
     decode_text,
@@ -48,7 +47,7 @@ def test_what_is_written_reads_back(tmp_path):
 def constraint(kind):
     def read(path):
         flags = ["--prompt", "a", "--constraint", f"{kind}:{path}"]
-        return Options(**shared_options(decode.parse(flags))).constraint
+        return shared_options(decode.parse(flags)).constraint
 
     return read
 
@@ -61,7 +60,7 @@ def template(path):
 
 
 def samples(path):
-    return [records.parsed(r) for r in records.read_records(str(path), DataConfig())]
+    return [sources.parse(r) for r in sources.read_records(str(path), DataConfig())]
 
 
 def seeds(path):

@@ -2,17 +2,19 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api.results import Options
 from medusa_jax.config import LlamaConfig
-from medusa_jax.constraints import Grammars, constraint_of
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.guides import Guide
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Grammars
+    from medusa_jax.decoding.guides import Guide
 
 # A prompt: text or token ids.
 Prompt = str | Sequence[int]
@@ -100,14 +102,14 @@ def request_of(
     config: LlamaConfig,
     eos_ids: Sequence[int],
     ids: Sequence[int] | None = None,
-    grammars: Grammars | None = None,
+    grammars: "Callable[[], Grammars] | None" = None,
 ) -> loop.Request:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
       eos_ids: what ends a text whose options name nothing else.
       ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
-      grammars: of the tokenizer, for constraints.
+      grammars: returns those of the tokenizer, for constraints.
 
     Raises:
       UserError: a prompt that leaves no room in the context, a constraint that cannot be met.
@@ -145,14 +147,17 @@ def request_of(
 
 
 def _guides(
-    options: Sequence[Options], eos_ids: Sequence[int], grammars: Grammars | None
-) -> list[Guide | None] | None:
-    """What knows the constraint of each row; None where none has one."""
-    asked = [constraint_of(o.constraint) if o.constraint else None for o in options]
+    options: Sequence[Options],
+    eos_ids: Sequence[int],
+    grammars: "Callable[[], Grammars] | None",
+) -> "list[Guide | None] | None":
+    """The guide of each row with a constraint; None if no row has one."""
+    asked = [o.constraint for o in options]
     if grammars is None or not any(asked):
         return None
     ends = [eos_ids if o.eos_ids is None else o.eos_ids for o in options]
-    return [grammars.guide(one, end) if one else None for one, end in zip(asked, ends)]
+    guide = grammars().guide
+    return [guide(one, end) if one else None for one, end in zip(asked, ends)]  # type: ignore[arg-type]
 
 
 def _stops(

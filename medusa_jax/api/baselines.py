@@ -12,7 +12,7 @@ from functools import partial
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
 from medusa_jax.heads.registry import BASELINES, drafter_class
@@ -25,7 +25,7 @@ from medusa_jax.interop.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.model.placing import place_part
-from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 

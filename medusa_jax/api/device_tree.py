@@ -10,8 +10,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeGuard
 
 import jax
@@ -20,20 +18,17 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
-from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.measured import TREES, DeviceCache, within
 from medusa_jax.model.engine import cpu
-from medusa_jax.model.stored import STORED, Storage
+from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import (
     ACCELERATOR_NODES,
     auto_tree,
     file_ladder,
-    load_tree_file,
     order_of,
-    parse_tree,
     tree_at,
     tree_of_size,
 )
@@ -60,67 +55,6 @@ FEW = 3
 
 # A round: nodes of a tree, seconds of a step with it and of a plain one.
 Round = tuple[int, float, float]
-
-
-@dataclass(frozen=True)
-class TreeChoice:
-    """What is known about a model's tree before its heads are read.
-
-    Attributes:
-      tree: the tree, or its name as for `--tree`.
-      calibrated: content of the tree file next to the heads.
-      ladder: the trees by number of rows that "auto" and "bundled" know.
-      unmeasured: the tree is still to be measured on this device.
-    """
-
-    tree: str | Tree
-    calibrated: Json | None = None
-    ladder: Mapping[int, Tree] = field(default_factory=dict)
-    unmeasured: bool = False
-
-    @classmethod
-    def of(
-        cls, spec: str | Tree, stored: StoredHeads, batch: int, *marks: object
-    ) -> "TreeChoice":
-        """The tree that `spec` names for these heads; "auto" is the fastest known on this device.
-
-        Args:
-          batch: rows that will be decoded at a time.
-          marks: arguments of `kept_choices` after the tree file.
-
-        Raises:
-          UserError: no tree, or one that is deeper than there are heads.
-        """
-        file, platform = Path(stored.directory) / "tree.json", jax.default_backend()
-        calibrated = load_tree_file(file) if file.exists() else None
-        ladder: dict[int, Tree] = {}
-        unmeasured = False
-        if calibrated and spec in ("auto", "bundled"):
-            ladder = file_ladder(calibrated, platform)
-        if spec == "auto" and is_measured(calibrated):
-            kept = kept_trees(kept_choices(calibrated, *marks), calibrated)  # type: ignore[arg-type]
-            ladder, unmeasured = ladder | kept, batch not in kept
-        if ladder:
-            spec = tree_at(ladder, batch)
-        elif spec == "auto" and not calibrated:
-            spec = Tree.chain(stored.heads.n_heads)
-        tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
-        tree.check_depth(stored.heads.n_heads)
-        return cls(tree, calibrated, ladder, unmeasured)
-
-    @property
-    def levels(self) -> int | None:
-        """Most heads that are used; None: any may be, since nothing is measured yet."""
-        if self.unmeasured or isinstance(self.tree, str):
-            return None
-        return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))
-
-    def settle(self, model: Model, batch: int) -> None:
-        """Measure the tree if it is unmeasured; sets the model's tree and ladder."""
-        if self.unmeasured:
-            model.tree = trees_by_rows(model, [batch])[batch]
-        if self.ladder:
-            model.ladder = {**self.ladder, batch: model.tree}
 
 
 def tokens_by_size(calibrated: Json | None) -> dict[int, float]:

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads.draft_model import DraftModel
 from medusa_jax.heads.registry import BASELINES, DRAFTERS
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hub import resolve
@@ -34,7 +33,7 @@ def bundled_heads(model: str | None) -> list[str]:
 def bundled_draft_model(model: str | None) -> str:
     """The directory of the draft model that comes with a model, "" if none does."""
     folder = _bundle(model)
-    found = folder and folder / DraftModel.name
+    found = folder and folder / "draft_model"
     return str(found) if found and found.is_dir() else ""
 
 

@@ -1,5 +1,6 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from medusa_jax.api.baselines import find_baseline, load_baseline
-from medusa_jax.api.device_tree import TreeChoice
 from medusa_jax.api.finding import (
     bundled_draft_model,
     default_drafter,
@@ -19,13 +18,15 @@ from medusa_jax.api.finding import (
     find_model,
 )
 from medusa_jax.api.model import Model
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.api.tree_choice import TreeChoice
+from medusa_jax.config import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
+from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensors import stands_for_gguf
 from medusa_jax.interop.tokenizer import (
@@ -36,13 +37,12 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
-from medusa_jax.model.stored import STORED, Storage, store
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree.tree import Tree
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def default_dtype() -> str:
@@ -107,7 +107,10 @@ def load(
     kind = _checked_dtype(dtype or default_dtype())
     directory = find_model(model)
     name = drafter or default_drafter(model)
-    baseline = find_baseline(name, bundled_draft_model(model))
+    baseline = None
+    if name.partition(":")[0] in BASELINES:  # the drafter's name chooses
+        baselines = importlib.import_module("medusa_jax.api.baselines")
+        baseline = baselines.find_baseline(name, bundled_draft_model(model))
     stored = None if baseline else find_heads(model, name)
     devices = make_mesh(mesh)
     if tokenizer or has_tokenizer(directory):
@@ -117,7 +120,7 @@ def load(
     weights = _weights(weights, directory, kind, devices)
     opened = hf.open_model(directory)
     number, storage = _forms(opened[0], kind, devices, weights, draft_weights)
-    marks, drafting = hf.Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
+    marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:
         marks.update(config, part)
@@ -130,7 +133,9 @@ def load(
     head_params: Params = {}
     read_wide: Callable[[], Params] | None = None
     if baseline is not None:
-        heads, head_params = load_baseline(baseline, text_to_ids, number, devices, storage)
+        heads, head_params = baselines.load_baseline(
+            baseline, text_to_ids, number, devices, storage
+        )
         default = make_drafter(heads, config).default_tree
         chosen = TreeChoice(default if tree == "auto" else tree)
     elif stored is None:

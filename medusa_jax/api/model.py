@@ -2,16 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
 
 from medusa_jax.api.asking import Prompt, conversation, is_message, prompt_ids, request_of
-from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
+from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.config import LlamaConfig
-from medusa_jax.constraints import Grammars
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_asked
@@ -28,6 +28,9 @@ from medusa_jax.sharding import Params
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Grammars
 
 
 class Model:
@@ -82,7 +85,6 @@ class Model:
         self._read_wide = read_wide
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
-        self._grammars = Grammars(tokenizer, config.vocab_size)
 
     @property
     def drafts(self) -> bool:
@@ -223,8 +225,14 @@ class Model:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
-        more = ids, self._grammars
+        more = ids, lambda: self._grammars
         return request_of(encoded, options, self.config, self.eos_ids, *more)
+
+    @cached_property
+    def _grammars(self) -> "Grammars":
+        """Compiles the constraints of requests."""
+        made: Grammars = constraints().Grammars(self.tokenizer, self.config.vocab_size)
+        return made
 
     def _compile(self, engine: Engine, request: loop.Request) -> float:
         """Seconds spent on compiling what this request needs (0 if it is compiled already)."""
@@ -255,7 +263,7 @@ class Model:
         **engine_options: Any,
     ) -> float:
         """Compile what `generate` or `stream` will run for these prompts; seconds it took."""
-        _, engine, request = self._plan(prompts, options, ids, engine_options)
+        _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
     def generate(
@@ -282,7 +290,7 @@ class Model:
           UserError: a prompt that leaves no room in the context or has ids outside the
             vocabulary, a tree that the heads cannot fill, options that do not go together.
         """
-        rows, engine, request = self._plan(prompts, options, ids, engine_options)
+        rows, engine, request = self.plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         if (
@@ -383,18 +391,23 @@ class Model:
         self, prompts: Any, options: Any, ids: Any, engine_options: Json
     ) -> Iterator[Chunk]:
         """Compile and decode once the first chunk is asked for."""
-        rows, engine, request = self._plan(prompts, options, ids, engine_options)
+        rows, engine, request = self.plan(prompts, options, ids, engine_options)
         seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
 
-    def _plan(
+    def plan(
         self,
         prompts: Any,
         options: Options | Sequence[Options],
         ids: Sequence[int] | None,
         engine_options: Json,
     ) -> tuple[list[Options], Engine, loop.Request]:
+        """The options of each row, the engine and the request of a call of `generate`.
+
+        Raises:
+          UserError: as `generate`.
+        """
         if isinstance(prompts, str):
             raise TypeError("prompts is a list; give [prompt] for a single one")
         prompts = [prompts] if is_message(prompts) else prompts  # which `encode` refuses

@@ -1,6 +1,7 @@
 """What a request may ask for and what it gives back."""
 
 import dataclasses
+import importlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from medusa_jax.constraints import Constraint, constraint_of
+from medusa_jax.config import DELTA, EPSILON
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
@@ -17,6 +18,9 @@ from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Constraint
 
 # Compared with numbers, so that integers beyond it, which are no floats, are too large as well.
 LARGEST = sys.float_info.max
@@ -77,15 +81,15 @@ class Options:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    epsilon: float = 0.09
-    delta: float = 0.3
+    epsilon: float = EPSILON
+    delta: float = DELTA
     max_steps: int | None = None
     logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    constraint: Constraint | Json | None = None
+    constraint: "Constraint | Json | None" = None
 
     if not TYPE_CHECKING:  # type checkers know the fields
 
@@ -142,7 +146,8 @@ class Options:
             )
         object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
         if self.constraint is not None:
-            object.__setattr__(self, "constraint", constraint_of(self.constraint))
+            made = constraints().constraint_of(self.constraint)
+            object.__setattr__(self, "constraint", made)
 
     @property
     def penalties(self) -> Asked:
@@ -152,6 +157,11 @@ class Options:
 
 
 DEFAULTS = Options()
+
+
+def constraints() -> Any:
+    """`medusa_jax.constraints`, which only requests with a constraint import."""
+    return importlib.import_module("medusa_jax.constraints")
 
 
 def bias_of(value: object) -> tuple[tuple[int, float], ...]:

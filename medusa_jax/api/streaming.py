@@ -141,6 +141,7 @@ def stream_rows(
     request: loop.Request,
     compile_seconds: float,
     watch: Watch | None = None,
+    kept: loop.Kept | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that meets one is cut and shown no further.
 
@@ -150,7 +151,7 @@ def stream_rows(
     texts = GrowingTexts(tokenizer, [o.stop for o in rows])
     start = time.perf_counter()
     prefilled = None
-    chunks = loop.stream(engine, variables, request)
+    chunks = loop.stream(engine, variables, request, kept=kept)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

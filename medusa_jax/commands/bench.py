@@ -5,14 +5,12 @@ from collections.abc import Sequence
 
 from medusa_jax.console import Command, run_named
 
-
-def _table(group: str, name: str, what: str) -> dict[str, Command]:
-    return {name: Command(group, f"medusa_jax.commands.bench_{name}", what)}
-
-
 COMMANDS: dict[str, Command] = {
-    **_table("one race", "race", "drafters and trees with plain decoding"),
-    **_table("files", "questions", "a published question file, all turns, by category"),
+    "race": Command(
+        "one race",
+        "medusa_jax.commands.bench_race",
+        "drafters and trees with plain decoding",
+    )
 }
 
 

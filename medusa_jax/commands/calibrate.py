@@ -10,6 +10,7 @@ from pathlib import Path
 
 from medusa_jax.commands.flags import (
     GenerationFlags,
+    MeshFlags,
     ModelFlags,
     Program,
     at_least,
@@ -18,7 +19,6 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
     numbers,
-    parse_mesh,
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -34,7 +34,7 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(GenerationFlags, ModelFlags):
+class Flags(GenerationFlags, MeshFlags, ModelFlags):
     """Fit the draft tree to the heads and to this device."""
 
     prompts: str | None = flag(
@@ -49,19 +49,16 @@ class Flags(GenerationFlags, ModelFlags):
         "device, for --tree auto",
         False,
     )
-    mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
-    batches: str = flag(
+    batches: tuple[int, ...] = flag(
         "numbers of rows that get a tree each, down to plain decoding; the evidence is timed at the "
         "first",
         "1,2,4,8,16",
+        type=numbers(least=1),
     )
-    sizes: str = flag("tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64")
+    sizes: tuple[int, ...] = flag(
+        "tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64", type=numbers(least=1)
+    )
     rounds: int = flag("timed rounds over all sizes", 7, type=at_least(1))
-    values: str = flag(
-        "what nodes are chosen by: the steps they save on the model's text, or the paper's product of head accuracies",
-        "joint",
-        choices=("joint", "product"),
-    )
     no_copies: bool = flag(
         "trees of the heads' guesses alone, without a chain copied from the text", False
     )
@@ -76,15 +73,15 @@ def run(flags: Flags) -> int:
     from medusa_jax.evaluate.questions import read_prompts
 
     use_compilation_cache()
-    batches = numbers(flags.batches, "--batches", least=1)
-    sizes = numbers(flags.sizes, "--sizes", least=1)
+    batches = flags.batches
+    sizes = flags.sizes
     if flags.latency_only:
         return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
         raise UserError("give --prompts and --out, or --latency_only")
     records = read_prompts(flags.prompts, flags.limit, messages=True)
     out = file_to_write(flags.out, "--out")
-    model = load_model(flags, needs_heads=True, mesh=parse_mesh(flags.mesh), tree="none")
+    model = load_model(flags, needs_heads=True, tree="none")
     options = generation_options(flags)
     if "messages" in records[0]:
         options = ending_turns(model, options, "")
@@ -99,7 +96,6 @@ def run(flags: Flags) -> int:
         sizes,
         batches=batches,
         rounds=flags.rounds,
-        worth=flags.values,
         copies=not flags.no_copies,
     )
     write_json(out, found)
@@ -144,9 +140,8 @@ def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
     from medusa_jax.api import device_tree
     from medusa_jax.measured import DeviceCache
 
-    mesh = parse_mesh(flags.mesh)
     with DeviceCache.anew():
-        model = load_model(flags, needs_heads=True, mesh=mesh, tree="none")
+        model = load_model(flags, needs_heads=True, tree="none")
     calibrated = model.calibrated
     if not (calibrated and device_tree.tokens_by_size(calibrated)):
         raise UserError(

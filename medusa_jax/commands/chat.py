@@ -1,17 +1,17 @@
 """`decode.py --chat` without a prompt: a conversation at the terminal."""
 
 import dataclasses
-import itertools
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
-from medusa_jax.api import Options
+from medusa_jax.api import Model, Options
+from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.commands.decode_report import LEGEND, coloured
 from medusa_jax.commands.turn_input import TurnInput
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.chat import encode_prompt, template_source
-from medusa_jax.serving import Request, Server
 
 HELP = "/help lists the commands; Ctrl-C stops a reply, /exit or Ctrl-D ends the chat"
 COMMANDS = {
@@ -21,39 +21,35 @@ COMMANDS = {
     "/exit": "end the chat (also /quit)",
 }
 ALIASES = {"/new": "/reset", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
-# Tokens of a user turn for which programs are compiled ahead.
-TURN_TOKENS = 64
 
 
 class Chat:
     """Turns of user and assistant, rendered by a chat template before every reply.
 
-    A server of one slot keeps the cache of earlier turns, so only new tokens are read. Programs for longer
-    conversations are compiled while the user reads and types.
-
     Args:
       show_drafts: colour accepted drafts by their tree depth.
 
     Attributes:
-      messages: the conversation so far, a stopped reply as far as it was shown.
+      messages: the conversation so far; a stopped reply ends where the user stopped it.
     """
 
     def __init__(
         self,
-        server: Server,
+        model: Model,
         options: Options,
         template: str,
         acceptance: str,
         show_drafts: bool = False,
     ) -> None:
-        self.server, self.model = server, server.model
-        template_source(self.model.tokenizer, template)  # refuse at once if there is none
+        template_source(model.tokenizer, template)  # refuse at once if there is none
+        self.model = model
+        self.dialogue = Dialogue(model)
         self.options = options
         self.template = template
         self.acceptance = acceptance
         self.show_drafts = show_drafts
         self.messages: list[dict[str, str]] = []
-        self._compiled = self._retries = 0
+        self._retries = 0
 
     def run(self) -> int:
         """Read, reply, repeat; returns the exit status."""
@@ -61,7 +57,11 @@ class Chat:
         inform(HELP)
         if self.show_drafts:
             inform(LEGEND)
-        self.compile_ahead(0)
+        with ThreadPoolExecutor(1) as pool:
+            self._compiled = pool.submit(self.compile)  # while the user types
+            return self._converse(turns)
+
+    def _converse(self, turns: TurnInput) -> int:
         while True:
             try:
                 text = turns.read()
@@ -78,6 +78,12 @@ class Chat:
                 self.take(text)
             except UserError as error:  # the conversation goes on without this turn
                 inform(f"error: {error}")
+
+    def compile(self) -> None:
+        """Answer a short turn without showing it, for a few steps."""
+        prompt = encode_prompt(self.model.tokenizer, "Hi", self.template)
+        if len(prompt) < self.model.config.max_position:
+            next(self.dialogue.stream(prompt, self.options, acceptance=self.acceptance))
 
     def take(self, text: str) -> None:
         """Obey a command or answer a turn.
@@ -102,7 +108,7 @@ class Chat:
         """Answer the last turn again.
 
         Raises:
-          UserError: there is none, or nothing is drawn, so that the answer would be the same.
+          UserError: nothing has been asked, or nothing is drawn, so that the answer would be the same.
         """
         if not self.messages:
             raise UserError("nothing has been asked yet")
@@ -114,38 +120,32 @@ class Chat:
         self._retries += 1
         self.reply(asked["content"])
 
-    def reply(self, text: str) -> str:
+    def reply(self, text: str) -> None:
         """Answer one user turn; Ctrl-C ends the answer, not the chat.
 
         Raises:
           UserError: the turn alone is too long for the context; it is taken back.
         """
         self.messages.append({"role": "user", "content": text})
-        seed = self.options.seed + self._retries
+        options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
         try:
             prompt = self.fitting_prompt()
-            options = dataclasses.replace(self.options, seed=seed)
-            request = Request(prompt, options, acceptance=self.acceptance)
-            handle = self.server.submit(request)
         except UserError:
             self.messages.pop()
             raise
-        shown = ""
-        ended = ""
-        tokens = len(prompt)
+        shown = ended = ""
         try:
-            deltas = iter(handle)
             with announced("compiling"):
-                first = next(deltas)
-            for delta in itertools.chain([first], deltas):
-                ended = delta.ending.result.finish_reason if delta.ending else ""
-                shown += delta.text
-                tokens += len(delta.token_ids)
-                for part, depth in delta.parts:
+                self._compiled.result()
+            for pieces, done in self.dialogue.stream(
+                prompt, options, acceptance=self.acceptance
+            ):
+                for part, depth in (pair for piece in pieces for pair in piece.parts):
+                    shown += part
                     sys.stdout.write(coloured(part, depth) if self.show_drafts else part)
                 sys.stdout.flush()
+                ended = done[0].finish_reason if done else ""
         except KeyboardInterrupt:
-            handle.cancel()
             inform("\n(stopped)")
         else:
             sys.stdout.write("\n")
@@ -156,27 +156,11 @@ class Chat:
                 limit = self.options.max_new_tokens
                 inform(f"(cut at {limit} tokens: ask to go on, or raise --max_new_tokens)")
         self.messages.append({"role": "assistant", "content": shown})
-        self.compile_ahead(tokens)
-        return shown
-
-    def compile_ahead(self, tokens: int) -> None:
-        """Compile the programs of the next two turns while the user types.
-
-        Args:
-          tokens: those of the conversation so far.
-        """
-        turn = TURN_TOKENS + self.options.max_new_tokens
-        context = self.model.config.max_position
-        if min(tokens + turn, context) <= self._compiled:
-            return
-        self._compiled = min(tokens + 2 * turn, context)
-        rule = "auto" if self.acceptance in ("greedy", "sampled") else self.acceptance
-        self.server.warm_up(self._compiled, [(True, rule)], wait=False)
 
     def fitting_prompt(self) -> list[int]:
-        """Ids of the conversation, its oldest turns left out where it fills the context.
+        """Ids of the conversation without its oldest turns where it fills the context.
 
-        A quarter of the context, or as much as was asked for, is kept for the reply.
+        A quarter of the context, or `max_new_tokens` if fewer, is reserved for the reply.
         """
         context = self.model.config.max_position
         room = context - min(self.options.max_new_tokens, context // 4)

@@ -8,12 +8,15 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import Program, at_least, flag, parse_mesh
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.interop.shapes import SHAPES, find_shape
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.compiled.targets import Target
 
 EXAMPLES = """examples:
   python -m medusa_jax compile --for v5e
@@ -43,7 +46,7 @@ class Flags:
     batch: int = flag("rows", 1, type=at_least(1))
     context: int = flag("tokens of each row", 900, type=at_least(1))
     mesh: tuple[int, int, int] | None = flag(
-        "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=parse_mesh
+        "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=numbers()
     )
     acceptance: str = flag("greedy, sampled, rejection or typical", "greedy")
     top_p: float = flag(
@@ -68,13 +71,26 @@ def run(flags: Flags) -> int:
     if flags.target != HERE:
         jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
     target = find_target(flags.target)
-    if flags.train:
-        return train(flags, target)
+    text = training_step(flags, target) if flags.train else decode_step(flags, target)
+    if flags.json:
+        print(text)
+    else:
+        print(
+            f"{text}\n\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run"
+        )
+    return 0
+
+
+def decode_step(flags: Flags, target: "Target") -> str:
+    """The report of a decode step."""
+    import jax
+
     from medusa_jax.api import DEMO
     from medusa_jax.commands.train import load_config
     from medusa_jax.decoding.acceptance import RULES
     from medusa_jax.evaluate.compiled import report
     from medusa_jax.evaluate.compiled.programs import Case
+    from medusa_jax.evaluate.compiled.targets import HERE
     from medusa_jax.heads.registry import drafter_class, make_drafter
     from medusa_jax.model.llama import decoding_config
     from medusa_jax.model.placing import choose_storage
@@ -109,45 +125,38 @@ def run(flags: Flags) -> int:
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
     tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)
-    # Of the layers that are compiled: EAGLE-3 reads inside the backbone.
-    few = dataclasses.replace(config, n_layers=min(case.layers, config.n_layers))
+    # The drafter is made for the compiled layers: EAGLE-3 reads inside the backbone.
+    few = dataclasses.replace(config, n_layers=case.compiled_layers)
     drafter = make_drafter(heads, decoding_config(few))
     with compiling_for(target):
         steps = report.measure(case, drafter, tree)
     if flags.json:
-        print(json.dumps(report.as_json(case, *steps)))
-        return 0
-    print(f"## {flags.shape}, {flags.drafter}, {tree.n_nodes} nodes, batch {flags.batch}, "
-          f"{flags.context} tokens, {flags.acceptance}, {target.title}\n")  # fmt: skip
-    print(report.as_text(case, *steps))
-    print(f"\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run")
-    return 0
+        return json.dumps(report.as_json(case, *steps))
+    return (
+        f"## {flags.shape}, {flags.drafter}, {tree.n_nodes} nodes, batch {flags.batch}, "
+        f"{flags.context} tokens, {flags.acceptance}, {target.title}\n\n"
+        + report.as_text(case, *steps)
+    )
 
 
-def train(flags: Flags, target: Any) -> int:
-    """The training step of a recipe."""
-    import jax
-
+def training_step(flags: Flags, target: "Target") -> str:
+    """The report of a recipe's training step."""
     from medusa_jax.commands.train import load_config
-    from medusa_jax.evaluate.compiled import report
-    from medusa_jax.evaluate.compiled.training import compile_training
+    from medusa_jax.evaluate.compiled.programs import compile_training
+    from medusa_jax.evaluate.compiled.report import training_text
 
     assert flags.train is not None
     cfg = load_config(flags.train)
     with compiling_for(target):
         found = compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)
     if flags.json:
-        print(json.dumps(report.training_json(target, found)))
-        return 0
-    print(f"## {flags.train}, {target.title}\n")
-    print(report.training_text(target, found))
-    print(f"\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run")
-    return 0
+        return json.dumps(found)
+    return f"## {flags.train}, {target.title}\n\n{training_text(target, found)}"
 
 
 @contextlib.contextmanager
-def compiling_for(target: Any) -> Iterator[None]:
-    """Say so; a compiler that fails does it in one line."""
+def compiling_for(target: "Target") -> Iterator[None]:
+    """Announce a slow compilation; report a failing compiler in one line."""
     import jax
 
     with announced(f"compiling for {target.name}"):

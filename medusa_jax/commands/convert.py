@@ -7,11 +7,11 @@ load (`formats/export_heads.py`); docs/formats.md has the keys of each layout.
 import dataclasses
 
 from medusa_jax.commands.flags import Program, flag
+from medusa_jax.config import DTYPES
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export_heads import TARGETS, convert
 
-DTYPES = ("float32", "bfloat16", "float16", "int8")
 LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
@@ -36,7 +36,7 @@ class Flags:
     dtype: str = flag(
         "default: as they are stored; int8 (a byte a weight) for --to native",
         "",
-        choices=DTYPES,
+        choices=(*DTYPES[1:], "int8"),
     )
     base_name: str | None = flag("what the files call the model (default: --model)", None)
     bench: str | None = flag("race.json of `bench race`, for the model card", None)

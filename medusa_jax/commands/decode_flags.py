@@ -2,7 +2,16 @@
 
 import dataclasses
 
-from medusa_jax.commands.flags import GenerationFlags, HostFlags, ModelFlags, at_least, flag
+from medusa_jax.commands.flags import (
+    GenerationFlags,
+    HostFlags,
+    MeshFlags,
+    ModelFlags,
+    at_least,
+    flag,
+    numbers,
+)
+from medusa_jax.config import DELTA, EPSILON
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("
@@ -17,8 +26,14 @@ EXAMPLES = """examples:
 """
 
 
+def biases(text: str) -> dict[int, float]:
+    """ "15=-100,7=2.5" -> {15: -100.0, 7: 2.5}."""
+    pairs = [part.split("=") for part in text.split(",")] if text else []
+    return {int(token): float(bias) for token, bias in pairs}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(HostFlags, GenerationFlags, ModelFlags):
+class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
     """Generate text with draft heads (speculative decoding)."""
 
     temperature: float | None = flag(  # type: ignore[assignment]
@@ -61,9 +76,10 @@ class Flags(HostFlags, GenerationFlags, ModelFlags):
         "divides positive logits of tokens of prompt and text, multiplies negative ones",
         1.0,
     )
-    logit_bias: str = flag(
+    logit_bias: dict[int, float] = flag(  # noqa: RUF009
         "numbers to add to the logits of tokens, such as 15=-100,7=2.5",
         "",
+        type=biases,
         metavar="ID=BIAS,...",
     )
     constraint: str = flag(
@@ -72,8 +88,8 @@ class Flags(HostFlags, GenerationFlags, ModelFlags):
         "",
         metavar="KIND:VALUE",
     )
-    epsilon: float = flag("typical acceptance: hard threshold", 0.09)
-    delta: float = flag("typical acceptance: entropy threshold", 0.3)
+    epsilon: float = flag("typical acceptance: hard threshold", EPSILON)
+    delta: float = flag("typical acceptance: entropy threshold", DELTA)
     stop: list[str] = flag("string that ends the text (repeatable)", [])  # noqa: RUF009
     max_steps: int | None = flag(
         "most decode steps, of one token or more each (default: no limit)",
@@ -86,18 +102,20 @@ class Flags(HostFlags, GenerationFlags, ModelFlags):
         None,
         metavar="N",
     )
-    eos_ids: str | None = flag(
+    eos_ids: tuple[int, ...] | None = flag(
         "token ids that end a text, such as 2,7; none: only its limit does (default: what the model's "
         "files say)",
         None,
+        type=numbers(),
         metavar="IDS",
     )
-    stop_sequence: list[str] = flag(  # noqa: RUF009
+    stop_sequence: list[tuple[int, ...]] = flag(  # noqa: RUF009
         "consecutive token ids that end the text, such as 13,13; they are kept (repeatable)",
         [],
+        action="append",
+        type=numbers(),
         metavar="IDS",
     )
-    mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
     chat: str | None = flag(
         "wrap the prompt in the tokenizer's chat template (or a shipped one by name); without a prompt: "
         "talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model with instruct in its name, "

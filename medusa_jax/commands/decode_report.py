@@ -1,14 +1,16 @@
 """Reports of decode.py: the object of --json, and the line below the text."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
-from medusa_jax.evaluate.compare import Comparison
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.compare import Comparison
 
 # Fields of a result that --json prints first, in this order.
 RESULT = (
@@ -36,7 +38,7 @@ def describe(
     result: Result,
     acceptance: str,
     options: Options,
-    compared: Comparison | None,
+    compared: "Comparison | None",
 ) -> Json:
     """The object that --json prints.
 
@@ -60,8 +62,6 @@ def describe(
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
-        "weights_stored_as": stored_as(model),
-        "bytes_per_step": bytes_per_token(model, result.prompt_tokens),
         "draft_weights": model.draft_weights(acceptance),
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",

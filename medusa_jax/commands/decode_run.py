@@ -1,22 +1,22 @@
 """decode.py after its flags are parsed: load, decode, report."""
 
 import dataclasses
+import importlib
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.api.batching import equal_batches
-from medusa_jax.commands.chat import Chat
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
-from medusa_jax.commands.flags import file_to_write, load_model, parse_mesh
+from medusa_jax.commands.flags import file_to_write, load_model
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -28,11 +28,70 @@ from medusa_jax.console import (
 )
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.evaluate.compare import Comparison, compare
-from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, is_chat_model, named
-from medusa_jax.serving import Server
+from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.compare import Comparison
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Requests that are ready to be decoded.
+
+    Attributes:
+      acceptance: name of the rule.
+      repeats: timed runs of a comparison with plain decoding; 0: no comparison.
+    """
+
+    model: Model
+    prompts: list[Prompt]
+    options: list[Options]
+    acceptance: str
+    repeats: int
+
+    def batch(self, rows: list[int]) -> tuple[list[Prompt], list[Options], list[int]]:
+        """The prompts, options and ids of these rows, as `Model.generate` takes them."""
+        return [self.prompts[i] for i in rows], [self.options[i] for i in rows], rows
+
+    def compile(self, rows: list[int]) -> float:
+        """Compile the programs for these rows; returns the seconds."""
+        with announced("compiling"):
+            return self.model.compile(*self.batch(rows), acceptance=self.acceptance)
+
+    def generate(self, rows: list[int]) -> list[Result]:
+        """Decode these rows."""
+        return self.model.generate(*self.batch(rows), acceptance=self.acceptance)
+
+    def facts(
+        self, rows: list[int], results: list[Result], as_json: bool = True
+    ) -> list[Json]:
+        """The reports of these rows, compared with plain decoding if that is asked for."""
+        compared: Sequence[Comparison | None] = [None] * len(rows)
+        prompts, options, ids = self.batch(rows)
+        if self.repeats:
+            behind = importlib.import_module("medusa_jax.evaluate.compare")
+            with announced("timing the autoregressive loop"):
+                compared = behind.compare(
+                    self.model,
+                    prompts,
+                    options,
+                    ids=ids,
+                    repeats=self.repeats,
+                    acceptance=self.acceptance,
+                )
+        found = [
+            describe(self.model, result, self.acceptance, own, one)
+            for result, own, one in zip(results, options, compared)
+        ]
+        if as_json:
+            bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+            for facts in found:
+                n = facts["prompt_tokens"]
+                facts["weights_stored_as"] = bandwidth.stored_as(self.model)
+                facts["bytes_per_step"] = bandwidth.bytes_per_token(self.model, n)
+        return found
 
 
 def run(flags: Flags) -> int:
@@ -40,7 +99,7 @@ def run(flags: Flags) -> int:
     flags = give_way_to_demo(flags)
     template = chosen_template(flags)
     talking = template is not None and flags.prompt is None and flags.prompts_file is None
-    prompts, options = ([], []) if talking else read_requests(flags)
+    prompts, options = ([], [shared_options(flags)]) if talking else read_requests(flags)
     check_flags(flags, talking)
     give_memory_back()
     use_compilation_cache()
@@ -48,32 +107,49 @@ def run(flags: Flags) -> int:
     model = load_model(
         flags,
         tree=flags.tree,
-        mesh=parse_mesh(flags.mesh),
         tokenizer=flags.tokenizer,
-        batch=min(flags.batch_size, max(1, len(prompts))),
+        batch=min(flags.batch_size, len(options)),
         all_heads=False,
     )
     if flags.tree == "auto" and model.drafts and not model.tree.depth:
         inform("plain decoding: no tree is faster on this device")
-    if template is not None and talking:
-        own = ending_turns(model, Options(**shared_options(flags)), template)
-        with Server(model, slots=1) as server:
-            chat = Chat(server, own, template, flags.acceptance, flags.show_drafts)
-            status = chat.run()
-            with announced("waiting for a compilation to end"):
-                server.close()
-            return status
-    if flags.chat is None and not model.tokenizer.chat_template:
+    if flags.chat is None and not talking and not model.tokenizer.chat_template:
         template = None
     if template is not None:
-        options = [ending_turns(model, own, template) for own in options]
-    prompts = [chat_prompt(model, p, template) for p in prompts]
+        ends = model.tokenizer, model.eos_ids
+        options = [ending_turns(*ends, own, template) for own in options]
+    if talking:
+        chat = importlib.import_module("medusa_jax.commands.chat")
+        about = options[0], template, flags.acceptance, flags.show_drafts
+        status: int = chat.Chat(model, *about).run()
+        return status
+    prompts = [
+        encode_prompt(model.tokenizer, prompt, template or "")
+        if isinstance(prompt, list) or (isinstance(prompt, str) and template is not None)
+        else prompt
+        for prompt in prompts
+    ]
     # Named, so that greedy batches of a file that also samples run the same program.
     sampled = any(o.temperature > 0 for o in options)
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
     model.request(prompts, options)  # refuse before anything is decoded
-    run_all = run_file if flags.prompts_file else run_one
-    return run_all(model, prompts, options, acceptance, flags)
+    repeats = flags.repeats if flags.compare else 0
+    job = Job(model, prompts, options, acceptance, repeats)
+    if flags.prompts_file:
+        return answer_file(job, flags.batch_size)
+    if flags.json:
+        seconds, [result] = job.compile([0]), job.generate([0])
+        result.compile_seconds = seconds
+        print_json(job.facts([0], [result])[0])
+        return 0
+    return answer_one(job, flags.show_drafts, flags.save_drafts)
+
+
+def chosen_template(flags: Flags) -> str | None:
+    """The chat template for prompts: "" is the tokenizer's own, None is none."""
+    if flags.chat is None and is_chat_model(flags.model):
+        return ""
+    return None if flags.chat == "none" else flags.chat
 
 
 def check_flags(flags: Flags, talking: bool) -> None:
@@ -113,118 +189,59 @@ def give_way_to_demo(flags: Flags) -> Flags:
     return flags
 
 
-def run_one(
-    model: Model,
-    prompts: list[Prompt],
-    options: list[Options],
-    acceptance: str,
-    flags: Flags,
-) -> int:
-    """One request: its text as it comes and a line of measurements, or one JSON object."""
-    with announced("compiling"):
-        compile_seconds = model.compile(prompts, options, acceptance=acceptance)
-    if flags.json:
-        [result] = model.generate(prompts, options, acceptance=acceptance)
-    else:
-        [result] = stream_to_terminal(model, prompts, options, acceptance, flags)
-    result.compile_seconds = compile_seconds
-    compared: Comparison | None = None
-    if flags.compare:
-        with announced("timing the autoregressive loop"):
-            [compared] = compare(
-                model, prompts, options, repeats=flags.repeats, acceptance=acceptance
-            )
-    facts = describe(model, result, acceptance, options[0], compared)
-    if flags.json:
-        print_json(facts)
-        return 0
-    inform(summary(facts))
-    if result.finish_reason == "context":
-        inform(
-            f"note: stopped at the model's context of {model.config.max_position} tokens"
-        )
-    return 0
+def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
+    """Print one text as it comes, and a line of measurements.
 
-
-def run_file(
-    model: Model,
-    prompts: list[Prompt],
-    options: list[Options],
-    acceptance: str,
-    flags: Flags,
-) -> int:
-    """All requests of a file in batches; one JSON object a line, in the order of the file."""
-    from tqdm import tqdm
-
-    write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
-    with tqdm(total=len(prompts), unit="request", disable=None) as bar:
-        for n, (ids, rows) in enumerate(equal_batches(len(prompts), flags.batch_size)):
-            batch = [prompts[i] for i in rows], [options[i] for i in rows], rows
-            with announced("compiling"):
-                compile_seconds = model.compile(*batch, acceptance=acceptance)
-            results = model.generate(*batch, acceptance=acceptance)
-            compared: Sequence[Comparison | None] = [None] * len(rows)
-            if flags.compare:
-                compared = compare(
-                    model,
-                    *batch[:2],
-                    ids=rows,
-                    repeats=flags.repeats,
-                    acceptance=acceptance,
-                )
-            for i, result, one in zip(ids, results, compared):
-                result.compile_seconds = compile_seconds
-                facts = describe(model, result, acceptance, options[i], one)
-                print_json(facts, write)
-            sys.stdout.flush()
-            bar.update(len(ids))
-            if hosts.asked_to_stop(n):
-                done = min((n + 1) * flags.batch_size, len(prompts))
-                inform(f"stopped by SIGTERM after {done} of {len(prompts)} requests")
-                return 128 + signal.SIGTERM
-    return 0
-
-
-def chosen_template(flags: Flags) -> str | None:
-    """The chat template that prompts go through: "" is the tokenizer's own, None is none."""
-    if flags.chat is None and is_chat_model(flags.model):
-        return ""
-    return None if flags.chat == "none" else flags.chat
-
-
-def chat_prompt(model: Model, prompt: Any, template: str | None) -> str | Sequence[int]:
-    """Messages (or, with --chat, a user's text) through the chat template; ids as they are."""
-    if isinstance(prompt, tuple) or (isinstance(prompt, str) and template is None):
-        return prompt
-    return encode_prompt(model.tokenizer, prompt, template or "")
-
-
-def stream_to_terminal(
-    model: Model,
-    prompts: list[Prompt],
-    options: list[Options],
-    acceptance: str,
-    flags: Flags,
-) -> list[Result]:
-    """Print text as it comes; with --show_drafts accepted drafts are coloured by depth."""
-    if isinstance(prompts[0], str):
-        sys.stdout.write(prompts[0])
+    Args:
+      show_drafts: colour accepted drafts by their tree depth.
+      save_drafts: an SVG file to draw them to.
+    """
+    seconds = job.compile([0])
+    segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
+    sys.stdout.write("".join(text for text, _ in segments))
     results: list[Result] = []
-    segments: list[tuple[str, int]] = [(p, 0) for p in prompts[:1] if isinstance(p, str)]
-    for pieces, final in model.stream(prompts, options, acceptance=acceptance):
-        for piece in pieces:
-            segments += piece.parts
-            for text, depth in piece.parts:
-                sys.stdout.write(coloured(text, depth) if flags.show_drafts else text)
-            sys.stdout.flush()
+    for pieces, final in job.model.stream(
+        job.prompts, job.options, acceptance=job.acceptance
+    ):
+        for text, depth in (part for piece in pieces for part in piece.parts):
+            segments.append((text, depth))
+            sys.stdout.write(coloured(text, depth) if show_drafts else text)
+        sys.stdout.flush()
         results = final or results
     sys.stdout.write("\n")
     sys.stdout.flush()
-    if flags.save_drafts:
-        from medusa_jax.plots import draw_accepted_text
-
-        draw_accepted_text(segments, flags.save_drafts)
-        inform(f"wrote {flags.save_drafts}")
-    if flags.show_drafts:
+    if save_drafts:
+        plots = importlib.import_module("medusa_jax.plots")
+        plots.draw_accepted_text(segments, save_drafts)
+        inform(f"wrote {save_drafts}")
+    if show_drafts:
         inform(LEGEND)
-    return results
+    [result] = results
+    result.compile_seconds = seconds
+    inform(summary(job.facts([0], results, as_json=False)[0]))
+    if result.finish_reason == "context":
+        context = job.model.config.max_position
+        inform(f"note: stopped at the model's context of {context} tokens")
+    return 0
+
+
+def answer_file(job: Job, batch_size: int) -> int:
+    """All requests of a file in batches; one JSON object a line, in the order of the file."""
+    from tqdm import tqdm
+
+    n = len(job.prompts)
+    write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
+    with tqdm(total=n, unit="request", disable=None) as bar:
+        for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
+            seconds, results = job.compile(rows), job.generate(rows)
+            for result in results:
+                result.compile_seconds = seconds
+            for _, facts in zip(ids, job.facts(rows, results)):
+                print_json(facts, write)
+            sys.stdout.flush()
+            bar.update(len(ids))
+            if hosts.asked_to_stop(number):
+                done = min((number + 1) * batch_size, n)
+                inform(f"stopped by SIGTERM after {done} of {n} requests")
+                return 128 + signal.SIGTERM
+    return 0

@@ -29,16 +29,15 @@ from pathlib import Path
 
 from medusa_jax.commands.flags import (
     HostFlags,
+    MeshFlags,
     ModelFlags,
     Program,
     at_least,
     flag,
     load_model,
     on_hosts,
-    parse_mesh,
 )
 from medusa_jax.console import inform
-from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_array, write_json
@@ -55,10 +54,9 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(TextOptions, HostFlags, ModelFlags):
+class Flags(MeshFlags, HostFlags, ModelFlags):
     """Let a model answer seed prompts and write a training set of its own text."""
 
-    model: str | None = None
     drafter: str | None = "none"
     prompts: str | None = flag(
         "seeds: .jsonl, .json or a hub dataset, with prompt, prompt_ids, turns, messages or conversations",
@@ -77,8 +75,7 @@ class Flags(TextOptions, HostFlags, ModelFlags):
     )
     tree: str = flag("as for decode.py", "auto")
     chat_template: str = flag("a shipped one; default: the tokenizer's own", "")
-    mesh: str = flag("devices along data, fsdp, tensor", "1,1,1")
-    temperature: float | None = flag(  # type: ignore[assignment]
+    temperature: float | None = flag(
         "default: 0.3 in the chat modes (the paper's), 0 in mode continue", None
     )
     user_temperature: float = flag("of user turns that the model writes", 0.8)
@@ -152,7 +149,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
-    from medusa_jax.training.log.progress import Progress
+    from medusa_jax.progress import Progress
 
     temperature = flags.temperature
     if temperature is None:
@@ -165,14 +162,13 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         seed=flags.seed,
     )
     warn_if_quantised(flags.model)
-    mesh = parse_mesh(flags.mesh)
-    model = load_model(flags, tree=flags.tree, mesh=mesh, batch=flags.batch_size)
+    model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
         options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
     out, lines = Path(flags.out), []
-    settings = files.settings_of(flags, mode, seeds, model)
+    settings = files.settings_of(dataclasses.asdict(flags), mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
@@ -187,7 +183,14 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
             inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
     start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
     progress = Progress("answers", len(seeds), "seed", before, hosts.first())
-    made = write_all(Writer(model, flags, mode, options, progress), path, seeds[before:])
+    user_options = dataclasses.replace(
+        options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
+    )
+    writer = Writer(
+        model, mode, options, user_options, batch_size=flags.batch_size,
+        chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
+    )  # fmt: skip
+    made = write_all(writer, path, seeds[before:])
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0

@@ -1,7 +1,7 @@
-"""Flags of commands: each is a field of a frozen dataclass, declared once with its help.
+"""Command-line flags: each is a field of a frozen dataclass, declared once with its help.
 
-`class Flags(GenerationFlags, ModelFlags)` has the flags of both and adds its own by `flag`. A field that is
-only given another default keeps its help.
+`class Flags(GenerationFlags, ModelFlags)` has the flags of both and adds its own by `flag`. A field that only
+gets another default keeps its help.
 """
 
 import argparse
@@ -12,20 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
+from medusa_jax.config import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 
-if TYPE_CHECKING:  # JAX is imported by what runs, not for --help
+if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-WEIGHTS = ("stored", "float32", "bfloat16", "int8")
-DRAFT_WEIGHTS = WEIGHTS[1:]
 SEVERAL_HOSTS = (
-    "several hosts: the same command on each; SLURM, Open MPI, Cloud TPU and GKE say who they are, "
-    "elsewhere give all three"
+    "several hosts: the same command on each; SLURM, Open MPI, Cloud TPU and GKE set all three, "
+    "elsewhere give them"
 )
-# What other programs call flags that exist here.
+# Other programs' names for flags.
 ALIASES = {
     "--max_tokens": "--max_new_tokens",
     "--max_length": "--max_new_tokens",
@@ -33,7 +31,6 @@ ALIASES = {
     "--input": "--prompt",
     "--text": "--prompt",
     "--draft_model": "--drafter",
-    "--temp": "--temperature",
 }
 
 # A command's flags: a frozen dataclass.
@@ -41,48 +38,27 @@ Parsed = TypeVar("Parsed")
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad flags are one line and exit status 2; a misspelt one comes with the nearest name."""
+    """Raises `UserError` for bad flags, with the nearest name for a misspelt one.
+
+    Attributes:
+      nearest: an unknown flag -> "; did you mean '--tree'?" or "".
+    """
+
+    nearest: Callable[[str], str] = staticmethod(lambda name: "")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all of `args`; an argument that is no flag ends the program."""
+        """Parse all of `args`."""
         found, rest = self.parse_known_args(args, namespace)
         if flag := next((word for word in rest if word.startswith("-")), ""):
             name = flag.partition("=")[0]
-            known = self._option_string_actions
-            aliases = {a: b for a, b in ALIASES.items() if b in known}
-            self.error(f"unknown flag {name}{did_you_mean(name, known, aliases)}")
+            self.error(f"unknown flag {name}{self.nearest(name)}")
         if rest:
-            self.error(
-                f"unexpected argument {rest[0]!r}: what a flag takes follows its name"
-            )
+            self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
         return found
 
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            problem = (
-                f"{value!r} is none of {', '.join(known)}{did_you_mean(str(value), known)}"
-            )
-            raise argparse.ArgumentError(action, problem)
-
-    def print_help(self, file: Any = None) -> None:
-        """Print the help; unlike argparse's own, a file that cannot take it is an error."""
-        print(self.format_help(), end="", file=file)
-
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with status 2."""
-        inform(f"error: {message} (--help lists all flags)")
-        self.exit(2)
-
-
-def command(name: str, description: str, examples: str) -> Parser:
-    """A parser whose help ends with examples to copy."""
-    return Parser(
-        prog=name,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        """Raise a `UserError`."""
+        raise UserError(f"{message} (--help lists all flags)")
 
 
 def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
@@ -103,23 +79,24 @@ def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
 
 def parser_of(kind: type, name: str, examples: str = "") -> Parser:
     """A parser with a flag for each field of a dataclass, which its docstring describes."""
-    parser = command(name, inspect.cleandoc(kind.__doc__ or ""), examples)
-    add_fields(parser, kind)
-    return parser
-
-
-def add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
-    """Add a flag for each field of a dataclass."""
+    parser = Parser(
+        prog=name,
+        description=inspect.cleandoc(kind.__doc__ or ""),
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     described: dict[str, Mapping[str, Any]] = {}
     for base in reversed(kind.__mro__):
         fields = vars(base).get("__dataclass_fields__", {}).values()
         described |= {field.name: field.metadata for field in fields if field.metadata}
     kinds, groups = typing.get_type_hints(kind), {"": parser}
+    names = []
     for field in dataclasses.fields(kind):
-        how = _kind_of_flag(kinds[field.name]) | dict(described[field.name])
+        how = dict(described[field.name])
+        if "type" not in how:
+            how |= _kind_of_flag(kinds[field.name])
         if (group := how.pop("group", "")) not in groups:
-            title, _, what = group.partition(": ")
-            groups[group] = parser.add_argument_group(title, what)  # type: ignore[assignment]
+            groups[group] = parser.add_argument_group(group)  # type: ignore[assignment]
         if field.default_factory is not dataclasses.MISSING:
             how["default"] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
@@ -128,13 +105,15 @@ def add_fields(parser: argparse.ArgumentParser, kind: type) -> None:
             how["required"] = True
         if how.get("default") not in (None, "", False, []) and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
-        groups[group].add_argument(
-            how.pop("name", f"--{field.name}"), dest=field.name, **how
-        )
+        names.append(how.pop("name", f"--{field.name}"))
+        groups[group].add_argument(names[-1], dest=field.name, **how)
+    aliases = {other: own for other, own in ALIASES.items() if own in names}
+    parser.nearest = lambda name: did_you_mean(name, names, aliases)  # type: ignore[method-assign]
+    return parser
 
 
 def _kind_of_flag(kind: Any) -> dict[str, Any]:
-    """What `add_argument` takes for a field of this type."""
+    """Arguments of `add_argument` for a field of this type."""
     if kind is bool:
         return {"action": "store_true"}
     if typing.get_origin(kind) is list:
@@ -150,7 +129,7 @@ class Program(Generic[Parsed]):
     Attributes:
       name: as it is typed.
       kind: its flags, a dataclass whose docstring describes the command.
-      run: what it does with them.
+      run: takes the flags and returns the exit status.
       examples: calls to copy, for the end of its help.
     """
 
@@ -164,8 +143,12 @@ class Program(Generic[Parsed]):
         return parser_of(self.kind, self.name, self.examples)
 
     def parse(self, argv: Sequence[str] | None = None) -> Parsed:
-        """The flags of a command line."""
-        return typed(self.kind, self.parser().parse_args(argv))
+        """The flags of a command line.
+
+        Raises:
+          UserError: an unknown flag, or a bad value.
+        """
+        return self.kind(**vars(self.parser().parse_args(argv)))
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Parse, and run; bad input is one line and exit status 2."""
@@ -173,15 +156,32 @@ class Program(Generic[Parsed]):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of a flag of whole numbers from `least` on."""
+    """The type of a flag with whole numbers from `least` on."""
 
     def number(text: str) -> int:
         if (given := int(text)) < least:
             raise argparse.ArgumentTypeError(f"{least} or more, not {given}")
         return given
 
-    number.__name__ = "int"  # what argparse calls it where the text is no number
+    number.__name__ = "int"  # argparse's word for it where the text is not a number
     return number
+
+
+def numbers(
+    kind: Callable[[str], Any] = int, least: float | None = None
+) -> Callable[[str], tuple[Any, ...]]:
+    """The type of a flag such as "1,4,8", with numbers from `least` on; "none" is ()."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        try:
+            found = () if text == "none" else tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}") from None
+        if least is not None and any(number < least for number in found):
+            raise argparse.ArgumentTypeError(f"{least} or more, not {text!r}")
+        return found
+
+    return read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,8 +232,15 @@ class ModelFlags(BaseFlags):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFlags:
+    """The devices that a model is spread over."""
+
+    mesh: tuple[int, ...] = flag("devices along data,fsdp,tensor", "1,1,1", type=numbers())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationFlags:
-    """How long a text is, and how it is drawn."""
+    """The length of a text, and how it is drawn."""
 
     max_new_tokens: int = flag("most tokens of a text", 200)
     temperature: float = flag("0 is greedy", 0.0)
@@ -257,7 +264,7 @@ def load_model(
     """The model that the flags ask for, with --drafter if no other is given.
 
     Args:
-      needs_heads: refuse plain decoding, which the command could do nothing with.
+      needs_heads: refuse plain decoding.
       more: further arguments of `load`, such as `tree`.
     """
     import jax  # here, not for --help
@@ -271,10 +278,10 @@ def load_model(
         raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
     if flags.dtype == "float64":  # a switch of the whole process
         jax.config.update("jax_enable_x64", True)
-    given = {
-        field.name: getattr(flags, field.name) for field in dataclasses.fields(BaseFlags)
-    }
-    model = load(given.pop("model"), name, **given, **more)
+    given = _part(flags, BaseFlags)
+    if isinstance(flags, MeshFlags):
+        given["mesh"] = flags.mesh
+    model = load(given.pop("model"), name, **given | more)
     if wanted is None and name == "none":
         inform("no --drafter is given: plain decoding, without drafts")
     return model
@@ -284,8 +291,12 @@ def generation_options(flags: GenerationFlags, **more: Any) -> "Options":
     """The `Options` that the flags ask for, and `more` of its fields."""
     from medusa_jax.api import Options
 
-    names = (field.name for field in dataclasses.fields(GenerationFlags))
-    return Options(**{name: getattr(flags, name) for name in names}, **more)
+    return Options(**_part(flags, GenerationFlags), **more)
+
+
+def _part(flags: Any, kind: type) -> dict[str, Any]:
+    """The values of the fields of `kind`, a base class of the flags."""
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind)}
 
 
 def file_to_write(path: str, flag: str) -> Path:
@@ -304,49 +315,6 @@ def file_to_write(path: str, flag: str) -> Path:
     return file
 
 
-Number = TypeVar("Number", int, float)
-
-
-def numbers(
-    text: str, flag: str, kind: type[Number] = int, least: float | None = None
-) -> list[Number]:
-    """ "1,4,8" -> [1, 4, 8].
-
-    Raises:
-      UserError: not a list of numbers, or of smaller ones than `least`; names the flag.
-    """
-    try:
-        found = [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise UserError(f"{flag} is a list like 1,4,8, not {text!r}") from error
-    if least is not None and min(found) < least:
-        raise UserError(f"{flag} are {least} or more, not {text!r}")
-    return found
-
-
-def token_ids(text: str, flag: str) -> tuple[int, ...]:
-    """ "13,13" -> (13, 13), "none" -> ().
-
-    Raises:
-      UserError: anything else; names the flag.
-    """
-    return () if text == "none" else tuple(numbers(text, flag))
-
-
-def parse_mesh(text: str) -> tuple[int, ...]:
-    """ "1,2,4" -> (1, 2, 4)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise UserError(f"--mesh is three numbers like 1,2,4, not {text!r}") from error
-
-
-def given_hosts(flags: HostFlags) -> dict[str, str]:
-    """The `HostFlags` that were given."""
-    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(HostFlags)}
-    return {name: value for name, value in values.items() if value is not None}
-
-
 Hosted = TypeVar("Hosted", bound=HostFlags)
 
 
@@ -363,7 +331,7 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
     return in_each
 
 
-def typed(kind: type[Parsed], flags: argparse.Namespace) -> Parsed:
-    """The dataclass `kind` with the values of the flags that have its fields' names."""
-    names = (field.name for field in dataclasses.fields(kind) if field.init)  # type: ignore[arg-type]
-    return kind(**{name: getattr(flags, name) for name in names})
+def given_hosts(flags: HostFlags) -> dict[str, str]:
+    """The `HostFlags` that were given."""
+    given = _part(flags, HostFlags)
+    return {name: value for name, value in given.items() if value is not None}

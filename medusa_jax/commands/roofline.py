@@ -41,8 +41,12 @@ class Flags:
     length: int = flag("cached tokens", 1024, type=at_least(1))
     nodes: int = flag("size of the tree whose products are listed", 64, type=at_least(1))
     most_nodes: int = flag("largest tree to predict", 512, type=at_least(64))
-    batches: str = flag("rows (figure 22)", "1,2,4,8,16,32,64")
-    lengths: str = flag("cached tokens (figure 23)", "128,512,1024,2048,4096,8192")
+    batches: tuple[int, ...] = flag(
+        "rows (figure 22)", "1,2,4,8,16,32,64", type=numbers(least=1)
+    )
+    lengths: tuple[int, ...] = flag(
+        "cached tokens (figure 23)", "128,512,1024,2048,4096,8192", type=numbers(least=1)
+    )
     length_batch: int = flag("rows of figure 23", 4, type=at_least(1))
     curve: str = flag(
         "tokens per step over nodes: the paper's fit, or a tree file that calibrate wrote",
@@ -116,8 +120,8 @@ def predictions(
     flags: Flags, title: str, roofs: predict.Roofs, out: Path, size: int = operators.BF16
 ) -> Json:
     """Print the tables, draw the pictures into `out` and return all figures; `size` as for `step_of`."""
-    batches = numbers(flags.batches, "--batches", least=1)
-    lengths = numbers(flags.lengths, "--lengths", least=1)
+    batches = flags.batches
+    lengths = flags.lengths
     rows = predictor(flags, size)
     one = rows(roofs, flags.batch, flags.length)
     by_batch = {b: rows(roofs, b, flags.length) for b in batches}

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from medusa_jax.commands.flags import ModelFlags, at_least, flag
+from medusa_jax.commands.flags import MeshFlags, ModelFlags, at_least, flag
 
 EXAMPLES = """examples:
   python -m medusa_jax serve
@@ -12,12 +12,11 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(ModelFlags):
+class Flags(MeshFlags, ModelFlags):
     """Answer many requests at a time (docs/serving.md)."""
 
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
     tree: str = flag("as for decode; auto is measured for each number of rows", "auto")
-    mesh: str = flag("devices along data,fsdp,tensor", "1,1,1")
     chat: str | None = flag(
         "chat template: a shipped one by name, or plain: turns with an empty line between (default: "
         "the tokenizer's own, plain if it has none)",

@@ -8,7 +8,7 @@ import sys
 
 from medusa_jax.api import Model
 from medusa_jax.api.device_tree import trees_by_rows
-from medusa_jax.commands.flags import load_model, parse_mesh
+from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
     give_memory_back,
@@ -17,8 +17,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import PLAIN
-from medusa_jax.interop.chat import template_source
+from medusa_jax.interop.chat import PLAIN, template_source
 from medusa_jax.serving import Server, row_sizes
 from medusa_jax.whole_files import read_text
 
@@ -40,9 +39,7 @@ def run(flags: Flags) -> int:
         give_memory_back()
         use_compilation_cache()
         warn_if_accelerator_unused()
-        model = load_model(
-            flags, tree=flags.tree, mesh=parse_mesh(flags.mesh), tokenizer=flags.tokenizer
-        )
+        model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
         template = chosen_template(model, flags.chat)
         trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
         with Server(

@@ -1,5 +1,6 @@
 """`python train.py --config=FILE --workdir=DIR [--config.field=value ...]`."""
 
+import argparse
 import dataclasses
 import importlib.util
 import os
@@ -7,9 +8,10 @@ import shlex
 import signal
 import sys
 import typing
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of, typed
+from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.config import Config
 from medusa_jax.console import (
     inform,
@@ -27,11 +29,7 @@ any field of the configuration:
                              memory, traffic and the least time on known chips; =counted does not compile
 
 Run again with the same --workdir, a training resumes."""
-
-
-# Flags that name no field.
-OWN = ("config", "workdir", "devices")
-# What other trainers call fields that exist here.
+# Other trainers' names for fields.
 ALIASES = {
     "learning_rate": "optim.lr",
     "lr_scheduler_type": "optim.schedule",
@@ -54,7 +52,7 @@ class Flags(HostFlags):
     workdir: str | None = flag(
         "checkpoints/, log.jsonl, tensorboard/, best/ and export/ go there", None
     )
-    devices: str | None = flag("simulated devices of a dry run", None, metavar="N")
+    devices: int | None = flag("simulated devices of a dry run", None, metavar="N")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,84 +61,58 @@ def main(argv: list[str] | None = None) -> int:
 
     def go() -> int:
         if not args:
-            parser().print_help()
+            parser_of(Flags, "train.py", EXAMPLES).print_help()
             return 2
         flags, cfg = parse_all(args)
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
-            simulate(flags.devices, cfg)
+            from medusa_jax.sharding import simulate_devices
+
+            if not cfg.dry_run or flags.devices < 1:
+                raise UserError(
+                    "--devices simulates 1 or more devices for --config.dry_run"
+                )
+            simulate_devices(flags.devices)
         hosts.join(given_hosts(flags))
         with hosts.fail_together():
-            trains = not (cfg.dry_run or cfg.data.preview)
             try:
                 status = run(cfg)
             except KeyboardInterrupt:
-                if not trains:
+                if cfg.dry_run or cfg.data.preview:
                     raise
                 status = 128 + signal.SIGINT
                 inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
             if status and hosts.first():
-                inform(f"to go on: {same_command(args)}")
+                script = sys.argv[0] if sys.argv[0].endswith("train.py") else ""
+                inform(
+                    f"to go on: python {script or '-m medusa_jax train'} {shlex.join(args)}"
+                )
             return status
 
     return run_main(go)
 
 
-def parser() -> Parser:
-    """All flags but `--config.FIELD=VALUE`, which the configuration's fields define."""
-    found = parser_of(Flags, "train.py", EXAMPLES)
-    found.usage = "train.py --config=FILE.py --workdir=DIR [--config.FIELD=VALUE ...]"
-    return found
-
-
-def simulate(devices: str, cfg: Config) -> None:
-    """Simulate the CPU devices of a dry run.
-
-    Raises:
-      UserError: it is no dry run, or no number.
-    """
-    from medusa_jax.sharding import simulate_devices
-
-    if not cfg.dry_run:
-        raise UserError("--devices simulates devices for --config.dry_run only")
-    if not devices.isdigit() or not int(devices):
-        raise UserError(f"--devices takes a number of devices, not {devices!r}")
-    simulate_devices(int(devices))
-
-
 def run(cfg: Config) -> int:
     """Train, or with `dry_run` only compile, or with `data.preview` only show a sample.
 
-    Returns: the exit status, that of the signal which ended a training that is to go on.
+    Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
     """
     from medusa_jax.training import checks, dry
     from medusa_jax.training.data.preview import preview
     from medusa_jax.training.trainer import train
 
-    checks.check_choices(cfg)
+    checks.check(cfg)
     if cfg.data.preview:
         preview(cfg)
         return 0
     warn_if_accelerator_unused()
-    try:
-        if cfg.dry_run:
-            dry.dry_run(cfg)
-            return 0
-        use_compilation_cache()  # a resumed run starts at once
-        stopped = train(cfg).get("stopped")
-        return 128 + stopped if stopped else 0
-    except UserError:  # TensorStore reports a full disk as RESOURCE_EXHAUSTED
-        raise
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
-            raise
-        t = cfg.train
-        raise UserError(
-            f"out of device memory training {t.stage} on {t.batch_size // t.accumulation} x "
-            f"{cfg.data.seq_len} tokens at a time in {t.dtype}: raise train.accumulation, lower "
-            f"data.seq_len or train.loss_chunk, or spread over more devices (mesh)"
-        ) from error
+    if cfg.dry_run:
+        dry.dry_run(cfg)
+        return 0
+    use_compilation_cache()  # a resumed run starts at once
+    stopped = train(cfg).get("stopped")
+    return 128 + stopped if stopped else 0
 
 
 def last_checkpoint(workdir: str) -> str:
@@ -148,82 +120,42 @@ def last_checkpoint(workdir: str) -> str:
     directory = os.path.join(workdir, "checkpoints")
     names = os.listdir(directory) if os.path.isdir(directory) else []
     steps = [int(name) for name in names if name.isdigit()]
-    return (
-        f"the last checkpoint is of step {max(steps)}"
-        if steps
-        else "no checkpoint is saved"
-    )
-
-
-def same_command(args: list[str]) -> str:
-    """The command line as it was given: "python train.py --config=..."."""
-    script = sys.argv[0] if sys.argv[0].endswith("train.py") else "-m medusa_jax train"
-    return f"python {script} {shlex.join(args)}"
-
-
-def pairs(args: list[str]) -> list[tuple[str, str]]:
-    """["--a=1", "--b", "2", "--c"] -> [("a", "1"), ("b", "2"), ("c", "true")]."""
-    given = []
-    rest = list(args)
-    while rest:
-        arg = rest.pop(0)
-        if not arg.startswith("--"):
-            raise UserError(f"unexpected argument {arg!r}; fields are --config.field=value")
-        name, equals, value = arg[2:].partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        given.append((name, value))
-    return given
+    return f"the last checkpoint is of step {max(steps)}" if steps else "no checkpoint yet"
 
 
 def parse(args: list[str]) -> Config:
-    """Command line -> configuration; raises as `read_config`."""
+    """Command line -> configuration; raises as `parse_all`."""
     return parse_all(args)[1]
 
 
 def parse_all(args: list[str]) -> tuple[Flags, Config]:
-    """Command line -> the flags and the configuration; raises as `read_config`."""
-    found, fields = parser().parse_known_args(args)
-    flags = typed(Flags, found)
-    return flags, read_config(flags, fields)
-
-
-def read_config(flags: Flags, fields: list[str]) -> Config:
-    """The configuration that `flags` name, with `fields` ("--config.optim.lr=1e-3") set.
+    """Command line -> the flags and the configuration.
 
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    given = pairs(fields)
-    for name, _ in given:
-        if not name.startswith("config."):
-            raise UserError(f"unknown flag --{name}{_nearest(name, Config())}")
+    found, rest = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
+    flags = Flags(**vars(found))
+    cfg = Config() if flags.config is None else load_config(flags.config)
+    for path, value in vars(fields_parser(cfg).parse_args(rest)).items():
+        override(cfg, path, value)
     if flags.config is None:
         raise UserError(
             "--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py"
         )
-    cfg = load_config(flags.config)
     cfg.workdir = flags.workdir or cfg.workdir
-    for name, value in given:
-        override(cfg, name.removeprefix("config."), value)
     if not cfg.workdir and not cfg.dry_run and not cfg.data.preview:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
-    return cfg
+    return flags, cfg
 
 
 def load_config(path: str) -> Config:
     """Run `get_config()` of a Python file."""
+    folder, name = os.path.split(path)
     if not os.path.isfile(path):
-        folder = os.path.dirname(path) or "."
-        there = (
-            [f for f in os.listdir(folder) if f.endswith(".py")]
-            if os.path.isdir(folder)
-            else []
-        )
-        near = did_you_mean(os.path.basename(path), there)
-        hint = f"; {folder} has {', '.join(sorted(there))}{near}" if there else ""
-        raise UserError(f"there is no configuration file {path}{hint}")
+        there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        raise UserError(f"there is no configuration file {path}{did_you_mean(name, there)}")
     spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -243,68 +175,71 @@ def load_config(path: str) -> Config:
     return cfg
 
 
-def override(cfg: Config, path: str, text: str) -> None:
-    """Set the field at `path` ("optim.lr") to `text`, read as the field's type."""
-    owner: Any = cfg
-    *groups, last = path.split(".")
-    for depth, name in enumerate([*groups, last]):
-        if not dataclasses.is_dataclass(owner) or not hasattr(owner, name):
-            near = _nearest(f"config.{path}", cfg)
-            group = ".".join(["config", *groups[:depth]])
-            fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
-            known = f" ({group} has {', '.join(f.name for f in fields)})" if fields else ""
-            raise UserError(f"unknown field --config.{path}{near}{known}")
-        if depth < len(groups):
-            owner = getattr(owner, name)
-    kind = typing.get_type_hints(type(owner))[last]
-    if dataclasses.is_dataclass(kind):
-        raise UserError(f"--config.{path} is a group of fields; set one of them")
-    setattr(owner, last, convert(text, kind, path))
+def fields_of(owner: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted names of all fields ("optim.lr"), with the dataclass and the name in it."""
+    for field in dataclasses.fields(owner):
+        value = getattr(owner, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{path}{field.name}.")
+        else:
+            yield f"{path}{field.name}", owner, field.name
 
 
-def convert(text: str, kind: Any, path: str) -> Any:
-    """`text` as bool, int, float, str, a tuple of ints or one of a few values."""
+def fields_parser(cfg: Config) -> Parser:
+    """A parser with a flag --config.FIELD for each field; a bool needs no value."""
+    parser = Parser("train.py", allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    by_last = {}
+    for path, owner, name in reversed([*fields_of(cfg)]):
+        kind = typing.get_type_hints(type(owner))[name]
+        by_last[name] = path
+        switch = {"nargs": "?", "const": True} if True in values_of(kind) else {}
+        parser.add_argument(f"--config.{path}", dest=path, type=reader(kind), **switch)  # type: ignore[arg-type]
+
+    def near(flag: str) -> str:
+        asked = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
+        last = asked.split(".")[-1]
+        found = ALIASES.get(last) or by_last.get(last) or nearest(asked, by_last.values())
+        found = found or by_last.get(nearest(last, by_last), "")
+        return found and f"; did you mean --config.{found}?"
+
+    parser.nearest = near  # type: ignore[method-assign]
+    return parser
+
+
+def values_of(kind: Any) -> tuple[object, ...]:
+    """All values of a type that has few, else ()."""
     few = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    try:
-        if kind is bool or few:
-            values = {str(x).lower(): x for x in few or (True, False)}
-            return (values | {"1": True, "0": False})[text.lower()]
+    return (False, True) if kind is bool else few
+
+
+def reader(kind: Any) -> Callable[[str], Any]:
+    """Reads text as a bool, int, float, str, a tuple of ints or one of a few values."""
+
+    def read(text: str) -> Any:
+        if few := values_of(kind):
+            known = {str(x).lower(): x for x in few} | {"1": True, "0": False}
+            if text.lower() not in known:
+                raise ValueError
+            return known[text.lower()]
         if typing.get_origin(kind) is tuple:
             parts = tuple(int(x) for x in text.strip("()[] ").split(","))
             if len(parts) != len(typing.get_args(kind)):
                 raise ValueError
             return parts
         return kind(text)
-    except (ValueError, KeyError):
-        name = kind if typing.get_origin(kind) else getattr(kind, "__name__", str(kind))
-        if few:
-            name = ", ".join(str(x).lower() for x in few)
-        raise UserError(f"--config.{path} takes {name}, not {text!r}") from None
+
+    read.__name__ = getattr(kind, "__name__", str(kind))  # for messages
+    return read
 
 
-def field_names(owner: Any, prefix: str = "") -> list[str]:
-    """Dotted names of all fields: ["model.path", ...]."""
-    names = []
-    for field in dataclasses.fields(owner):
-        value = getattr(owner, field.name)
-        if dataclasses.is_dataclass(value):
-            names += field_names(value, f"{prefix}{field.name}.")
-        else:
-            names.append(prefix + field.name)
-    return names
+def override(cfg: Config, path: str, value: Any) -> None:
+    """Set the field at `path` ("optim.lr").
 
-
-def _nearest(flag: str, cfg: Config) -> str:
-    """ "; did you mean --config.optim.lr?" for "config.optm.lr", "config.lr" or "learning_rate"."""
-    asked = flag.removeprefix("config.").replace("-", "_")
-    last = asked.split(".")[-1]
-    fields = field_names(cfg)
-    by_last = {field.split(".")[-1]: field for field in reversed(fields)}
-    near = ALIASES.get(last) or by_last.get(last) or nearest(asked, [*OWN, *fields])
-    near = near or by_last.get(nearest(last, by_last), "")
-    if not near:
-        return ""
-    return f"; did you mean --{near if near in OWN else f'config.{near}'}?"
+    Raises:
+      KeyError: there is none.
+    """
+    owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
+    setattr(owner, name, value)
 
 
 if __name__ == "__main__":

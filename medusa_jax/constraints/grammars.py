@@ -1,11 +1,12 @@
-"""Constraints compiled for one vocabulary, by llguidance: masks take tens of microseconds.
+"""Constraints compiled for one vocabulary by llguidance, whose masks take tens of microseconds.
 
-llguidance computes each mask when it is asked for, from an Earley parser over derivatives of regular
-expressions, so that compiling takes milliseconds whatever the vocabulary. xgrammar precomputes masks
-for a grammar and outlines-core builds an automaton over the vocabulary, which takes seconds and
-hundreds of megabytes for large schemas; both would need bounds of ours, llguidance has its own.
+It computes each mask on demand, so that compiling takes milliseconds whatever the vocabulary. xgrammar and
+outlines-core precompute, which takes seconds and hundreds of megabytes for large schemas.
 """
 
+import json
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -17,16 +18,16 @@ import numpy as np
 from medusa_jax.constraints.asked import Constraint
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
-from medusa_jax.interop.bounded import BoundedProcess
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
+from medusa_jax.whole_files import Json
 
 # Between the parts of JSON: without a bound, small models write blanks for ever.
 BLANKS = r"\n? {0,8}"
-# Compiled constraints that are kept, of about 60 MB at most.
+# Number of compiled constraints to keep, of about 60 MB at most.
 KEPT = 8
-# Bounds of llguidance: of states (about 2 kB each), of work for a mask (milliseconds), of what may be
-# begun at one place (alternatives, properties), of a grammar.
+# Bounds of llguidance: on states (about 2 kB each), on work for a mask (milliseconds), on items at one
+# place (alternatives, properties), on a grammar.
 LIMITS = {
     "max_lexer_states": 50_000,
     "step_lexer_fuel": 200_000,
@@ -38,14 +39,10 @@ LIMITS = {
 }
 # In place of a message that names an option of llguidance.
 OVERLAP = "its oneOf needs schemas that their types or a constant property tell apart; anyOf takes any"
-# The most that compiling a constraint may take; tried in a child process first.
-TRIAL = BoundedProcess(
-    Path(__file__).with_name("grammar_process.py"),
-    LIMITS,
-    BLANKS,
-    seconds=1.0,
-    most_bytes=512 << 20,
-)
+# Bounds of the child process that tries to compile a constraint: CPU time, memory, time on the wall.
+SECONDS, MOST_BYTES, PATIENCE = 1.0, 512 << 20, 60.0
+CHILD = Path(__file__).with_name("child.py")
+SETTINGS = {"seconds": SECONDS, "most_bytes": MOST_BYTES, "limits": {**LIMITS}}
 
 
 class Grammars:
@@ -62,14 +59,14 @@ class Grammars:
         self._compiled: OrderedDict[Any, Any] = OrderedDict()
 
     def guide(self, constraint: Constraint, eos_ids: Sequence[int]) -> MatcherGuide:
-        """What guides one text from its beginning.
+        """Return the guide of one text, at its beginning.
 
         Args:
           eos_ids: the tokens that end it.
 
         Raises:
-          UserError: llguidance is missing; no grammar, or one that nothing satisfies or that is too
-            large; no token ends a text, or there is no tokenizer.
+          UserError: llguidance is missing; the constraint cannot be read, met or compiled within the
+            bounds; no token ends a text, or there is no tokenizer.
         """
         ends = tuple(sorted(i for i in set(eos_ids) if i < self._vocab_size))
         key = constraint, ends
@@ -105,9 +102,12 @@ class Grammars:
             )
         made, tokens = self._vocabularies[ends]
         what = constraint.kind.replace("_", " ")
-        tried = TRIAL(kind=constraint.kind, text=constraint.text)
-        if "limit" in tried:
-            raise UserError(f"the {what} is too costly: {tried['limit']} to compile")
+        tried = try_to_compile(constraint)
+        if not tried:
+            most = f"{SECONDS:g} s or {MOST_BYTES >> 20} MiB"
+            raise UserError(
+                f"the {what} is too costly: it takes more than {most} to compile"
+            )
         if "unreadable" in tried:
             raise UserError(f"the {what} cannot be read: {first_line(tried['unreadable'])}")
         if why := first_line(tried.get("refused", "")):
@@ -124,6 +124,26 @@ class Grammars:
         return matcher
 
 
+def try_to_compile(constraint: Constraint) -> Json:
+    """Compile a constraint in a child process with limits; returns its answer, {} if it met one."""
+    request = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
+    request |= {"paths": [path for path in sys.path if path], **SETTINGS}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", str(CHILD)],
+            input=json.dumps(request),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=PATIENCE,
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        found: Json = json.loads(done.stdout)
+        return found
+    except (subprocess.TimeoutExpired, ValueError):
+        return {}
+
+
 def _llguidance() -> Any:
     try:
         import llguidance
@@ -135,10 +155,10 @@ def _llguidance() -> Any:
 
 
 class Vocabulary:
-    """The bytes of every token, as llguidance takes them (`TokenizerWrapper`).
+    """The bytes of every token, in the form of llguidance's `TokenizerWrapper`.
 
     Attributes:
-      ordinary_W: bits of the tokens that a text may hold: no special ones, but those that end it.
+      ordinary_W: bits of the tokens that a text may hold: all but special ones that do not end it.
     """
 
     def __init__(
@@ -161,9 +181,9 @@ class Vocabulary:
         self.ordinary_W = np.packbits(allowed, bitorder="little").view(np.uint32)
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Tokens of the beginning of a text that is within another.
+        """Return the first tokens of a text that is within another.
 
-        llguidance asks for those of all that a grammar forces, at each mask, and needs the first ones.
+        At each mask llguidance asks for the whole text that a grammar forces, and needs the first tokens.
         """
         data = text.encode() if isinstance(text, str) else text
         data = data[: 64 + self._longest]

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.config import STORED, LlamaConfig
 from medusa_jax.cpu.library import library, mark
 from medusa_jax.errors import UserError
 from medusa_jax.measured import PRODUCTS, DeviceCache, in_rounds, within
-from medusa_jax.model.stored import STORED, Kernel, Storage, multiply, store
+from medusa_jax.model.stored import Kernel, Storage, multiply, store
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
 NAMES = ("plain", "native")

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Drafts, Verified
-from medusa_jax.decoding.generate import Request, begin, end_rows, end_wanted, grow
+from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
 from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
@@ -137,9 +137,9 @@ def judge(
     state = rest.replace(cache=cache, status_B=status_B)
     drafts = drafts._replace(tree=engine.tree.in_every_step)
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
-    kept = accept(engine, variables, state, tree, allowed_BMW)
-    state = commit(engine, variables, state, tree, kept)
-    state = append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
+    outcome = accept(engine, variables, state, tree, allowed_BMW)
+    state = commit(engine, variables, state, tree, outcome)
+    state = append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
     return pin_state(engine.llama.mesh, state)
 
 
@@ -194,13 +194,13 @@ def step(
 
 
 def stream(
-    engine: Engine, variables: Params, request: Request
+    engine: Engine, variables: Params, request: Request, kept: Kept | None = None
 ) -> Generator[Progress, np.ndarray | None]:
     """As `generate.stream`, one step at a time, for requests with guides.
 
     The caller reads a step's text while the device judges the next one.
     """
-    state, ladder = begin(engine, variables, request)
+    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
@@ -215,6 +215,8 @@ def stream(
                 state = grow(engine.depth_only, ladder[size], state)
             state = step(engine, variables, state, guides, ahead)
             ahead = look_ahead(engine, variables, state)
+        if kept:
+            kept.state = state
         wanted_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         if not (running_B & ~ended_B).any():

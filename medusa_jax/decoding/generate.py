@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,17 @@ class Request:
     guides: "Sequence[Guide | None] | None" = None
 
 
+class Kept(Protocol):
+    """A cache that outlives its request; `begin` starts the next request on it."""
+
+    state: DecodeState | None
+
+    def begin(
+        self, engine: Engine, variables: Params, request: Request
+    ) -> tuple[DecodeState, list[int]]:
+        """As the function `begin`."""
+
+
 def begin(
     engine: Engine, variables: Params, request: Request
 ) -> tuple[DecodeState, list[int]]:
@@ -206,23 +217,29 @@ def finish(
 
 
 def stream(
-    engine: Engine, variables: Params, request: Request, chunk_steps: int = 8
+    engine: Engine,
+    variables: Params,
+    request: Request,
+    chunk_steps: int = 8,
+    kept: Kept | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched.
+    take no step after the chunk that is already dispatched. `kept` has the state after every chunk.
     """
     if request.guides is not None:
-        yield from constrained().stream(engine, variables, request)
+        yield from constrained().stream(engine, variables, request, kept)
         return
-    state, ladder = begin(engine, variables, request)
+    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     seen = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        if kept:
+            kept.state = state
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B

@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from medusa_jax.config import DELTA, EPSILON
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.devices.platforms import platform
@@ -46,8 +47,8 @@ class Sampling(struct.PyTreeNode):
     top_p_B: jax.Array
     min_p_B: jax.Array
     key_B: jax.Array
-    epsilon_B: jax.Array | float = 0.09
-    delta_B: jax.Array | float = 0.3
+    epsilon_B: jax.Array | float = EPSILON
+    delta_B: jax.Array | float = DELTA
     penalties: Penalties | None = None
     first_BW: jax.Array | None = None
 

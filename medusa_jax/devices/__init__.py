@@ -1,1 +1,1 @@
-"""Devices: peaks of named chips, platforms and their compile options, traffic of compiled programs."""
+"""Devices: peaks of named chips, platforms and their compile options."""

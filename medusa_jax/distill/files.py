@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from medusa_jax.distill.seeds import Seed
@@ -22,52 +22,31 @@ if TYPE_CHECKING:
 # Draft vocabulary sizes whose share of the text is printed.
 DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
-# Options of user turns that the model writes.
+# Options that decide the text, with the model, the mode and the seeds; then those of user turns that the
+# model writes.
+TEXT = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed", "max_new_tokens",
+        "batch_size")  # fmt: skip
 USER_TURNS = ("ask", "user_temperature", "user_tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextOptions:
-    """What decides the text of a self-distillation, with the model and the seeds.
-
-    Attributes:
-      max_turns: most answers in a conversation.
-      user_temperature, user_tokens: of user turns that the model writes.
-    """
-
-    model: str | None
-    prompts: str | None
-    split: str
-    limit: int
-    ask: int
-    chat_template: str
-    temperature: float
-    top_p: float
-    seed: int
-    max_new_tokens: int
-    max_turns: int
-    user_temperature: float
-    user_tokens: int
-    batch_size: int
-    mesh: str
-
-
 def settings_of(
-    given: TextOptions, mode: str, seeds: Sequence[Seed], model: "Model"
+    given: Mapping[str, Any], mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> Json:
-    """Everything that the text depends on. Not the drafter: acceptance is lossless here, so a resumed run
-    may use other heads."""
-    import jax
+    """Everything that the text depends on.
 
-    names = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed",
-             "max_new_tokens", "batch_size", "mesh")  # fmt: skip
+    The drafter is left out: acceptance is lossless here, so a resumed run may use other heads.
+
+    Args:
+      given: the command's options by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
+    """
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": given.model or "demo",
+        "model": given["model"] or "demo",
         "mode": mode,
-        **{name: getattr(given, name) for name in names},
-        "max_turns": given.max_turns if mode != "continue" else None,
-        **({n: getattr(given, n) for n in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: given[name] for name in TEXT},
+        "mesh": ",".join(map(str, given["mesh"])),
+        "max_turns": given["max_turns"] if mode != "continue" else None,
+        **({name: given[name] for name in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from medusa_jax import hosts
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.training.data import forms, records
+from medusa_jax.training.data import sources, tokenise
 
 MODES = ("continue", "multi_turn", "self_talk")
 
@@ -43,22 +43,22 @@ def read_seed(number: int, record: object) -> Seed:
     """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
-    (`training/data/forms.py`).
+    (`training/data/tokenise.py`).
     """
     if not isinstance(record, dict):
         return Seed(number)
     if isinstance(record.get("turns"), list):
         turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
         return Seed(number, turns=turns)
-    name = forms.field_of(record, (*forms.TURNS, "prompt_ids", "prompt"))
+    name = tokenise.field_of(record, (*tokenise.TURNS, "prompt_ids", "prompt"))
     prompt = record.get(name)
     if isinstance(prompt, str):
         return Seed(number, prompt, turns=(prompt,) if prompt.strip() else ())
     if name == "prompt_ids" and isinstance(prompt, list):
         return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-    for turn in forms.turns_of(record, answered=False)[1]:
-        message, _ = forms.parse_turn(turn)
+    for turn in tokenise.turns_of(record, answered=False)[1]:
+        message, _ = tokenise.parse_turn(turn)
         if message and message["content"].strip():
             texts[message["role"]].append(message["content"])
     return Seed(number, system=(texts["system"] or [""])[0], turns=tuple(texts["user"]))
@@ -72,17 +72,17 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
     """
     from medusa_jax.config import DataConfig
 
-    found = records.read_records(source, DataConfig(split=split, max_samples=limit))
+    found = sources.read_records(source, DataConfig(split=split, max_samples=limit))
     seeds, problems = [], {}
     for number, record in enumerate(found):
         try:
-            seed, problem = read_seed(number, records.parsed(record)), "nothing to ask"
+            seed, problem = read_seed(number, sources.parse(record)), "nothing to ask"
         except UserError as error:
             seed, problem = Seed(number), str(error)
         seeds.append(seed)
         if not (seed.turns or seed.prompt):
             problems[number] = problem
-    reasons = records.skipped(problems, found)
+    reasons = sources.reasons(problems, found)
     if len(problems) == len(seeds):
         raise UserError(
             f"{source} has no seeds: records need prompt, prompt_ids, turns, messages, "

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from medusa_jax import hosts
 from medusa_jax.console import announced
 from medusa_jax.distill.conversation import Converse
-from medusa_jax.distill.files import TextOptions
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -22,28 +21,34 @@ if TYPE_CHECKING:
 
 
 class Writer:
-    """Answers seeds in batches of one shape, so that decoding is compiled once."""
+    """Answers seeds in batches of one shape, so that decoding is compiled once.
+
+    Args:
+      options, user_options: of answers, and of user turns that the model writes.
+      chat_template, max_turns: as for `Converse`.
+    """
 
     def __init__(
         self,
         model: "Model",
-        given: TextOptions,
         mode: str,
         options: "Options",
+        user_options: "Options",
+        *,
+        batch_size: int,
+        chat_template: str,
+        max_turns: int,
         progress: Progress,
     ):
         self.model, self.mode, self.options, self.progress = model, mode, options, progress
         self.start = time.perf_counter()
         # New tokens of finished decode calls.
         self.tokens = 0
-        self.batch_size = given.batch_size
+        self.batch_size, self.user_options = batch_size, user_options
         self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, given.chat_template,
-            mode == "self_talk", given.max_turns,
+            model.tokenizer, model.config.max_position, self.decode, chat_template,
+            mode == "self_talk", max_turns,
         )  # fmt: skip
-        self.user_options = dataclasses.replace(
-            options, temperature=given.user_temperature, max_new_tokens=given.user_tokens
-        )
 
     def decode(
         self,

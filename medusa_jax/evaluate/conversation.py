@@ -1,20 +1,15 @@
 """From a question to prompt ids: chat templates, earlier answers, truncation."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
 
 from medusa_jax.api import Model, Options, asking
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import framed, prompt_of
-from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.interop.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
 
-# No template: turns and answers joined by empty lines.
-PLAIN = "plain"
 # The prompt length limit of Amphista (A.2.1).
 PAPER_ROOM = 2048
-
-Outcome = TypeVar("Outcome")
 
 
 def find_template(model: Model, asked: str) -> str:
@@ -26,8 +21,6 @@ def find_template(model: Model, asked: str) -> str:
 
 def ending_turns(model: Model, options: Options, template: str) -> Options:
     """Options whose text ends where the chat template ends a turn, unless they say where."""
-    if template == PLAIN:
-        return options
     return asking.ending_turns(model.tokenizer, model.eos_ids, options, template)
 
 
@@ -89,52 +82,6 @@ def turn_prompt(
         return cut(model, ids_with, turns[longest], room, keep_end=not in_frame), True
     except UserError as error:
         raise UserError(f"question {question['question_id']}: {error}") from error
-
-
-class Turn(NamedTuple, Generic[Outcome]):
-    """One turn of a question, answered.
-
-    Attributes:
-      number: of the question.
-      turn: number of the turn, from 0.
-      cut: whether text of the prompt was left out.
-    """
-
-    number: int
-    turn: int
-    prompt: list[int]
-    cut: bool
-    outcome: Outcome
-
-
-def all_turns(
-    model: Model,
-    questions: Sequence[Json],
-    template: str,
-    room: int,
-    ask: Callable[[list[list[int]]], Iterable[tuple[Outcome, str]]],
-) -> list[Turn[Outcome]]:
-    """Ask all questions turn by turn; each turn sees the earlier answers.
-
-    Args:
-      template, room: as for `turn_prompt`.
-      ask: prompts -> an outcome and an answer for each.
-
-    Returns: all first turns before the second ones.
-    """
-    found: list[Turn[Outcome]] = []
-    answers: list[list[str]] = [[] for _ in questions]
-    turns = [max(1, len(question["turns"])) for question in questions]
-    for turn in range(max(turns)):
-        left = [i for i, own in enumerate(turns) if turn < own]
-        prompts = [
-            turn_prompt(model, questions[i], answers[i], template, room) for i in left
-        ]
-        outcomes = ask([ids for ids, _ in prompts])
-        for i, prompt, (outcome, answer) in zip(left, prompts, outcomes, strict=True):
-            answers[i].append(answer)
-            found.append(Turn(i, turn, *prompt, outcome))
-    return found
 
 
 def cut(

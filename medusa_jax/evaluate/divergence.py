@@ -171,15 +171,15 @@ def perturbed(
     """Scores [P, V] whose argmax plain decoding takes, for P logit rows of one position."""
     if option.temperature == 0:
         return logits_BV
-    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
+    seed, number = np.array([option.seed % 2**32], np.uint32), np.array([request], np.int32)
     sampling = Sampling(
-        temperature_B=one(option.temperature, np.float32),
-        top_k_B=one(option.top_k, np.int32),
-        top_p_B=one(option.top_p, np.float32),
-        min_p_B=one(option.min_p, np.float32),
-        key_B=row_keys(one(option.seed % 2**32, np.uint32), one(request, np.int32)),
+        temperature_B=jnp.array([option.temperature], jnp.float32),
+        top_k_B=jnp.array([option.top_k], jnp.int32),
+        top_p_B=jnp.array([option.top_p], jnp.float32),
+        min_p_B=jnp.array([option.min_p], jnp.float32),
+        key_B=row_keys(jnp.asarray(seed), jnp.asarray(number)),
     )
-    return _perturbed(logits_BV, sampling, one(position, np.int32)[:, None])
+    return _perturbed(logits_BV, sampling, jnp.array([[position]], jnp.int32))
 
 
 @jax.jit

@@ -16,9 +16,9 @@ from medusa_jax.api import Model, Options, device_tree
 from medusa_jax.api.asking import Prompt
 from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.recording import rank_texts
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.tree import growth
-from medusa_jax.tree.growth import Order, Recorded
+from medusa_jax.tree.growth import Recorded
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
@@ -34,7 +34,6 @@ def fit_tree(
     *,
     batches: Sequence[int] = (1,),
     rounds: int = 7,
-    worth: str = "joint",
     copies: bool = True,
 ) -> Json:
     """Measure and choose a tree; return the content of a tree file with its evidence.
@@ -43,13 +42,11 @@ def fit_tree(
       options: options for writing the texts; their temperature also selects the acceptance rule.
       sizes: numbers of nodes to time; 1, plain decoding, is always added.
       batches: batch sizes, one rung each; the evidence is measured at the first.
-      worth: what nodes are chosen by: "joint", the steps they save on these texts, or "product",
-        the paper's product of head accuracies.
       copies: whether trees may hold a chain copied from the text.
     """
     texts = rank_texts(model, prompts, options)
     whole = Recorded.joined(texts)
-    grow = partial(grown, worth=worth, copies=copies)
+    grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(texts)
     sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
     nested = [order.tree(size) for size in sizes]
@@ -72,7 +69,7 @@ def fit_tree(
         "temperature": options.temperature,
         "acceptance": acceptance,
         "batch": batches[0],
-        "values": worth,
+        "values": "joint",
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
@@ -82,14 +79,6 @@ def fit_tree(
         },
     }
     return with_rungs(model, found, batches)
-
-
-def grown(texts: Sequence[Recorded], *, copies: bool, worth: str = "joint") -> Order:
-    """The best `GROWTH` nodes, best first."""
-    if worth == "product":
-        ranks_PK = Recorded.joined(texts).ranks_PK
-        return Order(growth.product_growth(growth.head_accuracies(ranks_PK), GROWTH))
-    return growth.order_by_steps(texts, GROWTH, copies=copies)
 
 
 def figures(

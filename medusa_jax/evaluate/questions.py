@@ -18,10 +18,6 @@ DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
 # Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and without a chat template.
 ARTICLE = ("Article: ", "Summary: ")
-# The categories of MT-bench, which Spec-Bench counts as one task.
-MT_BENCH = (
-    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
-)  # fmt: skip
 
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
@@ -133,24 +129,6 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
         (place, i) for own in by_category.values() for place, i in enumerate(own)
     )
     return [questions[i] for i in sorted(i for _, i in order[: limit or None])]
-
-
-def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
-    """Group question numbers for the rows of a table: each category, MT-bench's eight, all.
-
-    Example: writing math qa gives {"writing": [0], "math": [1], "qa": [2], "mt_bench": [0, 1],
-    "overall": [0, 1, 2]}.
-    """
-    groups: dict[str, list[int]] = defaultdict(list)
-    for i, category in enumerate(categories):
-        groups[category].append(i)
-    talks = [i for i, category in enumerate(categories) if category in MT_BENCH]
-    several = len(groups) > 1
-    if talks and len(talks) < len(categories):
-        groups["mt_bench"] = talks
-    if several:
-        groups["overall"] = list(range(len(categories)))
-    return dict(groups)
 
 
 def read_records(path: str) -> list[Json]:

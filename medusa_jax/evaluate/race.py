@@ -8,7 +8,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -23,8 +23,8 @@ from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
-# Token ids; of a batch, several prompts.
-Prompt = Any
+# A prompt's token ids, or those of all prompts of a batch.
+Asked = TypeVar("Asked", bound=Sequence[Any])
 # Text length in tokens for the size of a drafter's state.
 TEXT = 1024
 
@@ -69,18 +69,18 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class Contender(Generic[Asked]):
     """An engine, a drafter or a tree in the race.
 
     Attributes:
-      decode: prompt ids -> decoded once.
+      decode: the ids of a prompt, or of the prompts of a batch -> decoded once.
       weights: type that weights are stored in.
       facts: further fields of its row.
       against: number of the contender that it is compared with.
     """
 
     label: str
-    decode: Callable[[Prompt], Run]
+    decode: Callable[[Asked], Run]
     weights: str = ""
     facts: Json = dataclasses.field(default_factory=dict)
     against: int = 0
@@ -99,8 +99,8 @@ def with_median_times(runs: Sequence[Timed]) -> Timed:
 
 
 def timed_runs(
-    contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
+    contenders: Sequence[Contender[Asked]],
+    prompts: Sequence[Asked],
     rounds: int,
     warm_up: bool = True,
 ) -> list[list[Run]]:
@@ -120,9 +120,9 @@ def timed_runs(
 
 
 def rows_of(
-    contenders: Sequence[Contender],
+    contenders: Sequence[Contender[Asked]],
     runs: Sequence[Sequence[Run]],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Asked],
 ) -> list[Json]:
     """One row of `figures` per contender, from its runs of these prompts.
 
@@ -134,7 +134,7 @@ def rows_of(
             "every answer ended with its first token, so no step was timed: raise "
             "--max_new_tokens or use other prompts"
         )
-    n_tokens = sum(map(np.size, prompts))
+    n_tokens = sum(np.size(np.asarray(prompt)) for prompt in prompts)
     return [
         {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
         | figures(own, runs[c.against])
@@ -144,8 +144,8 @@ def rows_of(
 
 
 def race(
-    contenders: Sequence[Contender],
-    prompts: Sequence[Prompt],
+    contenders: Sequence[Contender[Asked]],
+    prompts: Sequence[Asked],
     rounds: int,
     warm_up: bool = True,
 ) -> list[Json]:
@@ -215,7 +215,9 @@ def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
 
-def ourselves(model: Model, tree: Tree, options: Options, **row: Any) -> Contender:
+def ourselves(
+    model: Model, tree: Tree, options: Options, **row: Any
+) -> Contender[Sequence[int]]:
     """This engine: plain decoding for the empty tree, else with drafts.
 
     Args:

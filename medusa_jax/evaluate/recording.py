@@ -20,10 +20,8 @@ from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import Turn, all_turns
-from medusa_jax.training.log.progress import Progress
+from medusa_jax.progress import Progress
 from medusa_jax.tree.growth import Recorded
-from medusa_jax.whole_files import Json
 
 # Longest chain copied from the text, as in prompt lookup.
 MOST_COPIED = 10
@@ -60,17 +58,6 @@ def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list
                 texts.append(Text([*ids, *result.token_ids], len(ids), result.text))
             bar.update(len(own))
     return texts
-
-
-def answered_turns(
-    model: Model, questions: Sequence[Json], template: str, room: int, options: Options
-) -> list[Turn[Text]]:
-    """Answer every turn of every question by plain decoding; arguments as of `all_turns`."""
-
-    def ask(prompts: list[list[int]]) -> list[tuple[Text, str]]:
-        return [(text, text.answer_text) for text in own_texts(model, prompts, options)]
-
-    return all_turns(model, questions, template, room, ask)
 
 
 def record(model: Model, texts: Sequence[Text], options: Options) -> list[Recorded]:

@@ -14,9 +14,9 @@ from dataclasses import replace
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.eagle import EagleConfig
-from medusa_jax.interop.hf import HARMLESS, read_config
+from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import ROPE, config_to_hf
+from medusa_jax.interop.hf_config import ROPE, config_to_hf, read_config
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json

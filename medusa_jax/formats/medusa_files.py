@@ -71,8 +71,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
       config: `config.json` from there, {} if it does not exist.
 
     Raises:
-      UserError: a head or layer is missing, there are fewer than in the configuration, or the vocabulary is
-        truncated.
+      UserError: other layers than in the configuration, or a truncated vocabulary.
     """
     vllm = any(VLLM.fullmatch(key) for key in tensors)
     opened = _open_vllm if vllm else _open_medusa
@@ -90,28 +89,18 @@ def _open_medusa(
     found = [m for key in tensors if (m := MEDUSA.fullmatch(key))]
     prefix, _, infix, *_ = found[0].groups()
     stem = f"{prefix}{{k}}.{infix}"
-    blocks: dict[int, set[int]] = {}
-    outs: dict[int, int] = {}
-    for _, k, _, j, leaf in (match.groups() for match in found):
-        blocks.setdefault(int(k), set())
-        if leaf == "weight":
-            outs[int(k)] = int(j)
-        else:
-            blocks[int(k)].add(int(j))
-    found_layers = blocks.get(0, set())
+    first = [(int(m[4]), m[5]) for m in found if m[2] == "0"]
+    outs = [j for j, leaf in first if leaf == "weight"]
+    layers = {j for j, leaf in first if leaf != "weight"}
     declared = _number(config, "medusa_num_layers")
-    n_layers = outs[0] if 0 in outs else max(found_layers, default=-1) + 1
-    tied = found_layers == {0} and n_layers > 1 and declared == n_layers
+    n_layers = outs[0] if outs else max(layers, default=-1) + 1
+    tied = layers == {0} and n_layers > 1 and declared == n_layers
     names = _Names(f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight", tied)
-    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
-    if len(found_layers) != n_layers and not tied:
-        gap = min(set(range(n_layers)) - found_layers, default=n_layers)
-        key = names.block.format(k=0, j=gap, leaf="weight")
-        raise UserError(f"key {key!r} is missing from {source}: its layers have gaps")
     _check_layers(source, n_layers, declared)
-    _check_heads(source, n_heads, _number(config, "medusa_num_heads"), names, tensors)
     heads = HeadsConfig(
-        n_heads=n_heads, n_layers=n_layers, lm_head="own" if outs else "shared"
+        n_heads=_count(source, {int(m[2]) for m in found}, config, "medusa_num_heads"),
+        n_layers=n_layers,
+        lm_head="own" if outs else "shared",
     )
     stored = StoredHeads(
         source, directory, HEADS_ONLY, heads, tensors, names.locate, meta=config
@@ -138,30 +127,21 @@ def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> S
         )
     found = [m for key in tensors if (m := VLLM.fullmatch(key))]
     prefix = found[0][1]
-    blocks: dict[int, set[int]] = {}
-    for match in found:
-        if match[2] is not None:
-            blocks.setdefault(int(match[2]), set()).add(int(match[3]))
-    n_layers = max(blocks.get(0, set()), default=-1) + 1
+    blocks = [(int(m[2]), int(m[3])) for m in found if m[2]]
+    n_layers = max((j for _, j in blocks), default=-1) + 1
     # One LM head for all, the backbone's or a copy of it.
     shared = bool(config.get("original_lm_head"))
     names = _Names(
         f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
         f"{prefix}lm_heads.{'0' if shared else '{k}'}.weight",
     )
-    n_heads = _count(source, blocks, names.block.format(k="{k}", j=0, leaf="weight"))
     _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
-    _check_heads(source, n_heads, _number(config, *_VLLM_HEADS), names, tensors)
+    numbers = {k for k, _ in blocks} | {int(m[4]) for m in found if m[4]}
+    n_heads = _count(source, numbers, config, *_VLLM_HEADS)
     heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers)
-    return StoredHeads(
-        source,
-        directory,
-        "vLLM",
-        heads,
-        tensors if config.get("medusa_fc_bias") else _with_biases(names, heads, tensors),
-        names.locate,
-        meta=config,
-    )
+    if not config.get("medusa_fc_bias"):
+        tensors = _with_biases(names, heads, tensors)
+    return StoredHeads(source, directory, "vLLM", heads, tensors, names.locate, meta=config)
 
 
 def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
@@ -183,15 +163,14 @@ def _zeros(file: str, shape: tuple[int, ...], dtype: str) -> Tensor:
     return Tensor(file, shape, dtype, read)
 
 
-def _count(source: str, heads: dict[int, set[int]], key: str) -> int:
-    """The number of heads; raises if the numbering has gaps."""
-    gaps = sorted(set(range(len(heads))) - heads.keys())
-    if gaps:
-        raise UserError(
-            f"key {key.format(k=gaps[0])!r} is missing from {source}, which has a head "
-            f"{max(heads)}"
+def _count(source: str, numbers: set[int], config: Json, *fields: str) -> int:
+    """The number of heads in a file; says so where the configuration has another number."""
+    count = max(numbers) + 1
+    if (declared := _number(config, *fields) or count) != count:
+        inform(
+            f"{source} holds {count} heads, its config.json says {declared}: {count} are read"
         )
-    return len(heads)
+    return count
 
 
 def _number(config: Json, *names: str) -> int | None:
@@ -205,26 +184,6 @@ def _check_layers(source: str, found: int, declared: int | None) -> None:
         raise UserError(
             f"{source} holds {found} layers per head, its config.json says {declared}"
         )
-
-
-def _check_heads(
-    source: str, found: int, declared: int | None, names: _Names, tensors: Tensors
-) -> None:
-    """Refuse files with fewer heads than declared; some published files have more."""
-    if declared is None or declared == found:
-        return
-    if declared < found:
-        inform(
-            f"{source} holds {found} heads, its config.json says {declared}: {found} are read"
-        )
-        return
-    first = tensors.get(names.block.format(k=0, j=0, leaf="weight"))
-    shape = f" of shape {list(first.shape)}" if first else ""
-    key = names.block.format(k=found, j=0, leaf="weight")
-    raise UserError(
-        f"key {key!r}{shape} is missing from {source}: it holds {found} heads, its config.json "
-        f"says {declared}"
-    )
 
 
 def only_medusa(export: Export, target: str) -> None:

@@ -1,20 +1,18 @@
 """Read torch's .bin and .pt files without torch and without trusting them.
 
 A file is a zip archive of `<root>/data.pkl`, a pickle whose tensors refer to storages, and `<root>/data/<key>`,
-the raw bytes of each storage. A pickle is a program, so three things are checked: only opcodes that torch writes
-are allowed, only a few names can be looked up (each bound to an inert stand-in), and every size, stride and
-offset must be within the stored bytes. Everything else is refused.
+the raw bytes of each storage. A pickle is a program: only the opcodes and names are allowed that torch writes for a
+dictionary of tensors, the names stand for functions here, and every view must be within the stored bytes.
 """
 
 import io
 import math
 import os
 import pickle
-import pickletools
 import struct
 import zipfile
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +22,6 @@ from medusa_jax.interop.tensor import Index, Tensor, Tensors
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_DIMENSIONS = 8
-MAX_DEPTH = 64
 # Most elements of an empty tensor's nonzero axes: NumPy counts bytes in 64 bits.
 MAX_EMPTY = 2**59
 
@@ -40,37 +37,26 @@ STORAGES = {
     "ByteStorage": np.dtype(np.uint8),
     "BoolStorage": np.dtype(np.bool_),
 }
-
-# The opcodes that torch.save writes for dictionaries of tensors. Excluded: object construction (NEWOBJ, INST, OBJ),
-# the extension registry, out-of-band buffers, and POP, whose effect on marks would complicate `_check_opcodes`.
-_OPCODE_NAMES = """
-    PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 LIST EMPTY_LIST APPEND APPENDS
-    DICT EMPTY_DICT SETITEM SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
-    BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINPUT LONG_BINPUT BINGET LONG_BINGET MEMOIZE GLOBAL
-    STACK_GLOBAL REDUCE BUILD BINPERSID
+# The opcodes that torch.save writes for dictionaries of tensors; none of them makes an object of a class.
+OPCODES = """
+    PROTO FRAME STOP MARK TUPLE EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM
+    SETITEMS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8
+    BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE BUILD BINPERSID
 """
-OPCODES = frozenset(_OPCODE_NAMES.split())
 
 
 class _Refused(Exception):
     """The reason to refuse a file; becomes a UserError that names the file."""
 
 
-def _refuse_state(self: object, state: object) -> None:
-    """Called by the opcode BUILD, which would otherwise set fields without our checks."""
-    raise _Refused("it sets the state of an object")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Storage:
     dtype: np.dtype
     key: str
     size: int
 
-    __setstate__ = _refuse_state
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _View:
     """A tensor: a strided view of a storage, in elements."""
 
@@ -79,83 +65,36 @@ class _View:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    __setstate__ = _refuse_state
+
+class _Dict(dict[str, Any]):
+    """A dictionary of the pickle. Python overflows the C stack when it hashes deeply nested tuples."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not isinstance(key, str):
+            raise _Refused("a dictionary has keys that are not text")
+        super().__setitem__(key, value)
 
 
-class _Dict(dict):  # type: ignore[type-arg]
-    """Replaces OrderedDict; drops the attributes that torch sets on it."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        pass
-
-
-class _StandIn:
-    """Replaces a global name of the pickle. Has no state that a pickle could change."""
-
-    __slots__ = ()
-
-    __setstate__ = _refuse_state
-
-
-class _MakeDict(_StandIn):
-    __slots__ = ()
-
-    def __call__(self, items: Any = ()) -> _Dict:
-        try:
-            return _Dict(items)
-        except (TypeError, ValueError) as error:
-            raise _Refused("malformed OrderedDict") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageType(_StandIn):
-    name: str
-
-    __setstate__ = _refuse_state
-
-
-class _RebuildTensor(_StandIn):
+def _view(
+    storage: object, offset: object, size: object, stride: object, *ignored: object
+) -> _View:
     """torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, metadata)."""
-
-    __slots__ = ()
-
-    def __call__(
-        self,
-        storage: object,
-        offset: object,
-        size: object,
-        stride: object,
-        *ignored: object,
-    ) -> _View:
-        [start], shape, strides = _counts((offset,)), _counts(size), _counts(stride)
-        if not isinstance(storage, _Storage):
-            raise _Refused("malformed tensor")
-        if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-            raise _Refused("a tensor whose shape and strides do not fit")
-        if math.prod(shape) > storage.size:
-            raise _Refused("a tensor with more elements than its storage")
-        if not math.prod(shape):
-            if math.prod(n for n in shape if n) > MAX_EMPTY:
-                raise _Refused("an empty tensor of an absurd shape")
-            return _View(storage, 0, shape, (0,) * len(shape))
-        # The stride of an axis with one element is unused and may be any number.
-        steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
-        if start + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
-            raise _Refused("a tensor that reaches beyond its storage")
-        return _View(storage, start, shape, steps)
-
-
-class _RebuildParameter(_StandIn):
-    """torch._utils._rebuild_parameter(data, requires_grad, hooks): the data."""
-
-    __slots__ = ()
-
-    def __call__(self, data: object, *ignored: object) -> _View:
-        if not isinstance(data, _View):
-            raise _Refused("malformed parameter")
-        return data
+    [start], shape, strides = _counts((offset,)), _counts(size), _counts(stride)
+    if not isinstance(storage, _Storage):
+        raise _Refused("malformed tensor")
+    if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
+        raise _Refused("a tensor whose shape and strides do not fit")
+    if math.prod(shape) > storage.size:
+        raise _Refused("a tensor with more elements than its storage")
+    if not math.prod(shape):
+        if math.prod(n for n in shape if n) > MAX_EMPTY:
+            raise _Refused("an empty tensor of an absurd shape")
+        return _View(storage, 0, shape, (0,) * len(shape))
+    # The stride of an axis with one element is unused and may be any number.
+    steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
+    if start + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
+        raise _Refused("a tensor that reaches beyond its storage")
+    return _View(storage, start, shape, steps)
 
 
 def _counts(value: object) -> tuple[int, ...]:
@@ -167,27 +106,55 @@ def _counts(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-ALLOWED: dict[tuple[str, str], _StandIn] = {
-    ("collections", "OrderedDict"): _MakeDict(),
-    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
-    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
-    **{("torch", name): _StorageType(name) for name in STORAGES},
+def _parameter(data: object, *ignored: object) -> _View:
+    """torch._utils._rebuild_parameter(data, requires_grad, hooks)."""
+    if not isinstance(data, _View):
+        raise _Refused("malformed parameter")
+    return data
+
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): lambda: _Dict(),
+    ("torch._utils", "_rebuild_tensor_v2"): _view,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> _StandIn:
+_PYTHON: Any = pickle._Unpickler
+_CODES = [getattr(pickle, name)[0] for name in OPCODES.split()]
+
+
+class _Unpickler(_PYTHON):  # type: ignore[misc]
+    """Python's unpickler in Python, with these opcodes and names alone."""
+
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
             raise _Refused(f"it asks for {module}.{name}, which no weights need")
         return ALLOWED[module, name]
 
-    def persistent_load(self, pid: object) -> _Storage:
-        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+    def persistent_load(self, pid: Any) -> _Storage:
+        """("storage", type, key, device, number of elements)."""
+        kind, dtype, key, _, size = pid
+        if kind != "storage" or type(size) is not int or size < 0:
             raise _Refused("malformed storage reference")
-        _, kind, key, _, size = pid
-        if not isinstance(kind, _StorageType) or type(size) is not int or size < 0:
+        if not isinstance(dtype, np.dtype) or not isinstance(key, str):
             raise _Refused("malformed storage reference")
-        return _Storage(STORAGES[kind.name], str(key), size)
+        return _Storage(dtype, key, size)
+
+    def load_dictionary(self) -> None:
+        self.append(_Dict())
+
+    def load_state(self) -> None:
+        """Ignore the attributes that torch sets on a state dictionary."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], _Dict):
+            raise _Refused("it sets the state of an object")
+
+    dispatch: ClassVar = {code: _PYTHON.dispatch[code] for code in _CODES} | {
+        pickle.EMPTY_DICT[0]: load_dictionary,
+        pickle.BUILD[0]: load_state,
+    }
 
 
 def open_torch(path: str) -> Tensors:
@@ -243,8 +210,8 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
     tensors: Tensors = {}
     starts: dict[str, int] = {}
     for name, view in tree.items():
-        if not isinstance(name, str) or not isinstance(view, _View):
-            raise _Refused(f"entry {str(name)[:80]!r} is not a tensor")
+        if not isinstance(view, _View):
+            raise _Refused(f"entry {name[:80]!r} is not a tensor")
         member = f"{root}/data/{view.storage.key}"
         if member not in members:
             raise _Refused(f"the bytes of {name!r} are missing")
@@ -256,10 +223,9 @@ def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
     return tensors
 
 
-def _unpickle(data: bytes) -> dict[Any, Any]:
+def _unpickle(data: bytes) -> dict[str, Any]:
     """The pickle's dictionary of `_View`s."""
     try:
-        _check_opcodes(data)
         tree = _Unpickler(io.BytesIO(data)).load()
     except _Refused:
         raise
@@ -268,50 +234,6 @@ def _unpickle(data: bytes) -> dict[Any, Any]:
     if not isinstance(tree, dict):
         raise _Refused("it holds no dictionary of tensors")
     return tree
-
-
-def _check_opcodes(data: bytes) -> None:
-    """Check opcodes, memo indices and nesting depth of a pickle without running it.
-
-    Python's hash and repr of a tuple nested ten thousand times overflow the C stack, so the depth of every item on
-    the stack is tracked: a container is one deeper than its deepest item.
-    """
-    stack: list[int] = []
-    marks: list[int] = []
-    memo: dict[int, int] = {}
-    for step, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        name = opcode.name
-        if name not in OPCODES:
-            raise _Refused(f"its pickle uses the opcode {name}")
-        if name == "MARK":
-            marks.append(len(stack))
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            index = len(memo) if argument is None else argument
-            # The C unpickler allocates its memo up to the largest index.
-            if index > step:
-                raise _Refused("its pickle has an absurd memo index")
-            memo[index] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[int(argument or 0)])
-        else:
-            takes = [kind.name for kind in opcode.stack_before]
-            gives = len(opcode.stack_after)
-            bottom = len(stack)
-            if "mark" in takes:
-                bottom = marks.pop()
-                takes = takes[: takes.index("mark")]
-            bottom -= len(takes)
-            if bottom < 0:
-                raise _Refused("a malformed pickle")
-            taken = stack[bottom:]
-            del stack[bottom:]
-            # Adding items in several batches must not increase a container's depth each time.
-            fills = name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD") and taken
-            container, items = (taken[:1], taken[1:]) if fills else ([], taken)
-            depth = max([*container, *(item + 1 for item in items)], default=0)
-            if depth > MAX_DEPTH:
-                raise _Refused("its pickle is nested absurdly deep")
-            stack.extend([depth] * gives)
 
 
 def _start_of_data(path: str, info: zipfile.ZipInfo) -> int:
@@ -339,7 +261,7 @@ def _tensor(path: str, name: str, view: _View, start: int) -> Tensor:
         )
         flat = raw.view(storage.dtype)[view.offset :]
         steps = [step * storage.dtype.itemsize for step in view.strides]
-        # Safe: `_RebuildTensor` has checked that the last element is within the storage.
+        # Safe: `_view` has checked that the last element is within the storage.
         whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
         return np.array(whole[index])
 

@@ -69,13 +69,13 @@ class Autoregressive(Drafter):
         """The module: (a, e, positions, mask, cache, start, only) -> a', keys and values by layer."""
         raise NotImplementedError
 
-    def _run(
+    def run(
         self, params: Params, backbone: Backbone, *args: PyTree, **options: Any
     ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, **options)
 
-    def _first_input(
+    def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
     ) -> jax.Array:
         """What the first level reads of accepted positions [B, T, D]."""
@@ -100,11 +100,11 @@ class Autoregressive(Drafter):
 
         def level(k: int, above_BTD: jax.Array, caches: PyTree) -> PyTree:
             next_BTD = shift_left(embedded_BTD, k + 1)
-            return self._run(
+            return self.run(
                 params, backbone, above_BTD, next_BTD, positions_BT + k, mask, caches
             )
 
-        read_BTD = self._first_input(params, backbone, hidden_BTE)
+        read_BTD = self.first_input(params, backbone, hidden_BTE)
         feature_BTD, text = level(0, read_BTD, None)
         features, caches = [feature_BTD], tuple(LevelCache(pair) for pair in text)
         for k in range(1, self.n_heads):
@@ -113,21 +113,6 @@ class Autoregressive(Drafter):
             feature_BTD, caches = once_more(feature_BTD, caches)
             features.append(feature_BTD)
         return jnp.stack(features)
-
-    def queries_keys(
-        self, params: Params, backbone: Backbone, rows: TextRows
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
-
-        Row t is that of `features`: it reads tokens up to t + 1.
-        """
-        hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
-        next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        read_BTD = self._first_input(params, backbone, hidden_BTE)
-        given = (read_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
-        (_, text), found = self._run(params, backbone, *given, mutable=["intermediates"])
-        (q_BTNH,) = found["intermediates"]["layers_0"]["self_attn"]["q_BTNH"]
-        return q_BTNH, text[0][0]
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
@@ -138,9 +123,9 @@ class Autoregressive(Drafter):
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
         mask = cached_mask(next_BTD.shape[1], state.cache.slots, state.length_B)
-        read_BTD = self._first_input(params, backbone, new.hidden_BTE)
+        read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
-        last_B1D, layers = self._run(
+        last_B1D, layers = self.run(
             params, backbone, *rows, state.cache.layers, state.length_B, last_of(new.n_B)
         )
         return state.extended(list(layers), [last_B1D], new.n_B)
@@ -161,7 +146,7 @@ class Autoregressive(Drafter):
                 start_B = state.length_B
                 mask = cached_mask(P, state.cache.slots, start_B, mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
-                features_BPD, cache = self._run(
+                features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],
                     backbone.embed(tokens_BP), positions_BP, mask, cache, start_B + R - P,
                 )  # fmt: skip

@@ -204,11 +204,11 @@ class Eagle3(Autoregressive):
     def layers(self, dtype: DTypeLike) -> nn.Module:
         return Layers(self.shape, dtype, self.heads, len(self.taps))
 
-    def _first_input(
+    def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
     ) -> jax.Array:
         streams = hidden_BTE[..., self.llama.d_model :]
-        return self._run(params, backbone, streams, method="fuse")
+        return self.run(params, backbone, streams, method="fuse")
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Layers start as the stream of the last tap, which the backbone's norm and LM head read."""
@@ -227,5 +227,5 @@ class Eagle3(Autoregressive):
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         if not self.heads.norm_output:
-            features = self._run(params, backbone, features, method="normed")
+            features = self.run(params, backbone, features, method="normed")
         return super().head_logits(params, backbone, k, features)

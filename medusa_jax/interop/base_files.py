@@ -14,6 +14,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.model.llama import abstract_params
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class BaseFiles:
         return self.array("lm_head/kernel")
 
     def fingerprint(self) -> str:
-        """`hf.fingerprint` of the loaded model."""
+        """`fingerprint.py` of the loaded model."""
         result = Fingerprint()
         read = sampled(self.config)
         for path, shape in self._shapes.items():
@@ -64,7 +65,7 @@ class BaseFiles:
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return tensor_files.flatten(hf.abstract_params(self.config))
+        return tensor_files.flatten(abstract_params(self.config))
 
 
 def fingerprint_as_read(

@@ -1,9 +1,9 @@
 """Convert conversations to token ids and mark the tokens that the assistant has to produce.
 
 The template determines these tokens: the text between `{% generation %}` and `{% endgeneration %}`, if it has such
-blocks (all shipped templates do). Otherwise the template is rendered with a stand-in for each answer, which shows
-where it is in the text of the whole conversation (`_spans_by_stand_in`). An end-of-text token directly after an
-assistant turn counts, so that the model learns to stop.
+blocks (all shipped templates do). Few published templates do, so otherwise the template is rendered with a stand-in
+for each answer, which shows where the answer is in the text of the whole conversation (`_spans_by_stand_in`). An
+end-of-text token directly after an assistant turn counts, so that the model learns to stop.
 """
 
 import re
@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop.literal_text import PRIVATE, Message, Span, literal_text
-from medusa_jax.interop.rendering import Renderer
+from medusa_jax.interop.literal_text import PRIVATE, Message, literal_text
+from medusa_jax.interop.rendering import SampleError, Span, render_template
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
@@ -28,33 +28,24 @@ TEMPLATES = {
     "chatml": "chatml",
     "qwen": "chatml",
 }
-
 # End-of-turn tokens that differ from the tokenizer's EOS.
 TURN_ENDS = {"llama3": "<|eot_id|>", "chatml": "<|im_end|>"}
-
-# Shared by all threads; renders one conversation at a time.
-RENDERER = Renderer()
+# In place of a template's name: turns joined by empty lines, which end at the tokenizer's EOS.
+PLAIN = "plain"
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # An empty thought, or the rest of one that the generation prompt begins: "<think>\n\n</think>\n\n".
 THOUGHT = re.compile(
     r"\s*(?:[<\[][^<>\[\]]*th(?:ink|ought)[^<>\[\]]*[>\]]\s*)+", re.IGNORECASE
 )
-
 MESSAGE_ROLES = {
     "user": "user",
     "assistant": "assistant",
     "system": "system",
     "developer": "system",
 }
-
-
 # Variables of templates in addition to the messages.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-
-
-class SampleError(UserError):
-    """A conversation is unusable; a trainer skips it and counts the reason."""
 
 
 def read_turn(
@@ -117,10 +108,7 @@ def encode_conversation(
 
 
 def encode_prompt(
-    tokenizer: Tokenizer,
-    messages: str | list[Message],
-    template_name: str = "",
-    check: Callable[[str], None] = lambda text: None,
+    tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
 ) -> list[int]:
     """Ids of a conversation up to the assistant's next turn, BOS included.
 
@@ -129,12 +117,21 @@ def encode_prompt(
 
     Args:
       messages: a conversation that ends with a user turn, or one user turn as a string.
-      check: called with the text before it is tokenised; may raise.
 
     Raises:
       UserError: malformed messages, or as for `encode_conversation`.
     """
-    return encode_turns(tokenizer, _turns_to_answer(messages), {}, template_name, check)
+    turns = (
+        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    )
+    if not isinstance(turns, list) or not turns:
+        raise UserError("messages should be a list of turns, with at least one")
+    parsed = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    if problem := next((problem for _, problem in parsed if problem), ""):
+        raise UserError(f"messages: {problem}")
+    if parsed[-1][0]["role"] != "user":
+        raise UserError("messages: the last turn has to be the user's")
+    return encode_turns(tokenizer, [message for message, _ in parsed], {}, template_name)
 
 
 def encode_turns(
@@ -148,6 +145,7 @@ def encode_turns(
 
     Args:
       more: further variables of the template, such as `tools`.
+      check: called with the text before it is tokenised; may raise.
     """
     literal = literal_text(tokenizer)
     given: Json = {"messages": list(turns), "more": more}
@@ -163,31 +161,6 @@ def encode_turns(
     )
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]
-
-
-def render_prompt(
-    tokenizer: Tokenizer, messages: str | list[Message], template_name: str = ""
-) -> str:
-    """Text of a conversation up to the assistant's next turn.
-
-    For display. For decoding use `encode_prompt`, which handles the BOS correctly.
-    """
-    turns, source = _turns_to_answer(messages), template_source(tokenizer, template_name)
-    return render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
-
-
-def _turns_to_answer(messages: str | list[Message]) -> list[Message]:
-    turns = (
-        [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    )
-    if not isinstance(turns, list) or not turns:
-        raise UserError("messages should be a list of turns, with at least one")
-    parsed = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
-    if problem := next((problem for _, problem in parsed if problem), ""):
-        raise UserError(f"messages: {problem}")
-    if parsed[-1][0]["role"] != "user":
-        raise UserError("messages: the last turn has to be the user's")
-    return [message for message, _ in parsed]
 
 
 def encode_user_opening(
@@ -219,16 +192,15 @@ def encode_user_opening(
 
 def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:
     """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's end-of-turn token."""
-    shipped = TEMPLATES.get(template_name, "")
-    end = tokenizer.token_to_id(TURN_ENDS.get(shipped, ""))
-    if not shipped and tokenizer.chat_template:
-        end = _turn_end(tokenizer, template_source(tokenizer, template_name))
+    if template_name == PLAIN or not (template_name or tokenizer.chat_template):
+        return tokenizer.eos_ids
+    end = _turn_end(tokenizer, template_source(tokenizer, template_name))
     return tokenizer.eos_ids | ({end} if end is not None else set())
 
 
 @lru_cache(maxsize=8)
 def _turn_end(tokenizer: Tokenizer, source: str) -> int | None:
-    """The added token that a template writes after an answer, None if there is none."""
+    """The added token that a template writes after an answer, None if it writes none."""
     mark = f"turn{secrets.token_hex(16)}"
     turns = [("user", "a"), ("assistant", mark), ("user", "b")]
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -251,6 +223,9 @@ def template_source(
     """The Jinja source of a template: one of the tokenizer's by name, or a shipped one.
 
     "" is the tokenizer's for conversations with `tools`, if it has one, else its default, as in transformers.
+
+    Raises:
+      UserError: an unknown name, or a shipped template that does not fit the tokenizer; lists the names.
     """
     name = template_name or ("tool_use" if tools else "")
     if name in tokenizer.named_templates:
@@ -299,21 +274,12 @@ def render(
 
     Example: "Q: hi A:{% generation %} yo{% endgeneration %}" -> ("Q: hi A: yo", [(8, 11)]).
 
-    Raises:
-      SampleError: the template refuses the conversation.
-      UserError: the template is invalid or exceeds its limits.
+    Raises: as `render_template`.
     """
     fields: Json = {"tools": None, "documents": None} | (more or {})
     fields |= dict.fromkeys(SPECIALS, "") | special_texts
     fields |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-    answer = RENDERER(source, **fields)
-    if problem := answer.get("broken"):
-        raise UserError(f"the chat template is broken: {problem}")
-    if "refused" in answer:
-        raise SampleError(
-            f"the chat template refuses the conversation: {answer['refused']}"
-        )
-    return answer["text"], [(start, end) for start, end in answer["spans"]]
+    return render_template(source, fields)
 
 
 def _spans_by_stand_in(

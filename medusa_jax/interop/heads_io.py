@@ -129,7 +129,7 @@ def load_heads(
       path: a directory written by `own_heads.save_heads`, published heads, the hub id of either, or the
         result of `open_heads`.
       n_heads: read only the first `n_heads` heads, if heads can be dropped (`Drafter.separable`).
-      fingerprint: of the current backbone (`hf.fingerprint`); None compares sizes only.
+      fingerprint: of the current backbone (`fingerprint.py`); None compares sizes only.
       allow_other_base: accept heads trained on another backbone of the same sizes.
       convert: converts each head before the next is read.
 

@@ -14,7 +14,6 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.interop.hf_config import config_to_hf, read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.shards import save_weights
@@ -23,21 +22,6 @@ from medusa_jax.interop.tensors import optional_json
 from medusa_jax.model.llama import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
-
-__all__ = [
-    "Fingerprint",
-    "abstract_params",
-    "config_to_hf",
-    "fingerprint",
-    "generation_config",
-    "load_backbone",
-    "locate",
-    "model_shape",
-    "open_model",
-    "read_config",
-    "resolve",
-    "save_backbone",
-]
 
 # Buffers that old versions stored and every version recomputes.
 HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 from jax.typing import DTypeLike
 
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensors import read_json
@@ -73,11 +73,12 @@ def is_here(path_or_id: str) -> bool:
 
 
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import snapshot_download
 
     # Folders but for additional_chat_templates; a second copy of the weights in the publisher's layout.
     skipped = ["[!a]*/*", "consolidated*"]
-    way_out = "or give a local directory instead"
+    # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
+    # versions.
     try:
         return snapshot_download(
             repo,
@@ -85,26 +86,11 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
             allow_patterns=patterns,
             ignore_patterns=skipped,
         )
-    except errors.GatedRepoError as error:
-        raise UserError(
-            f"{repo} is gated: accept its terms at https://huggingface.co/{repo}, then run "
-            f"`hf auth login` (or set HF_TOKEN), {way_out}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{repo} has no revision {revision!r}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(
-            f"{repo} is neither a local directory nor a repository that you can see on the hub: "
-            f"check the name, run `hf auth login` if it is private, {way_out}"
-        ) from error
-    # Other errors of the network or the server have no stable type: the hub library changes its HTTP stack between
-    # versions.
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(
-            f"{repo} is neither a local directory nor in the cache, and the hub could not be "
-            f"read ({type(error).__name__}: {first_line}): connect to the network and unset "
-            f"HF_HUB_OFFLINE, {way_out}"
+            f"{repo} is no local directory, and the hub could not be read ({_short(error)}): check the name and "
+            "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
+            f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
         ) from error
 
 
@@ -120,13 +106,15 @@ def push(directory: str, repo: str) -> None:
         api = HfApi()
         api.create_repo(repo, private=True, exist_ok=True)
         api.upload_folder(folder_path=directory, repo_id=repo)
-    # As in `_snapshot`: errors have no stable type.
     except Exception as error:
-        first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(
-            f"{directory} could not be uploaded to {repo} ({type(error).__name__}: {first_line})"
-            ": run `hf auth login`, then upload the directory again"
+            f"{directory} could not be uploaded to {repo} ({_short(error)}): run `hf auth login`, then "
+            "upload the directory again"
         ) from error
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def refuse_model(path: str, flag: str) -> None:

@@ -9,10 +9,11 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
+from medusa_jax.interop.rendering import Span
 from medusa_jax.interop.tokenizer import Tokenizer, encoded
 
 Message = dict[str, str]
-Span = tuple[int, int]
+
 T = TypeVar("T")
 
 # Private-use characters, which have no meaning for templates and tokenizers. Drawn at random in every process, so

@@ -8,7 +8,6 @@
 
 import dataclasses
 import os
-import re
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -37,7 +36,7 @@ def open_own(directory: str) -> StoredHeads:
     """Open heads that `save_heads` wrote.
 
     Raises:
-      UserError: unreadable; another format; the numbers of heads or layers contradict heads.json.
+      UserError: unreadable, or another format.
     """
     file = os.path.join(directory, DESCRIPTION)
     meta = read_json(file)
@@ -46,39 +45,28 @@ def open_own(directory: str) -> StoredHeads:
     tensors = tensor_files.open_safetensors(weights)
     ids = _take_ids(weights, tensors, heads, base)
     tensors = codes.decode(tensors, weights)
-    _check_counts(weights, tensors, heads)
     return StoredHeads(
-        weights,
-        directory,
-        OWN,
-        heads,
-        tensors,
-        lambda path: (path, False),
-        meta=meta,
-        base=base,
-        ids=ids,
-    )
+        weights, directory, OWN, heads, tensors, lambda path: (path, False), meta=meta,
+        base=base, ids=ids,
+    )  # fmt: skip
 
 
 def _take_ids(
-    weights: str, tensors: Tensors, stored: HeadsConfig, base: Json
+    weights: str, tensors: Tensors, heads: HeadsConfig, base: Json
 ) -> np.ndarray | None:
     """Remove the ids of a draft vocabulary, which is not a parameter, from `tensors`."""
-    if not stored.draft_vocab:
+    if not heads.draft_vocab:
         return None
     tensor = tensors.pop(IDS, None)
-    if tensor is None:
+    if tensor is None or tensor.dtype != "int32":
         raise UserError(
-            f"key {IDS!r} is missing from {weights}: {DESCRIPTION} says that the heads score "
-            f"{stored.draft_vocab} tokens"
+            f"key {IDS!r} in int32 is missing from {weights}: {DESCRIPTION} says that the heads score "
+            f"{heads.draft_vocab} tokens"
         )
-    if tensor.dtype != "int32":
-        raise UserError(f"key {IDS!r} in {weights} is {tensor.dtype}, not int32")
-    ids = whole(tensor)
-    size = base.get("vocab_size")
+    ids, size = whole(tensor), base.get("vocab_size")
     if type(size) is not int:
         raise UserError(f"{DESCRIPTION} next to {weights}: base.vocab_size is {size!r}")
-    vocabulary.check_ids(ids, stored, size, weights)
+    vocabulary.check_ids(ids, heads, size, weights)
     return ids
 
 
@@ -105,25 +93,8 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
     return kind_of_heads(**fields), base
 
 
-def _check_counts(weights: str, tensors: Tensors, stored: HeadsConfig) -> None:
-    """Compare the numbers of heads and layers in the keys with heads.json."""
-    # These numbers do not depend on the backbone, so any will do.
-    drafter = drafter_class(stored.drafter)(stored, LlamaConfig())
-    heads = {int(m[1]) for name in tensors if (m := re.match(r"heads_(\d+)/", name))}
-    n_heads, n_layers = drafter.stored_counts
-    if len(heads) != n_heads:
-        raise UserError(f"{weights} holds {len(heads)} heads, {DESCRIPTION} says {n_heads}")
-    layers = {
-        int(m[1]) for name in tensors if (m := re.match(r"heads_0/layers_(\d+)/", name))
-    }
-    if layers and len(layers) != n_layers:
-        raise UserError(
-            f"{weights} holds {len(layers)} layers per head, {DESCRIPTION} says {n_layers}"
-        )
-
-
 def base_record(config: LlamaConfig, fingerprint: str) -> Json:
-    """The `base` record of `save_heads`, for a backbone with this `hf.fingerprint`."""
+    """The `base` record of `save_heads`, for a backbone with this `fingerprint.py`."""
     return {
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,

@@ -265,8 +265,6 @@ class Attention(nn.Module):
             k_BTGH = norm(name="k_norm")(k_BTGH)
         turn = cpu().rotate if self.native else rotate
         q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
-        # For callers that make this collection mutable (`Autoregressive.queries_keys`).
-        self.sow("intermediates", "q_BTNH", q_BTNH)
         k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)

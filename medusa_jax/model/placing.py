@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.config import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.engine import cpu, engine_for
 from medusa_jax.model.llama import Llama, decoding_config, prepare
-from medusa_jax.model.stored import DRAFT_WEIGHTS, WEIGHTS, Storage, store
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, param_shardings
 
 _in_form = jax.jit(store, static_argnums=1)

@@ -19,15 +19,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
+from medusa_jax.config import STORED
 from medusa_jax.model.engine import cpu
 from medusa_jax.model.product import product
 from medusa_jax.model.quantise import quantise
 
-# What `--weights` may say; by default what a GGUF file stores, else the type that the model computes in.
-STORED = "stored"
-WEIGHTS = (STORED, "float32", "bfloat16", "int8")
-# What `--draft_weights` may say, likewise.
-DRAFT_WEIGHTS = WEIGHTS[1:]
 # The names of what multiplies: kernels, and the factors of low-rank LM heads.
 KERNELS = ("kernel", "down", "up")
 

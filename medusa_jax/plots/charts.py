@@ -1,4 +1,4 @@
-"""Charts: the curves used to choose a tree, lines over one axis, bars, rooflines."""
+"""Charts: the curves used to choose a tree, lines over one axis, bars."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
 
 
@@ -19,19 +18,16 @@ def draw_curves(
 ) -> Path:
     """Draw tokens per step, step latency and their ratio over the size of the tree.
 
-    sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
     The size with the most tokens per second is marked in all three charts.
+
+    Args:
+      sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
     """
-    if not len(sizes) == len(tokens_per_step) == len(step_seconds) or len(sizes) == 0:
-        raise UserError(
-            f"curves of different length: {len(sizes)} sizes, {len(tokens_per_step)} "
-            f"tokens per step, {len(step_seconds)} latencies."
-        )
     speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
     best = max(range(len(sizes)), key=speed.__getitem__)
     charts = (
         ("tokens per step", list(tokens_per_step), "{:.2f}"),
-        ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f} ms"),
+        ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f}"),
         ("tokens per second", speed, "{:.0f}"),
     )
     figure = new_figure(10.5, 3.1)
@@ -39,18 +35,9 @@ def draw_curves(
         axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
         axes.axvline(sizes[best], color=ACCENT, linewidth=1, linestyle=":")
         axes.plot([sizes[best]], [values[best]], "o", color=ACCENT)
-        note = form.format(values[best]) + f" at {sizes[best]}"
-        below = 1 if values is speed else -11
-        axes.annotate(
-            note,
-            (sizes[best], values[best]),
-            (8, below),
-            textcoords="offset points",
-            color=ACCENT,
-            fontsize=8,
-        )
         axes.set_ylim(0, 1.12 * max(values))
-        finish(axes, name, "tokens in a step (root included)")
+        note = f"{form.format(values[best])} at {sizes[best]}"
+        finish(axes, f"{name}: {note}", "tokens in a step (root included)")
     return save_figure(figure, path)
 
 

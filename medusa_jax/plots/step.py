@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
 from medusa_jax.plots.tree import tree_layout
 
@@ -21,9 +20,7 @@ def draw_mask(mask_MM: np.ndarray, labels: Sequence[str], *, path: str | Path) -
       mask_MM: `Tree.mask_MM`; [v, u] is True if node v sees node u.
       labels: names of node 0, 1, ..., root first.
     """
-    M = len(labels)
-    if len(mask_MM) != M:
-        raise UserError(f"{M} labels for a mask of {len(mask_MM)} nodes.")
+    M = len(mask_MM)
     figure = new_figure(0.34 * M + 2.2, 0.34 * M + 1.4)
     axes = figure.subplots()
     seen = [(u, v) for v in range(M) for u in range(M) if mask_MM[v][u]]
@@ -61,8 +58,6 @@ def draw_step(
       bonus: the verifier's token after that path.
     """
     nodes = [(), *(tuple(c) for c in choices)]
-    if len(labels) != len(nodes):
-        raise UserError(f"{len(labels)} labels for a tree of {len(nodes)} nodes.")
     place = tree_layout(choices)
     depth = 1 + max(d for _, d in place.values())
     n_leaves = 1 + max(x for x, _ in place.values())

@@ -14,7 +14,7 @@ ACCENT = "#e0672b"
 
 
 def can_draw() -> bool:
-    """Whether charts can be drawn; if not, says so. For results that a chart only adds to."""
+    """Whether charts can be drawn; a message says if not, for commands whose charts are an addition."""
     found = importlib.util.find_spec("matplotlib") is not None
     if not found:
         inform("no charts without matplotlib: pip install 'medusa-jax[plots]'")
@@ -33,12 +33,10 @@ def new_figure(width: float, height: float):
 
 
 def save_figure(figure, path: str | Path) -> Path:
+    """Save a figure in the format of its suffix; the directory is created."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(path, transparent=True, dpi=150)
-    except ValueError as error:
-        raise UserError(f"cannot draw {path}: {error}") from None
+    figure.savefig(path, transparent=True, dpi=150)
     return path
 
 

@@ -62,8 +62,6 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
     (the prompt itself, and the last token of each step), depth d >= 1 a draft token accepted
     at depth d of the tree. Light and dark colours follow the reader's setting.
     """
-    if columns < 8:
-        raise UserError(f"{columns} columns are too few for a picture of text.")
     runs, rows = _cells(segments, columns)
     deepest = min(max((depth for _, depth in segments), default=0), len(DEPTH_COLOURS))
     body = []
@@ -85,23 +83,18 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
                 f'lengthAdjust="spacingAndGlyphs">{escape(inner)}</text>'
             )
     y = _MARGIN + rows * _LINE + 10
-    legend = ["accepted at depth", *range(1, deepest + 1)] if deepest else []
-    x = float(_MARGIN)
-    for item in legend:
-        label = str(item)
-        if isinstance(item, int):
-            label += "+" if item == len(DEPTH_COLOURS) else ""
-            body.append(
-                f'<rect class="d{item}" x="{x:.1f}" y="{y}" width="24" height="17" rx="3"/>'
-            )
-            body.append(f'<text class="n m" x="{x + 12:.1f}" y="{y + 13}">{label}</text>')
-            x += 30
-        else:
-            body.append(f'<text class="n" x="{x:.1f}" y="{y + 13}">{label}</text>')
-            x += 7.2 * len(label) + 6
-    height = y + (27 if legend else 0)
+    if deepest:
+        body.append(f'<text class="n" x="{_MARGIN}" y="{y + 13}">accepted at depth</text>')
+    for depth in range(1, deepest + 1):
+        x = _MARGIN + 98 + 30 * depth
+        label = f"{depth}+" if depth == len(DEPTH_COLOURS) else str(depth)
+        body.append(
+            f'<rect class="d{depth}" x="{x}" y="{y}" width="24" height="17" rx="3"/>'
+            f'<text class="n m" x="{x + 12}" y="{y + 13}">{label}</text>'
+        )
+    height = y + (27 if deepest else 0)
     used = max((column + width for _, column, width, _, _ in runs), default=0)
-    note = 7.2 * 52 if legend else 0
+    note = 7.2 * 52 if deepest else 0
     total = max(used * _ADVANCE, note) + 2 * _MARGIN
     light = "".join(f".d{i + 1}{{fill:{c}}}" for i, (c, _) in enumerate(DEPTH_COLOURS))
     dark = "".join(f".d{i + 1}{{fill:{c}}}" for i, (_, c) in enumerate(DEPTH_COLOURS))

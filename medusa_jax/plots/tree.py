@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from medusa_jax.errors import UserError
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
 
 TreePath = tuple[int, ...]
@@ -20,10 +19,6 @@ def tree_layout(choices: Sequence[Sequence[int]]) -> dict[TreePath, tuple[float,
     nodes = {(), *(tuple(c) for c in choices)}
     children: dict[TreePath, list[TreePath]] = {node: [] for node in nodes}
     for node in sorted(nodes - {()}):
-        if node[:-1] not in children:
-            raise UserError(
-                f"the tree has {list(node)} but not its parent {list(node[:-1])}."
-            )
         children[node[:-1]].append(node)
     place: dict[TreePath, tuple[float, int]] = {}
     leaves = 0
@@ -52,8 +47,6 @@ def draw_tree(
     """
     place = tree_layout(choices)
     if values is not None and not isinstance(values, Mapping):
-        if len(values) != len(choices):
-            raise UserError(f"{len(values)} values for a tree of {len(choices)} nodes.")
         values = {tuple(c): float(v) for c, v in zip(choices, values, strict=True)}
     n_leaves = 1 + max(x for x, _ in place.values())
     depth = max(d for _, d in place.values())
@@ -64,7 +57,7 @@ def draw_tree(
 
     # Grey to orange: both ends are visible on white and on black.
     colours = LinearSegmentedColormap.from_list("acceptance", [INK, ACCENT])
-    small = n_leaves > 45
+    size, area = (5, 60) if n_leaves > 45 else (8.5, 190)
     for node, (x, d) in place.items():
         value = None if values is None else values.get(node, 1.0 if node == () else 0.0)
         colour = INK if value is None else colours(value)
@@ -72,10 +65,9 @@ def draw_tree(
             above, _ = place[node[:-1]]
             width = 1.2 if value is None else 0.6 + 6.0 * value
             axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
-        axes.scatter([x], [-d], s=60 if small else 190, color=colour, zorder=2)
+        axes.scatter([x], [-d], s=area, color=colour, zorder=2)
         if node:
             label = {"ha": "center", "va": "center", "zorder": 3}
-            size = 5 if small else 8.5
             name = str(node[-1]) if node[-1] >= 0 else "c"
             axes.text(x, -d, name, color="white", fontsize=size, **label)
             if value is not None and len(place) <= 24:

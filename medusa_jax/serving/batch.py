@@ -11,7 +11,7 @@ from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
-from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide, GuideThreads
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
@@ -36,19 +36,19 @@ MOST_BEST = 20
 # Most tokens of a prompt that are read at once on a CPU, where they outweigh reading the weights. The
 # larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
 PIECE = 128
-# Slots of the smallest cache. Every size needs programs, and native attention reads no more slots than
-# a text has; 512 of them take 24 MB a row with 30 layers and 3 heads.
+# Slots of the smallest cache. Every size needs programs, and native attention reads only the slots of
+# the text; 512 of them take 24 MB a row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
 
 
 @dataclass
 class Reading:
-    """A prompt that is being read into a state of one row, or a row that waits for a place.
+    """A state of one row outside the batch: a prompt that is being read, or a parked text.
 
     Attributes:
-      row: that state.
+      row: the state.
       prompt: all tokens; [0, position) are in its cache.
-      group: whose rule draws the first token.
+      group: its rule draws the first token.
     """
 
     row: DecodeState
@@ -62,13 +62,13 @@ class Reading:
 
 
 def piece_for(model: Model) -> int:
-    """Most tokens of a prompt that are read at once on the model's device."""
+    """Return the most tokens of a prompt that are read at once on the model's device."""
     on_cpu = model.mesh.devices.flat[0].platform == "cpu"
     return PIECE if on_cpu else prefill.PIECE
 
 
 def piece_sizes(most: int) -> list[int]:
-    """How many tokens of a prompt are read at once: 16, 128, ... and `most`."""
+    """Return the sizes of the pieces that prompts are read in: 16, 128, ... and `most` tokens."""
     sizes = [MIN_PROMPT]
     while 8 * sizes[-1] < most:
         sizes.append(8 * sizes[-1])
@@ -76,27 +76,29 @@ def piece_sizes(most: int) -> list[int]:
 
 
 class Batch:
-    """Rows that take their steps together. It knows no requests, only rows by their numbers.
+    """Rows that take their steps together, known by their numbers.
 
     Attributes:
       threads: for the work of rows with constraints.
-      rows, slots: how many there are now; each pair has separate programs.
-      trees: for each number of rows the tree that is fastest.
-      widest: most nodes of a tree, which a row needs room for after its text.
+      rows, slots: current size; each pair has its own programs.
+      trees: the tree for each number of rows.
+      widest: most nodes of a tree; a row needs as many free slots after its text.
       longest: most tokens that a step appends.
     """
+
+    _state: DecodeState
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
         self.threads: GuideThreads | None = None
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
-        # Knows the depth alone, as `Engine.depth_only`: what is not a step is one program for all.
+        # Knows only the tree's depth (`Engine.depth_only`), so all trees share every program but the step.
         self._engine = replace(engine, tree=stand_in(trees.values()))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
         self._variables_by = model.variables_by
-        # For each row whether its drafter read the text with the heads of a rule that depends on them.
+        # For each row, whether its drafter read the text with the heads of a rule that depends on them.
         self._by_drafts = [False] * max(trees)
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
@@ -107,41 +109,38 @@ class Batch:
         self.restart()
 
     def restart(self) -> None:
-        """Rows without a text, whatever became of those before."""
-        self._state: Any = None  # its memory is free before the next is asked for
-        self._apart = rows.RowExtras()
-        self.rows, self.slots = min(self.trees), LEAST_SLOTS
-        self._state = self._idle(self.rows, self.slots)
+        """Reset every row to idle."""
+        self._reset(min(self.trees), LEAST_SLOTS)
 
-    def _idle(self, n_rows: int, slots: int) -> DecodeState:
-        """Rows without a text, placed as programs place their results: JAX compiles a program
-        anew for arrays that are placed otherwise."""
+    def _reset(self, n_rows: int, slots: int) -> None:
+        """Start with idle rows, placed as programs place their results, or JAX compiles them again."""
+        if hasattr(self, "_state"):
+            del self._state  # frees its memory before the next is allocated
+        self._apart = rows.RowExtras()
+        self.rows, self.slots = n_rows, slots
         state = rows.idle(self._engine, self._sizes, n_rows, slots)
-        mesh = self._engine.llama.mesh
-        return (
-            state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
-        )
+        if (mesh := self._engine.llama.mesh) is not None:
+            state = jax.device_put(state, decode_shardings(mesh, state))
+        self._state = state
 
     def slots_for(self, length: int) -> int:
-        """Slots that a step needs for a text of this length."""
+        """Return the slots that a step needs for a text of this length."""
         return power_of_two(length + self.widest, LEAST_SLOTS)
 
     def fit(self, n_rows: int, slots: int) -> None:
-        """Go on with this number of rows and slots; what is beyond them is gone.
+        """Change the number of rows and slots; rows beyond the new number are lost.
 
-        Row by row: so a size needs programs for itself, and not one for each pair of sizes.
+        Rows are moved one by one, so that a size needs programs of its own and not for each pair of sizes.
         """
         if (n_rows, slots) == (self.rows, self.slots):
             return
         kept = [self._row(i) for i in range(min(n_rows, self.rows))]
-        self._state = None
-        self._state, self._apart = self._idle(n_rows, slots), rows.RowExtras()
-        self.rows, self.slots = n_rows, slots
+        self._reset(n_rows, slots)
         for i, row in enumerate(kept):
             self._put(self._resized(row, slots), i)
 
     def _row(self, at: int) -> DecodeState:
-        """A copy of a row."""
+        """Copy a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
         if any(part is not None for part in self._apart):
             apart = rows.take_row(self._engine, self._apart, np.int32(at))
@@ -163,15 +162,17 @@ class Batch:
                 self._apart = self._apart._replace(**{name: room})
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
-        """A row with another number of slots, a size at a time."""
+        """Change a row's number of slots, one power of two at a time."""
         row, own = rows.split_extras(row)
         while (now := row.cache.slots) != slots:
             then = 2 * now if now < slots else now // 2
             row = rows.resized(self._engine, self._sizes, 1, then, row)
         return rows.with_extras(row, own)
 
-    def begin(self, request: Row, source: int, shared: int, group: Group) -> Reading:
-        """Begin to read a prompt after the first `shared` tokens, which row `source` holds."""
+    def begin(
+        self, request: DecodeRequest, source: int, shared: int, group: Group
+    ) -> Reading:
+        """Begin to read a prompt after its first `shared` tokens, which row `source` holds."""
 
         def own(values: Sequence[float] | None, dtype: type) -> Any:
             return np.array(values, dtype)
@@ -207,22 +208,22 @@ class Batch:
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
     def _piece(self, rest: int) -> int:
-        """Tokens of the next piece: up to four small ones rather than one that is half empty."""
+        """Return the tokens of the next piece: up to four small ones rather than one half empty."""
         return next((size for size in self._pieces if 4 * size >= rest), self._pieces[-1])
 
     def _tokens_read(self, n: int) -> int:
-        """What reading n tokens takes, padding included."""
+        """Return the tokens that reading n of them computes, padding included."""
         total = 0
         while total < n:
             total += self._piece(n - total)
         return total
 
     def next_tokens(self, reading: Reading) -> int:
-        """Tokens of the next piece, padding included."""
+        """Return the tokens of the next piece, padding included."""
         return self._piece(len(reading.prompt) - reading.position)
 
     def read(self, reading: Reading) -> None:
-        """Read the next piece, after which the first token is known if it was the last."""
+        """Read the next piece; the last one draws the first token."""
         n, T = len(reading.prompt), self.next_tokens(reading)
         row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)
@@ -243,14 +244,14 @@ class Batch:
         return replace(engine, acceptance=_rule(group))
 
     def insert(self, reading: Reading, at: int) -> Progress:
-        """Put a row that has been read in the place of another; what there is of it so far."""
+        """Overwrite row `at` of the batch with a row that was read; return its progress."""
         row = self._resized(reading.row, self.slots)
         self._put(row, at)
         self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
         return progress_of(row)
 
     def take(self, at: int, group: Group) -> Reading:
-        """A row that steps on later, from where it is put then."""
+        """Take a row out of the batch, to be inserted later."""
         row, own = rows.split_extras(self._row(at))
         row = rows.with_extras(row, self._of(group, own))
         return Reading(row, np.zeros(0, np.int32), 0, group)
@@ -263,16 +264,17 @@ class Batch:
         few: int,
         guides: Mapping[int, Guide] | None = None,
     ) -> tuple[Progress, int]:
-        """Steps of the rows that should be RUNNING, until one of them ends; does not wait for it.
+        """Dispatch a chunk of steps, which ends with the first row that does.
 
         Args:
-          group: what these rows have in common. Without drafts the drafter's state is left where
-            it is: a row that has gone on so cannot draft again.
+          wanted_B: RUNNING for the rows that step, PAUSED for other texts, else STOPPED.
+          group: of the rows that step. Steps without drafts leave the drafter's state behind, so such
+            a row cannot draft again.
           steps: at most.
-          few: at most, if one of them has ended already: then its place may soon be wanted.
-          guides: by row, of a group with constraints. It takes `few` steps, one where others wait.
+          few: at most, if one of the rows has already ended, because its place may soon be wanted.
+          guides: by row, of a group with constraints, which takes `few` steps, or one if others wait.
 
-        Returns: what there is then, and how many nodes the tree had.
+        Returns: the progress after the chunk, and the tree's node count.
         """
         tree, drafter = self.trees[self.rows], self._engine.drafter
         if not group.drafts:
@@ -297,8 +299,10 @@ class Batch:
     def _guided(
         self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
     ) -> tuple[DecodeState, Progress]:
-        """Steps of rows with constraints, until one of them ends or lacks room; at least one is
-        tried, so that its programs are compiled."""
+        """Take steps of rows with constraints until one of them ends or lacks room.
+
+        At least one is tried, so that its programs are compiled.
+        """
         for n in range(max(1, steps)):
             ahead = constrained.look_ahead(engine, variables, state)
             if n or guides:
@@ -316,30 +320,30 @@ class Batch:
 
     @staticmethod
     def _of(group: Group, apart: rows.RowExtras) -> rows.RowExtras:
-        """The parts that a group's programs read."""
+        """Return the parts that a group's programs read."""
         return rows.RowExtras(
             apart.logprobs if group.logprobs else None,
             apart.penalties if group.penalties else None,
         )
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
-        """Run everything once that a group needs at this size; what the rows held is gone."""
+        """Run everything once that a group needs at this size; the rows' texts are lost."""
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
         rests = [1, *(4 * size + 1 for size in self._pieces[:-1])]
         for rest in (n for n in rests if self.slots_for(n) <= slots):
-            reading = self.begin(_nobody(rest, group), 0, 0, group)
+            reading = self.begin(_placeholder(rest, group), 0, 0, group)
             while not reading.done:
                 self.read(reading)
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
-        for _ in range(2):  # what comes out of the first may be placed otherwise
+        for _ in range(2):  # the first one's result may be placed differently
             self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
         if slots > LEAST_SLOTS:  # growing to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        if group.logprobs or group.penalties:  # rows keep theirs when others come and go
+        if group.logprobs or group.penalties:  # rows keep them when the size changes
             for size in (*self.trees, n_rows):
                 self.fit(size, slots)
         jax.block_until_ready(self._state)
@@ -347,13 +351,23 @@ class Batch:
 
 
 def _rule(group: Group) -> str:
-    """The rule that draws the first token; a row of temperature 0 is greedy under "sampled", too."""
+    """Return the rule that draws the first token; "sampled" is greedy at temperature 0."""
     return "sampled" if group.rule == "auto" else group.rule
 
 
-def _nobody(n: int, group: Group) -> Row:
-    """A request of n tokens that is answered with one."""
-    row = Row([[0] * n], [1], [()], [0.0], [0], [1.0], [0.0], [0], [0], [0.1], [0.1])
-    row.penalties = [Asked(presence=1.0)] if group.penalties else None
-    row.guides = [None] if group.constrained else None
-    return row
+def _placeholder(n: int, group: Group) -> DecodeRequest:
+    """Return a request of n prompt tokens and one new one."""
+    return DecodeRequest(
+        prompts=[[0] * n],
+        limits=[1],
+        temperature=[0.0],
+        top_k=[0],
+        top_p=[1.0],
+        min_p=[0.0],
+        seed=[0],
+        ids=[0],
+        epsilon=[1.0],
+        delta=[1.0],
+        penalties=[Asked(presence=1.0)] if group.penalties else None,
+        guides=[None] if group.constrained else None,
+    )

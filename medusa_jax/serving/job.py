@@ -1,8 +1,7 @@
 """A request in flight, as the host knows it."""
 
-import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,35 +10,27 @@ import numpy as np
 from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
 from medusa_jax.api.results import finish_reason, logprobs_of_row
 from medusa_jax.constraints.guide import SLOW_MASKS
-from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import UserError
-from medusa_jax.serving.request import (
-    Deliver,
-    Delta,
-    Ending,
-    Handle,
-    Request,
-    Stopped,
-    TooLong,
-)
+from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 
 # Stop sequences of a row and tokens of each that one compiled program has room for.
 STOPS = (8, 4)
 
 
 class Group(NamedTuple):
-    """What rows have in common that can take a step together.
+    """Properties that rows must share to take a step together.
 
     Attributes:
       drafts: whether they draft.
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
-      penalties: whether rows have biases or penalties.
-      constrained: whether they have constraints, for which the host has a part in every step.
+      penalties: whether they have biases or penalties.
+      constrained: whether they have constraints, for which the host takes part in every step.
     """
 
     drafts: bool
@@ -49,28 +40,28 @@ class Group(NamedTuple):
     constrained: bool = False
 
 
-# The most common kind; these requests never wait for a program that only another one needs.
+# The most common group; its requests never wait for a program that only another group needs.
 BASE = Group(drafts=True)
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A request from `submit` to its end.
 
     Attributes:
-      row: the request as the decode loop takes it, B = 1.
+      decode: the request as the decode loop takes it, B = 1.
       token_ids, depths: emitted so far, as far as the host has looked.
       length: text positions in the cache, likewise.
       steps: decode steps when its tokens were last taken.
       logprobs, top_logprobs: as in `Result`, if asked for.
-      seat: the row of the batch that it has, once its prompt is read.
+      row: number of its row in the batch; None until its prompt is read.
       longest: most tokens that a step can append.
       reused, tree_nodes: as in `Ending`.
-      drafted: how many tokens of its prompt the drafter has read.
+      drafted: number of its prompt's tokens that the drafter has read.
     """
 
     request: Request
-    row: Row
+    decode: DecodeRequest
     text: StoppingText
     handle: Handle
     deliver: Deliver
@@ -80,7 +71,7 @@ class Job:
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     length: int = 0
     steps: int = 0
-    seat: int | None = None
+    row: int | None = None
     reused: int = 0
     drafted: int = 0
     tree_nodes: int = 1
@@ -91,7 +82,7 @@ class Job:
 
     @property
     def prompt(self) -> Sequence[int]:
-        return self.row.prompts[0]
+        return self.decode.prompts[0]
 
     @property
     def options(self) -> Options:
@@ -99,8 +90,8 @@ class Job:
 
     @property
     def guide(self) -> Guide | None:
-        """What knows its constraint."""
-        return self.row.guides[0] if self.row.guides else None
+        """The guide of its constraint."""
+        return self.decode.guides[0] if self.decode.guides else None
 
     @property
     def group(self) -> Group:
@@ -111,28 +102,35 @@ class Job:
             self.request.drafts,
             rule,
             logprobs=self.options.logprobs is not None,
-            penalties=any_asked(self.row.penalties),
-            constrained=self.row.guides is not None,
+            penalties=any_asked(self.decode.penalties),
+            constrained=self.decode.guides is not None,
         )
 
-    def begin(self) -> None:
-        """Its prompt begins to be read."""
+    def begin(self, reused: int, longest: int, drafted: int) -> None:
+        """Note that its prompt begins to be read.
+
+        Args:
+          drafted: tokens that the drafter has read of the row that it starts from.
+        """
         self.started_at = time.perf_counter()
+        self.reused, self.longest = reused, longest
+        # Tokens that the drafter reads after a gap do not count.
+        self.drafted = drafted if drafted < reused else len(self.prompt)
 
-    def known_text(self) -> np.ndarray:
-        """What the cache holds of it: all but the last token, which is the root."""
-        return np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
+    def cached(self, most: int) -> tuple[np.ndarray, int]:
+        """Return up to `most` tokens that its cache holds: all but the last one, which is the root.
 
-    def kept(self, most: int) -> tuple[np.ndarray, int]:
-        """That text as far as `most` tokens, and how many of them the drafter has read."""
-        text = self.known_text()
+        Also returns how many tokens the drafter has read.
+        """
+        text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
         return text[:most], len(text) if self.request.drafts else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
-        """What is new of it in row `row`, as far as it counts: after a stop string nothing does.
+        """Return the new part of its answer, up to a stop string.
 
         Args:
           progress: numpy arrays.
+          row: its row in `progress`.
         """
         self.first_at = self.first_at or time.perf_counter()
         seen, count = len(self.token_ids), int(progress.n_new_B[row])
@@ -161,13 +159,13 @@ class Job:
         )
 
     def ending(self, status: int) -> Ending:
-        """The answer, once it has ended.
+        """Return the whole answer.
 
         Args:
-          status: why it did (`decoding/stopping.py`).
+          status: why it ended (`decoding/stopping.py`).
         """
         status = STOPPED if self.text.stopped else status
-        limit = self.row.limits[0]
+        limit = self.decode.limits[0]
         histogram = steps_of(self.depths, self.longest)
         now = time.perf_counter()
         result = Result(
@@ -196,13 +194,13 @@ def make_job(
     handle: Handle,
     deliver: Deliver,
 ) -> Job:
-    """A job for a request.
+    """Check a request and make its job.
 
     Args:
-      most_prompt, most_new: tokens that a prompt and an answer may have at most.
+      most_prompt, most_new: most tokens of a prompt and of an answer.
 
     Raises:
-      UserError: the model cannot answer that.
+      UserError: the model cannot answer it.
     """
     options = request.options
     model.engine(acceptance=request.acceptance, sampled=options.temperature > 0)
@@ -211,9 +209,9 @@ def make_job(
         raise TooLong(
             f"the prompt has {len(prompt)} tokens, this server takes {most_prompt}: shorten it"
         )
-    row = model.request([prompt], [options], [request.id])
-    row.limits = [min(row.limits[0], most_new)]
-    stops = row.stops[0] if row.stops else ()
+    decode = model.request([prompt], [options], [request.id])
+    decode.limits = [min(decode.limits[0], most_new)]
+    stops = decode.stops[0] if decode.stops else ()
     if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:
         raise UserError(
             f"a served request has room for {STOPS[0]} stop sequences of {STOPS[1]} tokens, the "
@@ -224,21 +222,9 @@ def make_job(
         asked = replace(
             options.penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
         )
-        row.penalties = [asked]
+        decode.penalties = [asked]
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
-    job = Job(request, row, text, handle, deliver)
+    job = Job(request, decode, text, handle, deliver)
     if job.guide:
         job.guide.patience = SLOW_MASKS
     return job
-
-
-def guides_of(jobs: Mapping[int, Job]) -> dict[int, Guide]:
-    """By row, what knows its constraint."""
-    return {row: job.guide for row, job in jobs.items() if job.guide}
-
-
-def tell(jobs: Iterable[Job], error: Stopped) -> None:
-    """Deliver to these requests; a failed delivery does not affect the others."""
-    for job in jobs:
-        with contextlib.suppress(Exception):
-            job.deliver(error)

@@ -1,4 +1,4 @@
-"""Which programs are compiled, and the thread that compiles the others, for which no request waits."""
+"""The thread that compiles programs, so that no other request waits for a compilation."""
 
 import contextlib
 import ctypes
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from medusa_jax.console import inform
+from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
 
@@ -17,7 +18,7 @@ RETRY_SECONDS = 2.0
 
 
 class Programs(NamedTuple):
-    """What a group of requests needs at one size of the batch."""
+    """The programs of a group of requests at one size of the batch."""
 
     group: Group
     rows: int
@@ -29,14 +30,14 @@ class NotCompiled(Exception):
 
 
 class Compiler:
-    """Compiles on a separate batch: JAX keeps programs for the whole process.
+    """Compiles on a batch of its own: JAX keeps programs for the whole process.
 
     Args:
-      make_batch: makes that batch, when there is something to compile.
+      make_batch: makes that batch once something is to be compiled.
       changed: called in the compiler's thread when programs are ready or failed to compile.
 
     Attributes:
-      failures: how often nothing could be compiled, while nothing at all is.
+      failures: failed compilations before the first that succeeds.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Compiler:
         self._thread.start()
 
     def ready(self, programs: Programs) -> bool:
-        """Whether these are compiled; if not, they are next.
+        """Return whether these are compiled; if not, they come next.
 
         Raises:
-          NotCompiled: that was tried a moment ago.
+          NotCompiled: they failed a moment ago.
         """
         if programs in self._ready:
             return True
@@ -73,27 +74,27 @@ class Compiler:
         return programs in self._ready
 
     def known(self, programs: Programs) -> bool:
-        """Whether these are compiled; does not wait for them."""
+        """Return whether these are compiled, without asking for them."""
         return programs in self._ready
 
     def plan(self, programs: Iterable[Programs]) -> None:
-        """Compile these, in this order, while no others are awaited."""
+        """Compile these, in this order, while no request waits for others."""
         with self._wake:
             self._plan += programs
             self._wake.notify_all()
 
     @property
     def planned(self) -> bool:
-        """Whether something is still to be compiled ahead."""
+        """Whether planned programs are left."""
         return bool(self._plan)
 
     def wait(self) -> None:
-        """Until nothing is to be compiled ahead."""
+        """Wait until no planned programs are left."""
         with self._wake:
             self._wake.wait_for(lambda: not self._plan or self._closed)
 
     def close(self) -> None:
-        """End, after the programs in hand."""
+        """End after the current programs."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -104,7 +105,7 @@ class Compiler:
         while True:
             with self._wake:
                 if not (self._wanted or self._plan):
-                    batch = None  # and its memory
+                    batch = None  # frees its memory
                 self._wake.wait_for(lambda: self._closed or self._wanted or self._plan)
                 if self._closed:
                     return
@@ -115,7 +116,7 @@ class Compiler:
                     batch = batch or self._make_batch()
                     batch.compile(*self._now)
                 except Exception as error:
-                    batch, why = None, f"{error}".strip().partition("\n")[0] or repr(error)
+                    batch, why = None, first_line(error)
                 return_memory()
             with self._wake:
                 self._settle(self._now, why)
@@ -124,22 +125,20 @@ class Compiler:
             self._changed()
 
     def _settle(self, programs: Programs, why: str) -> None:
-        ahead = programs in self._plan
-        if why:
-            self._failed[programs] = time.monotonic(), why
-            self.failures += not self._ready
-            if ahead:
-                inform(f"warning: compiling ahead ends here: {why}")
-                self._plan.clear()
+        if not why:
+            self._ready.add(programs)
+            self.failures = 0
+            if programs in self._plan:
+                self._plan.remove(programs)
             return
-        self._ready.add(programs)
-        self.failures = 0
-        self._failed.pop(programs, None)
-        if ahead:
-            self._plan.remove(programs)
+        self._failed[programs] = time.monotonic(), why
+        self.failures += not self._ready
+        if programs in self._plan:
+            inform(f"warning: compiling ahead ends here: {why}")
+            self._plan.clear()
 
 
 def return_memory() -> None:
-    """Give back what compiling took: glibc keeps it, 150 MB for a program of 30 layers."""
+    """Return freed memory to the system: glibc keeps 100 MB after compiling for the demo model."""
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

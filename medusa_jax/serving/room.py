@@ -1,76 +1,76 @@
-"""How many rows and slots the batch has: as many as requests need and programs are ready for."""
+"""The size of the batch: as many rows and slots as requests need and programs are ready for."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group, Job
-from medusa_jax.serving.programs import Programs
-from medusa_jax.serving.seats import Seat
+from medusa_jax.serving.programs import Compiler, Programs
 
-# After this many turns that needed fewer rows or slots than there are, there are fewer.
+# The batch shrinks after this many turns that needed fewer rows or slots.
 PATIENCE = 64
 
 
-class Known(Protocol):
-    """Which programs are compiled."""
+@dataclass
+class Row:
+    """The host's knowledge of one row of the batch.
 
-    def ready(self, programs: Programs) -> bool:
-        """Whether these are; if not, a request waits for them.
+    Attributes:
+      cached: tokens of the text that its cache holds, whether its request has ended or not.
+      drafted: number of them that the drafter has read; plain decoding does not advance it.
+      job: the request that has the row.
+      used: the turn in which the row last changed hands.
+    """
 
-        Raises:
-          NotCompiled: they cannot be compiled.
-        """
+    cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    drafted: int = 0
+    job: Job | None = None
+    used: int = 0
 
-    def known(self, programs: Programs) -> bool:
-        """Whether these are."""
-
-
-class InPlace:
-    """Without a compiler, programs are compiled where they are first needed."""
-
-    def ready(self, programs: Programs) -> bool:
-        """Always."""
-        return True
-
-    known = ready
+    def keep(self, text: np.ndarray, drafted: int) -> None:
+        """Set the text that the cache holds, and how much of it the drafter has read."""
+        self.cached, self.drafted = text, min(drafted, len(text))
 
 
 class Room:
-    """The size of a batch, and who sits there.
+    """Decides the size of a batch.
 
     Args:
-      seats: of all rows that there may be.
+      rows: all that there may be.
       sizes: numbers of rows that the batch may have, rising.
+      programs: which are compiled.
     """
 
     def __init__(
-        self, batch: Batch, seats: list[Seat], sizes: list[int], programs: Known
+        self, batch: Batch, rows: list[Row], sizes: list[int], programs: Compiler
     ) -> None:
-        self.batch, self.seats, self.sizes, self.programs = batch, seats, sizes, programs
-        self._roomy = 0
+        self.batch, self.rows, self.sizes, self.programs = batch, rows, sizes, programs
+        self._roomy = 0  # turns in a row that needed less
 
     @property
-    def seated(self) -> dict[int, Job]:
+    def running(self) -> dict[int, Job]:
         """By row, the requests whose prompt has been read."""
-        seats = enumerate(self.seats)
-        return {i: s.job for i, s in seats if s.job and s.job.seat is not None}
+        rows = enumerate(self.rows)
+        return {i: r.job for i, r in rows if r.job and r.job.row is not None}
 
     def size_with(self, length: int) -> tuple[int, int]:
-        """Rows and slots with one more text of this length; no rows: all are taken."""
+        """Return rows and slots with one more text of this length; 0 rows if all are taken."""
         batch = self.batch
         n_rows = batch.rows
-        if all(seat.job for seat in self.seats[:n_rows]):
+        if all(row.job for row in self.rows[:n_rows]):
             n_rows = next((n for n in self.sizes if n > n_rows), 0)
         return n_rows, max(batch.slots, batch.slots_for(length))
 
     def ready(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Whether a request of this group can step at this size, and ordinary ones go on.
+        """Return whether a request of this group can step at this size, and ordinary ones still can.
 
-        A cache is only made larger where that is so for every number of rows which ordinary requests
-        have programs for now: else the next one would wait.
+        A cache grows only once ordinary requests have programs at the new size for every number of rows
+        that they have programs for now. Otherwise the next one would wait.
 
         Raises:
-          NotCompiled: something of it cannot be compiled.
+          NotCompiled: some of it cannot be compiled.
         """
         batch, wanted = self.batch, {Programs(group, n_rows, slots)}
         if (n_rows, slots) != (batch.rows, batch.slots):
@@ -78,51 +78,40 @@ class Room:
         if slots > batch.slots:
             now = [n for n in self.sizes if self.known(BASE, n, batch.slots)]
             wanted |= {Programs(BASE, n, slots) for n in now}
-        ready = [
-            self.programs.ready(each) for each in sorted(wanted)
-        ]  # ask for all of them
+        ready = [self.programs.ready(each) for each in sorted(wanted)]  # asks for all
         return all(ready)
 
     def known(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Whether programs are ready, without waiting for them."""
+        """Return whether programs are ready, without asking for them."""
         return self.programs.known(Programs(group, n_rows, slots))
 
     def fit(self, n_rows: int, slots: int) -> None:
-        """Another size of the batch; where it is smaller, rows keep less of their texts."""
+        """Change the size of the batch; in fewer slots, rows keep less of their texts."""
         if slots < self.batch.slots:
-            for seat in self.seats:
-                seat.keep(seat.kept[: slots - self.batch.widest], seat.drafted)
-        for seat in self.seats[n_rows:]:
-            seat.keep(seat.kept[:0], 0)
+            for row in self.rows:
+                row.keep(row.cached[: slots - self.batch.widest], row.drafted)
+        for row in self.rows[n_rows:]:
+            row.keep(row.cached[:0], 0)
         self.batch.fit(n_rows, slots)
 
-    def shrink(self, rows: list[int], lengths: list[int], unseen: int) -> None:
-        """In time as few rows and slots as are needed.
+    def shrink(self, lengths: Mapping[int, int], unseen: int) -> None:
+        """Shrink to the rows and slots in use, after `PATIENCE` turns that needed less.
 
         Args:
-          rows, lengths: the rows that are taken and how long their texts are, as the host knows them.
-          unseen: tokens that each may have grown by since.
+          lengths: by row in use the length of its text, as far as the host knows.
+          unseen: tokens that each text may have grown by since.
         """
         batch = self.batch
-        slots = min(batch.slots, batch.slots_for(max(lengths) + unseen))
-        n_rows = min(batch.rows, next(n for n in self.sizes if n > max(rows)))
+        slots = min(batch.slots, batch.slots_for(max(lengths.values()) + unseen))
+        n_rows = min(batch.rows, next(n for n in self.sizes if n > max(lengths)))
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
-        groups = {BASE, *(seat.job.group for seat in self.seats if seat.job)}
+        groups = {BASE, *(row.job.group for row in self.rows if row.job)}
         if self._roomy >= PATIENCE and all(self.known(g, n_rows, slots) for g in groups):
             self.fit(n_rows, slots)
             self._roomy = 0
 
-    def restart(self) -> None:
-        """Empty seats and new rows.
-
-        Raises:
-          Exception: the device does not hold them; it may be called again.
-        """
-        self.empty()
-        self.batch.restart()
-
     def empty(self) -> None:
-        """No request has a seat, and no row a text."""
-        self.seats[:] = [Seat() for _ in self.seats]
+        """Forget every row's request and text."""
+        self.rows[:] = [Row() for _ in self.rows]
         self._roomy = 0

@@ -1,19 +1,20 @@
 """Which row takes which request, and when: continuous batching, one turn at a time.
 
-A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps of the
-rows that run; then the host looks at the chunk before that. So rows that run stall for no longer than
-one piece. A chunk ends when a row does, which is then given away. The host turns tokens into text while
-the device has work: what has ended is handed out at once; what continues, after the next dispatch, and not
-for every one of many short chunks.
+A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps; then the
+host looks at the chunk before that. Running rows therefore stall for at most one piece. A chunk ends when
+a row does, and the row is given away. The host turns tokens into text while the device has work. Answers
+that have ended are delivered at once. Others follow after the next dispatch, and not after every one of
+many short chunks.
 
-A turn uses only programs that are ready (`programs.py`). A request whose programs are not waits and
-lets those after it go first. A text that outgrows the slots which programs are ready for leaves its row
-(`parked`) until there are more, since no row can step next to one that is full.
+A turn uses only programs that are ready (`programs.py`). A request whose programs are not ready waits and
+lets later ones go first. A text that outgrows the slots for which programs are ready leaves its row
+(it is parked) until there are more, since no row can step next to a full one.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -21,41 +22,58 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding.guides import GuideThreads
+from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import PIECE, Batch, Reading
-from medusa_jax.serving.job import Group, Job, guides_of, tell
-from medusa_jax.serving.programs import NotCompiled, Programs
+from medusa_jax.serving.job import Group, Job
+from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 from medusa_jax.serving.request import Stopped, TooCostly
-from medusa_jax.serving.room import InPlace, Known, Room
-from medusa_jax.serving.seats import Look, Seat, shared_start
+from medusa_jax.serving.room import Room, Row
 from medusa_jax.tree.tree import Tree
 
-# Short chunks for this many turns after a row frees up, so that a follow-up starts quickly.
+# Chunks are short for this many turns after a row is free, so that a follow-up starts quickly.
 FOLLOW_UP_TURNS, FEW_STEPS = 4, 2
 
 
 class Begun(NamedTuple):
-    """A request that has seat `at`, and whose prompt is being read."""
+    """A request whose prompt is being read, for row `at`."""
 
     job: Job
     reading: Reading
     at: int
 
 
+@dataclass
+class Pending:
+    """The pending result of a dispatched program.
+
+    Attributes:
+      jobs: by row of `progress`, the requests that took part.
+      slots: of the cache at that time.
+      tree_nodes: of the tree of its steps; 0 if it took none.
+    """
+
+    progress: Progress
+    jobs: dict[int, Job]
+    slots: int
+    tree_nodes: int
+
+
 class Scheduler:
     """Requests in, deltas out. It has no thread: the caller calls `step`.
 
     Args:
-      trees: the numbers of rows that programs are compiled for, the largest is that of the
-        slots; and the tree for each.
+      trees: for each number of rows that programs are compiled for the tree; the largest is the number of
+        requests that are answered at a time.
       most_new: most tokens of an answer.
-      chunk_steps: steps between two looks.
+      programs: which are compiled.
+      chunk_steps: most steps of a chunk.
       piece: most tokens of a prompt that are read at once, a power of two.
-      programs: which are ready; by default all, compiled where they are first needed.
       threads: for the host's work on constraints; by default it is done in place.
 
     Attributes:
-      chunks: how many have come to their end.
+      chunks: number of finished ones.
     """
 
     def __init__(
@@ -64,21 +82,20 @@ class Scheduler:
         *,
         trees: Mapping[int, Tree],
         most_new: int,
+        programs: Compiler,
         chunk_steps: int = 8,
         piece: int = PIECE,
-        programs: Known | None = None,
         threads: GuideThreads | None = None,
     ) -> None:
         self._batch = Batch(model, trees, most_new, piece)
         self._threads = self._batch.threads = threads
-        self._seats = [Seat() for _ in range(max(trees))]
-        self._room = Room(self._batch, self._seats, sorted(trees), programs or InPlace())
+        self._rows = [Row() for _ in range(max(trees))]
+        self._room = Room(self._batch, self._rows, sorted(trees), programs)
         self._waiting: deque[Job] = deque()
-        self._beginning: Job | None = None  # neither waits nor has a seat
         self._parked: list[tuple[Job, Reading]] = []
         self._reading: Begun | None = None
-        self._looks: deque[Look] = deque()
-        self._late: dict[int, tuple[Job, Look, int]] = {}
+        self._pending: deque[Pending] = deque()
+        self._late: dict[int, tuple[Job, Pending, int]] = {}  # by row, not delivered yet
         self._chunk_steps, self._piece = chunk_steps, piece
         self._group = Group(False, "")
         self._turn = self.chunks = 0
@@ -86,79 +103,74 @@ class Scheduler:
     @property
     def slots(self) -> int:
         """Requests that can be answered at a time."""
-        return len(self._seats)
+        return len(self._rows)
 
     @property
     def busy(self) -> int:
-        """Slots that have a request."""
-        return sum(seat.job is not None for seat in self._seats)
+        """Rows that have a request."""
+        return sum(row.job is not None for row in self._rows)
 
     @property
     def waiting(self) -> int:
-        """Requests that have none, or have none at the moment."""
+        """Requests without a row, parked ones included."""
         return len(self._waiting) + len(self._parked)
 
     @property
     def on_device(self) -> list[Job]:
-        """Requests that are lost with the rows' state, each once."""
-        jobs = [self._beginning, *(job for job, _ in self._parked)]
-        jobs += [self._reading.job] if self._reading else []
-        jobs += [seat.job for seat in self._seats]
-        return list({id(job): job for job in jobs if job}.values())
+        """Requests that are lost with the state of the rows."""
+        jobs = [row.job for row in self._rows if row.job]
+        return [*jobs, *(job for job, _ in self._parked if job not in jobs)]
 
     def slot_sizes(self, most_tokens: int) -> list[int]:
-        """The sizes of the cache for texts of up to this many tokens, rising."""
+        """Return the cache sizes for texts of up to this many tokens, rising."""
         lengths = range(1, most_tokens + 1)
         return sorted({self._batch.slots_for(length) for length in lengths})
 
     def add(self, job: Job) -> None:
-        """Have a request answered, after those that came before it."""
+        """Queue a request."""
         self._waiting.append(job)
 
     def step(self) -> bool:
-        """One turn; returns whether another one has something to do.
+        """Take one turn; returns whether another one has something to do.
 
-        If not, `busy` and `waiting` tell whether there are requests that wait for programs.
+        If not, `busy` and `waiting` tell whether requests wait for programs.
         """
         self._turn += 1
         self._drop_cancelled()
         read = self._read()
         ran = self._run()
-        self._hand_out()
-        # The chunk just dispatched is looked at in the next turn, while the device has another;
-        # where a row is about to change hands, at once.
-        looks = len(self._looks)
-        while len(self._looks) > (
-            ran and not self._waiting and not self._expects_follow_up
-        ):
-            self._look(self._looks.popleft())
-            if self._looks:
-                self._hand_out()
-        return bool(read or ran or looks)
+        self._deliver()
+        # The next turn looks at the chunk just dispatched, while the device has another; this turn does
+        # where a row is about to change hands.
+        pending = len(self._pending)
+        wait_for_next = ran and not self._waiting and not self._expects_follow_up
+        while len(self._pending) > wait_for_next:
+            self._look(self._pending.popleft())
+            if self._pending:
+                self._deliver()
+        return bool(read or ran or pending)
 
     def fail(self, error: Stopped) -> None:
-        """Tell every request that there will be no answer."""
-        jobs = [*self.on_device, *(j for j in self._waiting if j is not self._beginning)]
+        """Tell every request that it gets no answer."""
+        jobs = [*self.on_device, *self._waiting]
         self._waiting.clear()
         self._forget()
-        self._room.empty()
         tell(jobs, error)
 
     def restart(self, error: Stopped) -> None:
-        """Go on with those that wait, after an error that has cost the rows' state.
+        """Go on with the queue after an error that has cost the state of the rows.
 
         Raises:
-          Exception: the device holds no new rows, either; it may be called again.
+          Exception: the device cannot hold new rows either.
         """
         jobs = self.on_device
-        self._waiting = deque(job for job in self._waiting if job is not self._beginning)
         self._forget()
         tell(jobs, error)
-        self._room.restart()
+        self._batch.restart()
 
     def _forget(self) -> None:
-        self._parked, self._reading, self._beginning = [], None, None
-        self._looks.clear()
+        self._parked, self._reading = [], None
+        self._pending.clear()
         self._late.clear()
         self._room.empty()
 
@@ -166,40 +178,38 @@ class Scheduler:
         self._waiting = deque(job for job in self._waiting if not job.handle.cancelled)
         self._parked = [one for one in self._parked if not one[0].handle.cancelled]
         if self._reading and self._reading.job.handle.cancelled:
-            self._seats[self._reading.at].job = None
+            self._rows[self._reading.at].job = None
             self._reading = None
-        for job in self._room.seated.values():
+        for job in self._room.running.values():
             if job.handle.cancelled:
                 self._free(job, self._batch.slots)
 
     def _free(self, job: Job, slots: int) -> None:
-        """A request gives its row up, which keeps what it can be reused for.
+        """Take a request's row away; the row keeps its text for reuse.
 
         Args:
-          slots: those of the cache when it took its last step. A step of others goes on writing
-            what it must for this row after its text, or in the last slots where that is full.
+          slots: of the cache when the request took its last step. Steps of other rows go on writing after
+            this row's text, or in the last slots if it is full.
         """
-        assert job.seat is not None
-        seat = self._seats[job.seat]
-        seat.keep(*job.kept(slots - self._batch.widest))
-        seat.job, seat.used, job.seat = None, self._turn, None
+        assert job.row is not None
+        row = self._rows[job.row]
+        row.keep(*job.cached(slots - self._batch.widest))
+        row.job, row.used, job.row = None, self._turn, None
 
     def _refuse(self, jobs: Iterable[Job], error: NotCompiled) -> None:
-        """Fail and drop requests whose programs cannot be compiled."""
+        """Fail requests whose programs cannot be compiled."""
         for job in jobs:
-            if job.seat is not None:
+            if job.row is not None:
                 self._free(job, self._batch.slots)
-            self._waiting = deque(other for other in self._waiting if other is not job)
+            if job in self._waiting:
+                self._waiting.remove(job)
             self._parked = [one for one in self._parked if one[0] is not job]
             tell([job], Stopped(f"no program for this request: {error}"))
 
     # Reading prompts.
 
     def _read(self) -> bool:
-        """Read a piece of the prompt whose turn it is, or as many short prompts as that takes.
-
-        Returns: whether anything was done.
-        """
+        """Read the next piece of a prompt, or as many short prompts; returns whether any was read."""
         left, busy = self._piece, self._return_parked()
         while True:
             self._reading = self._reading or self._begin()
@@ -207,9 +217,9 @@ class Scheduler:
                 return busy
             job, reading, at = self._reading
             if not self._room.known(job.group, self._batch.rows, self._batch.slots):
-                # Others have made the batch larger meanwhile: from its beginning, another time.
+                # The batch has grown for others meanwhile: read it from the beginning, later.
                 self._waiting.appendleft(job)
-                self._seats[at].job = self._reading = None
+                self._rows[at].job = self._reading = None
                 return busy
             left -= self._batch.next_tokens(reading)
             if left < 0:
@@ -218,63 +228,67 @@ class Scheduler:
             busy = True
             if reading.done:
                 self._insert(job, reading, at)
-                self._seats[at].keep(reading.prompt, job.drafted)
+                self._rows[at].keep(reading.prompt, job.drafted)
                 self._reading = None
 
     def _insert(self, job: Job, reading: Reading, at: int) -> None:
-        """A row that has been read, or was parked, gets its place."""
+        """Put a row that was read or parked into the batch."""
         progress = self._batch.insert(reading, at)
-        self._seats[at].job, job.seat = job, at
+        self._rows[at].job, job.row = job, at
         job.length = max(job.length, len(job.prompt))
-        self._looks.append(Look(progress, {0: job}, self._batch.slots, 0))
+        self._pending.append(Pending(progress, {0: job}, self._batch.slots, 0))
 
     def _begin(self) -> Begun | None:
-        """The next request that waits and the row that it will have, if there are any."""
+        """Give a row to the first request of the queue that can have one."""
         if not self._room.size_with(0)[0]:
             return None
         job = next((job for job in self._waiting if self._fits(job, len(job.prompt))), None)
         if job is None:
             return None
-        self._beginning = job  # it gets any error from here on
-        self._waiting = deque(other for other in self._waiting if other is not job)
+        self._waiting.remove(job)
+        try:
+            return self._given_row(job)
+        except Exception as error:  # the job is nowhere, so nobody else would tell it
+            tell([job], Stopped(f"a step failed: {first_line(error)}"))
+            raise
+
+    def _given_row(self, job: Job) -> Begun:
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
         self._room.fit(*self._room.size_with(len(prompt)))
-        seats = self._seats[: batch.rows]
-        # Drafts need a start that the drafter has read as well.
-        known = [seat.drafted if job.request.drafts else len(seat.kept) for seat in seats]
-        shared = [shared_start(seat.kept[:n], prompt) for seat, n in zip(seats, known)]
-        at, source = self._free_seat(shared), int(np.argmax(shared))
-        reading = batch.begin(job.row, source, shared[source], job.group)
-        job.reused, job.longest, seats[at].job = reading.position, batch.longest, job
-        drafted = seats[source].drafted  # what is read after a gap does not count
-        job.drafted = drafted if drafted < reading.position else len(prompt)
-        job.begin()
-        self._beginning = None
+        rows = self._rows[: batch.rows]
+        # With drafts, the drafter must have read the shared start too.
+        known = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
+        shared = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, known)]
+        at, source = self._free_row(shared), int(np.argmax(shared))
+        reading = batch.begin(job.decode, source, shared[source], job.group)
+        drafted = rows[source].drafted
+        job.begin(reading.position, batch.longest, drafted)
+        rows[at].job = job
         return Begun(job, reading, at)
 
-    def _free_seat(self, shared: list[int]) -> int:
-        """The free row that loses least.
+    def _free_row(self, shared: list[int]) -> int:
+        """Return the free row whose text is the least loss.
 
         Args:
-          shared: of each row, how many tokens of its text the new one begins with.
+          shared: for each row, number of its text's tokens that the new one begins with.
         """
-        seats = self._seats[: self._batch.rows]
+        rows = self._rows[: self._batch.rows]
 
-        def lost(i: int) -> tuple[bool, int, int]:
-            """A row whose whole text goes on loses nothing, nor does one that has none."""
-            if shared[i] == len(seats[i].kept):
+        def loss(i: int) -> tuple[bool, int, int]:
+            """Nothing is lost of a text that goes on as a whole, or of none."""
+            if shared[i] == len(rows[i].cached):
                 return False, -shared[i], 0
-            return True, 0, seats[i].used
+            return True, 0, rows[i].used
 
-        return min((i for i, seat in enumerate(seats) if not seat.job), key=lost)
+        return min((i for i, row in enumerate(rows) if not row.job), key=loss)
 
     def _fits(self, job: Job, length: int) -> bool:
-        """Whether a request with a text of this length can have a row now."""
+        """Return whether a request with a text of this length can have a row now."""
         n_rows, slots = self._room.size_with(length)
         try:
             return bool(n_rows) and self._room.ready(job.group, n_rows, slots)
         except NotCompiled as error:
-            # Without room for more rows, it may have one of these once that is free.
+            # If only more rows cannot be compiled, it may have one of these once one is free.
             if n_rows == self._batch.rows or slots > self._batch.slots:
                 self._refuse([job], error)
             return False
@@ -282,132 +296,146 @@ class Scheduler:
     # Texts that outgrow the slots.
 
     def _make_room(self) -> None:
-        """As many slots as the longest text needs; in time as few as it needs, and few rows."""
-        batch = self._batch
+        """Grow to the slots that the longest text needs; shrink after a while."""
+        batch, room = self._batch, self._room
         full = {
             at: job
-            for at, job in self._room.seated.items()
+            for at, job in room.running.items()
             if batch.slots_for(job.length) > batch.slots
         }
         if full:
             slots = max(batch.slots_for(job.length) for job in full.values())
-            groups = {job.group for job in full.values()}
             try:
-                ready = [self._room.ready(g, batch.rows, slots) for g in groups]
+                groups = {job.group for job in full.values()}
+                ready = [room.ready(group, batch.rows, slots) for group in groups]
                 if all(ready):
-                    self._room.fit(batch.rows, slots)
+                    room.fit(batch.rows, slots)
                 else:
                     self._park(full)
             except NotCompiled as error:
                 self._refuse(full.values(), error)
-        lengths = {at: job.length for at, job in self._room.seated.items()}
+        lengths = {at: job.length for at, job in room.running.items()}
         if self._reading:
             lengths[self._reading.at] = len(self._reading.job.prompt)
         if lengths:
-            # The device is ahead of what the host has seen by the chunks that are on their way.
-            unseen = sum(look.tree_nodes > 0 for look in self._looks)
-            unseen *= self._chunk_steps * batch.longest
-            self._room.shrink(list(lengths), list(lengths.values()), unseen)
+            # The device is ahead of the host by the pending chunks.
+            chunks = sum(pending.tree_nodes > 0 for pending in self._pending)
+            room.shrink(lengths, chunks * self._chunk_steps * batch.longest)
 
     def _park(self, full: Mapping[int, Job]) -> None:
-        """These rows are kept elsewhere, so that others can step."""
+        """Take these rows out of the batch, so that others can step."""
         for at, job in full.items():
             late = self._late.pop(at, None)
             if late and late[0] is job:
                 self._take(*late)
-            if job.seat is not None:
+            if job.row is not None:
                 self._parked.append((job, self._batch.take(at, job.group)))
                 self._free(job, self._batch.slots)
 
     def _return_parked(self) -> bool:
-        """Rows that have room now get a place again; returns whether there was one."""
+        """Put parked rows back that fit now; returns whether any did."""
         parked = len(self._parked)
         for job, reading in list(self._parked):
             if self._fits(job, job.length):
                 self._room.fit(*self._room.size_with(job.length))
-                at = self._free_seat([0] * self._batch.rows)
+                at = self._free_row([0] * self._batch.rows)
                 self._insert(job, reading, at)
-                self._seats[at].keep(*job.kept(self._batch.slots))
+                self._rows[at].keep(*job.cached(self._batch.slots))
                 self._parked = [one for one in self._parked if one[0] is not job]
         return len(self._parked) < parked
 
     # Steps.
 
     def _run(self) -> bool:
-        """Dispatch a chunk for the next group of rows; whether there was one."""
+        """Dispatch a chunk for the next group of rows; returns whether one can step."""
         self._make_room()
+        running = self._room.running
         # A row whose masks are late sits out.
-        jobs = {i: job for i, job in self._room.seated.items() if not self._is_late(job)}
+        jobs = {i: job for i, job in running.items() if not self._is_late(job)}
         groups = [g for g in sorted({j.group for j in jobs.values()}) if self._can_step(g)]
         if not groups:
             return False
         self._group = next((g for g in groups if g > self._group), groups[0])
-        wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
         chosen = {i: job for i, job in jobs.items() if job.group == self._group}
-        wanted_B[list(self._room.seated)] = PAUSED
+        wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
+        wanted_B[list(self._room.running)] = PAUSED
         wanted_B[list(chosen)] = RUNNING
         few = min(FEW_STEPS, self._chunk_steps)
         steps = few if self._expects_follow_up else self._chunk_steps
-        how = wanted_B, self._group, steps, few
-        progress, nodes = self._batch.run(*how, guides_of(chosen))
-        self._looks.append(Look(progress, chosen, self._batch.slots, nodes))
+        guides = {row: job.guide for row, job in chosen.items() if job.guide}
+        progress, nodes = self._batch.run(wanted_B, self._group, steps, few, guides)
+        self._pending.append(Pending(progress, chosen, self._batch.slots, nodes))
         return True
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))
 
     def _can_step(self, group: Group) -> bool:
-        """Whether a group's programs are ready; fails its requests if they cannot be compiled."""
+        """Return whether a group's programs are ready; fail its requests if they cannot be compiled."""
         batch = self._batch
         try:
             return self._room.programs.ready(Programs(group, batch.rows, batch.slots))
         except NotCompiled as error:
-            jobs = self._room.seated.values()
+            jobs = self._room.running.values()
             self._refuse([job for job in jobs if job.group == group], error)
             return False
 
     @property
     def _expects_follow_up(self) -> bool:
-        """A row has just become free and may soon be wanted."""
-        free = (seat for seat in self._seats[: self._batch.rows] if not seat.job)
-        return any(self._turn - seat.used < FOLLOW_UP_TURNS for seat in free)
+        """Whether a row has just become free and may soon be wanted."""
+        free = (row for row in self._rows[: self._batch.rows] if not row.job)
+        return any(self._turn - row.used < FOLLOW_UP_TURNS for row in free)
 
     # Results.
 
-    def _look(self, look: Look) -> None:
-        """Wait for a program; hand out what has ended, and leave the rest for `_hand_out`."""
-        look.progress = jax.tree.map(np.asarray, look.progress)
-        self.chunks += look.tree_nodes > 0
-        for row, job in look.jobs.items():
-            if job.seat is None:
+    def _look(self, pending: Pending) -> None:
+        """Wait for a program; deliver answers that have ended, leave the others for `_deliver`."""
+        pending.progress = jax.tree.map(np.asarray, pending.progress)
+        self.chunks += pending.tree_nodes > 0
+        for at, job in pending.jobs.items():
+            if job.row is None:
                 continue  # it ended before
-            self._late.pop(job.seat, None)
-            job.tree_nodes = look.tree_nodes or job.tree_nodes
-            job.length = int(look.progress.length_B[row])
-            if look.progress.status_B[row] in (RUNNING, PAUSED):
-                self._late[job.seat] = job, look, row
+            self._late.pop(job.row, None)
+            job.tree_nodes = pending.tree_nodes or job.tree_nodes
+            job.length = int(pending.progress.length_B[at])
+            if pending.progress.status_B[at] in (RUNNING, PAUSED):
+                self._late[job.row] = job, pending, at
             else:
-                self._take(job, look, row)
+                self._take(job, pending, at)
 
-    def _hand_out(self) -> None:
-        """What is new of texts that go on: the first token at once, else that of a few steps."""
+    def _deliver(self) -> None:
+        """Deliver the new part of texts that go on: the first token at once, then several steps."""
         late, self._late = self._late, {}
-        for seat, (job, look, row) in late.items():
-            if job.seat != seat:
+        for row, (job, pending, at) in late.items():
+            if job.row != row:
                 continue
-            steps = look.progress.steps_B[row] - job.steps
+            steps = pending.progress.steps_B[at] - job.steps
             if job.token_ids and steps < self._chunk_steps / 2:
-                self._late[seat] = job, look, row
+                self._late[row] = job, pending, at
             else:
-                self._take(job, look, row)
+                self._take(job, pending, at)
 
-    def _take(self, job: Job, look: Look, row: int) -> None:
-        delta = job.take(look.progress, row)
+    def _take(self, job: Job, pending: Pending, at: int) -> None:
+        delta = job.take(pending.progress, at)
         if delta.ending:
-            self._free(job, look.slots)
+            self._free(job, pending.slots)
             if job.guide and job.guide.error:
                 job.deliver(replace(delta, ending=None))
                 tell([job], TooCostly(job.guide.error))
                 return
         if delta.token_ids or delta.parts or delta.ending:
             job.deliver(delta)
+
+
+def shared_start(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens that two texts share at their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if differs.size else n
+
+
+def tell(jobs: Iterable[Job], error: Stopped) -> None:
+    """Deliver an error to these requests; a failed delivery does not affect the others."""
+    for job in jobs:
+        with contextlib.suppress(Exception):
+            job.deliver(error)

@@ -1,4 +1,4 @@
-"""A model that answers many at a time: a queue, and a thread that takes the turns."""
+"""A model that answers many requests at a time: a queue, and a thread that takes the turns."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from medusa_jax.api import Model
 from medusa_jax.console import inform
 from medusa_jax.decoding.guides import GuideThreads
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.serving.batch import Batch, piece_for
 from medusa_jax.serving.job import Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
@@ -16,7 +16,7 @@ from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree.tree import Tree
 
-# After this many errors without a chunk of steps between them the server ends.
+# The server ends after this many errors without a finished chunk between them.
 MOST_FAILURES = 3
 
 
@@ -25,7 +25,7 @@ class Busy(Exception):
 
 
 def row_sizes(slots: int) -> list[int]:
-    """Powers of two up to `slots`, and `slots`: a step costs what its rows cost, busy or not."""
+    """Return powers of two up to `slots`, and `slots`: a step costs its rows, busy or not."""
     sizes = [1]
     while sizes[-1] < slots:
         sizes.append(min(2 * sizes[-1], slots))
@@ -36,12 +36,12 @@ class Server:
     """One model, many requests, each answered as if it were alone.
 
     Args:
-      slots: requests that are answered at a time.
-      trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree
-        for each; by default `row_sizes` and the model's own.
+      slots: requests answered at a time.
+      trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree for each;
+        by default `row_sizes` and the model's own trees.
       queue: requests that may wait for a slot.
-      max_prompt_tokens: most tokens of a prompt; by default what the context holds.
-      max_new_tokens: most tokens of an answer; by default what the context holds.
+      max_prompt_tokens: most tokens of a prompt; by default the context.
+      max_new_tokens: most tokens of an answer; by default the context.
       more: `chunk_steps` and `piece` of `Scheduler`.
 
     Example:
@@ -77,10 +77,10 @@ class Server:
         self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
             model,
-            threads=self._threads,
             trees=self._trees,
             most_new=self.most_new,
             programs=self._compiler,
+            threads=self._threads,
             **more,
         )
         self._inbox: list[Job] = []
@@ -100,7 +100,7 @@ class Server:
 
     @property
     def slots(self) -> int:
-        """Requests that are answered at a time."""
+        """Requests answered at a time."""
         return self._scheduler.slots
 
     @property
@@ -110,7 +110,7 @@ class Server:
 
     @property
     def waiting(self) -> int:
-        """Requests that have none yet."""
+        """Requests without a slot."""
         return self._scheduler.waiting + len(self._inbox)
 
     @property
@@ -118,55 +118,42 @@ class Server:
         """Whether requests are taken."""
         return not self._closing and self._error is None
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended because of errors."""
+        return self._error is not None
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether programs are still to be compiled ahead."""
+        return self._compiler.planned
+
     def submit(self, request: Request) -> Handle:
-        """Have a request answered; iterate over the handle for its deltas.
+        """Queue a request; iterate over the handle for its deltas.
 
         Raises:
           UserError: the model cannot answer it.
-          Busy: too many are waiting.
+          Busy: the queue is full.
           Stopped: the server is closed.
         """
         return self.submit_all([request])[0]
 
-    @contextmanager
-    def preparing(self, n: int) -> Iterator[None]:
-        """Hold n places of the queue for requests that are submitted once they are compiled.
-
-        Raises:
-          Busy: there are not so many.
-        """
-        with self._wake:
-            if n and self.waiting + self._prepared + n > self.queue:
-                raise Busy(f"{self.waiting + self._prepared} requests are waiting already")
-            self._prepared += n
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._prepared -= n
-
     def submit_all(
         self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None
     ) -> list[Handle]:
-        """Several requests, or none of them if one is refused.
+        """Queue several requests, or none of them if one is refused.
 
         Args:
-          deliver: for each, called with its deltas instead of the handle.
+          deliver: for each request, called with its deltas instead of the handle.
 
         Raises:
           UserError, Busy, Stopped: as for `submit`.
         """
         handles = [Handle(self._notify) for _ in requests]
+        delivers = deliver or [handle.deliver for handle in handles]
         jobs = [
-            make_job(
-                self.model,
-                request,
-                self.most_prompt,
-                self.most_new,
-                handle,
-                deliver[i] if deliver else handle.deliver,
-            )
-            for i, (request, handle) in enumerate(zip(requests, handles))
+            make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
+            for request, handle, each in zip(requests, handles, delivers)
         ]
         with self._wake:
             if not self.running:
@@ -177,32 +164,40 @@ class Server:
             self._wake.notify()
         return handles
 
+    @contextmanager
+    def preparing(self, n: int) -> Iterator[None]:
+        """Hold n places of the queue for requests that are submitted once they are compiled.
+
+        Raises:
+          Busy: fewer places are left.
+        """
+        with self._wake:
+            waiting = self.waiting + self._prepared
+            if n and waiting + n > self.queue:
+                raise Busy(f"{waiting} requests are waiting already")
+            self._prepared += n
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._prepared -= n
+
     def warm_up(
         self, most_tokens: int, groups: Sequence[tuple[bool, str]], *, wait: bool = True
     ) -> None:
-        """Compile what texts of up to this many tokens need, the smallest sizes first.
+        """Compile the programs for texts of up to this many tokens, the smallest sizes first.
 
         Requests are answered meanwhile, with the programs that are ready.
 
         Args:
-          groups: of which requests: whether they draft, and their acceptance rule or "auto".
-          wait: until all is compiled.
+          groups: whether the requests draft, and their acceptance rule or "auto".
+          wait: until all programs are compiled.
         """
         slots = self._scheduler.slot_sizes(most_tokens)
         sizes = [(rows, n) for n in slots for rows in sorted(self._trees)]
         self._compiler.plan(Programs(Group(*g), *size) for g in groups for size in sizes)
         if wait:
             self._compiler.wait()
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether something is still to be compiled ahead."""
-        return self._compiler.planned
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended because of errors."""
-        return self._error is not None
 
     def when_failed(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, in the server's thread, if the server ends because of errors."""
@@ -212,7 +207,7 @@ class Server:
             tell()
 
     def close(self) -> None:
-        """Answer what was submitted, take nothing new, and end."""
+        """Answer the submitted requests, take no new ones, and end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -236,7 +231,7 @@ class Server:
                 self._take_inbox()
             self._scheduler.fail(Stopped(f"decoding ended: {error}"))
             self._when_failed()
-            if not isinstance(error, _Ended):
+            if not isinstance(error, Exception):
                 raise
 
     def _take_inbox(self) -> bool:
@@ -246,10 +241,10 @@ class Server:
         return arrived
 
     def _wait(self, more: bool) -> bool:
-        """Until there is something to do; False: nothing will be.
+        """Block until work arrives; False once the server is closed.
 
         Args:
-          more: whether there is, whatever comes.
+          more: the last turn left work.
         """
         with self._wake:
             while not (self._take_inbox() or self._changed or more):
@@ -260,34 +255,22 @@ class Server:
         return True
 
     def _turn(self) -> bool:
-        """A turn of the scheduler; after an error, new rows for those that wait.
+        """Take a turn. An error costs the requests on the device; those in the queue get new rows.
 
         Raises:
-          _Ended: that has not helped.
+          Exception: too many errors, one after the other.
         """
         try:
             more = self._scheduler.step()
-            if self._scheduler.chunks > self._chunks:
-                self._chunks, self._failures = self._scheduler.chunks, 0
-            if self._compiler.failures >= MOST_FAILURES:
-                raise _Ended("no program can be compiled")
-            return more
-        except _Ended:
-            raise
         except Exception as error:
-            lost = len(self._scheduler.on_device)
-            while True:
-                self._failures += 1
-                why = f"{error}".partition("\n")[0] or repr(error)
-                if self._failures >= MOST_FAILURES:
-                    raise _Ended(why) from error
-                inform(f"warning: a step failed, {lost} requests are lost: {why}")
-                try:
-                    self._scheduler.restart(Stopped(f"a step failed: {why}"))
-                    return True
-                except Exception as another:
-                    error = another
-
-
-class _Ended(Exception):
-    """Too many errors, one after the other."""
+            self._failures += 1
+            if self._failures >= MOST_FAILURES:
+                raise
+            inform(f"warning: a step failed, its requests are lost: {first_line(error)}")
+            self._scheduler.restart(Stopped(f"a step failed: {first_line(error)}"))
+            return True
+        if self._scheduler.chunks > self._chunks:
+            self._chunks, self._failures = self._scheduler.chunks, 0
+        if self._compiler.failures >= MOST_FAILURES:
+            raise RuntimeError("no program can be compiled")
+        return more

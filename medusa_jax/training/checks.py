@@ -1,17 +1,19 @@
-"""Checks of a configuration before a run; each problem is a one-line error."""
+"""Check a configuration before a run, and fit it to the model and the mesh; a problem is one line."""
 
+import dataclasses
 from operator import attrgetter
 
 from jax.sharding import Mesh
 
-from medusa_jax.config import Config
+from medusa_jax.config import Config, LlamaConfig, TrainConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
-from medusa_jax.training.hidden_store import STORED
-from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.data import prepare
+from medusa_jax.training.partition import TABLE, trained_groups
 
+OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 CHOICES = {
-    "train.stage": ("backbone", "medusa1", "medusa2", "native"),
+    "train.stage": tuple(dict.fromkeys(row.partition("/")[0] for row in TABLE)),
     "train.lambda_0_schedule": ("constant", "sine"),
     "train.backbone_loss": ("labels", "kl"),
     "model.quantise": ("", "int8", "nf4"),
@@ -19,9 +21,9 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
     "data.packing": ("first_fit", "concat"),
-    "data.cache_features": ("", *STORED),
-    "optim.name": ("adamw", "adamw8bit", "muon"),
-    "optim.heads_name": ("", "adamw", "adamw8bit", "muon"),
+    "data.cache_features": ("", "float32", "bfloat16", "float8"),
+    "optim.name": OPTIMIZERS,
+    "optim.heads_name": ("", *OPTIMIZERS),
     "optim.moment_dtype": ("float32", "bfloat16"),
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
@@ -38,8 +40,12 @@ LEAST = {
 }  # fmt: skip
 
 
-def check_choices(cfg: Config) -> None:
-    """Refuse an unknown choice and suggest the nearest known one."""
+def check(cfg: Config) -> None:
+    """Refuse unknown choices and inconsistent fields before anything is read.
+
+    Raises:
+      UserError: names the fields.
+    """
     for path, allowed in CHOICES.items():
         value = attrgetter(path)(cfg)
         if value not in allowed:
@@ -47,64 +53,96 @@ def check_choices(cfg: Config) -> None:
             known = " or ".join(name or "empty" for name in allowed)
             near = did_you_mean(value, allowed, aliases)
             raise UserError(f"{path} is {known}, not {value!r}{near}")
-
-
-def fit_accumulation(cfg: Config, mesh: Mesh) -> None:
-    """Reduce `train.accumulation`, given for one device, to what a mesh needs.
-
-    Takes the least number of microbatches with no more rows per device than on one device. The update is
-    unchanged; fewer microbatches gather the weights and sum the gradients less often.
-    """
-    t, devices = cfg.train, row_shards(mesh)
-    for n in range(1, t.accumulation + 1):
-        rows, remainder = divmod(t.batch_size, n * devices)
-        if not remainder and rows * t.accumulation <= t.batch_size:
-            t.accumulation = n
-            return
-
-
-def check(cfg: Config, mesh: Mesh) -> None:
-    """Refuse unknown choices and inconsistent fields before anything is compiled.
-
-    Raises:
-      UserError: names the fields.
-    """
-    check_choices(cfg)
-    trained_groups(cfg)  # raises for options that the stage does not support
-    t = cfg.train
     for path, least in LEAST.items():
         if not (value := attrgetter(path)(cfg)) >= least:  # also refuses NaN
             raise UserError(f"{path} must be at least {least}, not {value}")
     for path in ("optim.b1", "optim.b2", "lora.dropout"):
         if not 0 <= (share := attrgetter(path)(cfg)) < 1:
             raise UserError(f"{path} must be from 0 to below 1, not {share}")
-    if cfg.data.cache_features and t.stage != "medusa1":
-        raise UserError(
-            f"data.cache_features needs a backbone that does not change: train.stage medusa1, "
-            f"not {t.stage}"
-        )
-    if cfg.data.cache_features and cfg.data.packing != "first_fit":
-        raise UserError(
+    for wrong, problem in _contradictions(cfg):
+        if wrong:
+            raise UserError(problem)
+
+
+def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
+    """(whether the configuration contradicts itself in this way, how to say so)."""
+    t, model, data = cfg.train, cfg.model, cfg.data
+    trained, kl = trained_groups(t, cfg.lora), t.backbone_loss == "kl"
+    given = model.path or cfg.lora.rank or cfg.dry_run
+    cached = bool(data.cache_features)
+    return [
+        (
+            bool(model.quantise) and "backbone" in trained,
+            f"stage {t.stage} trains the backbone itself, which model.quantise {model.quantise!r} "
+            "forbids: use adapters (lora.rank) or train only heads",
+        ),
+        (
+            kl and set(trained) == {"heads"},
+            "train.backbone_loss is kl, but medusa1 trains no backbone",
+        ),
+        (kl and not given, "train.backbone_loss kl needs a backbone: set model.path"),
+        (
+            cached and t.stage != "medusa1",
+            "data.cache_features needs a backbone that does not change: train.stage medusa1, not "
+            f"{t.stage}",
+        ),
+        (
+            cached and data.packing != "first_fit",
             "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
-            "places in every epoch"
-        )
-    if cfg.data.draft_vocab_from and not cfg.heads.draft_vocab:
-        raise UserError(
-            "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens"
-        )
-    if t.feature_weight and cfg.heads.lm_head != "shared":
-        raise UserError(
+            "places in every epoch",
+        ),
+        (
+            bool(data.draft_vocab_from) and not cfg.heads.draft_vocab,
+            "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens",
+        ),
+        (
+            bool(t.feature_weight) and cfg.heads.lm_head != "shared",
             "train.feature_weight compares features with the inputs of the model's LM head: it needs "
-            f"heads.lm_head shared, not {cfg.heads.lm_head!r}"
-        )
+            f"heads.lm_head shared, not {cfg.heads.lm_head!r}",
+        ),
+        (
+            bool(t.heads_path) and "heads" not in trained,
+            f"train.heads_path is set, but stage {t.stage} has no heads",
+        ),
+    ]
+
+
+def settle(cfg: Config, arch: LlamaConfig, mesh: Mesh) -> Config:
+    """The configuration of a run: a copy with the model's shape and the mesh's number of microbatches.
+
+    `data.cache_features` becomes the type of given hidden states, if `data.source` holds any.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+    model = dataclasses.replace(cfg.model, arch=arch)
+    accumulation = microbatches_on(mesh, cfg.train)
+    train = dataclasses.replace(cfg.train, accumulation=accumulation)
+    data = prepare.with_given_states(cfg.data, train.stage)
+    cfg = dataclasses.replace(cfg, model=model, train=train, data=data)
+    check(cfg)
     shards = row_shards(mesh)
-    if t.batch_size % (t.accumulation * shards):
+    if train.batch_size % (accumulation * shards):
         raise UserError(
-            f"train.batch_size {t.batch_size} is not a multiple of accumulation x data x fsdp "
-            f"= {t.accumulation} x {shards}"
+            f"train.batch_size {train.batch_size} is not a multiple of accumulation x data x fsdp "
+            f"= {accumulation} x {shards}"
         )
-    if cfg.data.seq_len > cfg.model.arch.max_position:
+    if data.seq_len > arch.max_position:
         raise UserError(
-            f"data.seq_len {cfg.data.seq_len} exceeds the model's {cfg.model.arch.max_position} "
-            f"positions"
+            f"data.seq_len {data.seq_len} exceeds the model's {arch.max_position} positions"
         )
+    return cfg
+
+
+def microbatches_on(mesh: Mesh, train: TrainConfig) -> int:
+    """The microbatches that a mesh needs for `train.accumulation`, which is given for one device.
+
+    The least number with no more rows per device than on one device. The update is unchanged; fewer
+    microbatches gather the weights and sum the gradients less often.
+    """
+    devices = row_shards(mesh)
+    for n in range(1, train.accumulation + 1):
+        rows, remainder = divmod(train.batch_size, n * devices)
+        if not remainder and rows * train.accumulation <= train.batch_size:
+            return n
+    return train.accumulation

@@ -4,7 +4,7 @@
     params = functions.init(jax.random.key(0), frozen)
     loss, grads = jax.value_and_grad(functions.loss)(params, frozen, hidden_BTE, tokens_BT, counted_BT)
 
-`frozen` has of the backbone only what heads read, kernels as [in, out]:
+`frozen` holds the parts of the backbone that heads read, kernels as [in, out]:
 
     {"backbone": {"embed_tokens": {"embedding": [V, D]}, "norm": {"scale": [D]}, "lm_head": {"kernel": [D, V]}}}
 
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.config import Config, HeadsConfig, LlamaConfig, ModelConfig, TrainConfig
+from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Params, TextRows
@@ -43,7 +43,7 @@ class HeadFunctions:
     ):
         """Args:
           heads: the kind and sizes of the heads, such as `Eagle3Config()`.
-          arch: the backbone's shape (`interop.hf.read_config` reads it from a model's directory).
+          arch: the backbone's shape (`interop.hf_config.read_config` reads it from a model's directory).
           train: `dtype` of the computation, weights of the loss's terms, `levels`, `lambda_decay` and
             `loss_chunk`; the rest is not read.
 
@@ -55,8 +55,8 @@ class HeadFunctions:
             raise UserError(
                 f"the backbone is frozen: train.stage medusa1, not {train.stage}"
             )
-        cfg = Config(model=ModelConfig(arch=arch), heads=heads, train=train)
-        self._stage, self._drafter = make_stage(cfg, 1), make_drafter(heads, arch)
+        self._stage = make_stage(train, arch, heads, LoraConfig(), 1)
+        self._drafter = make_drafter(heads, arch)
         self.heads, self.arch = self._drafter.heads, arch
         self._levels = self._drafter.loss_view(train.levels)
         self._llama = Llama(arch, jnp.dtype(train.dtype))

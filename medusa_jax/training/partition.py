@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from medusa_jax.config import Config
+from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.registry import make_drafter
 
 
 class Trains(NamedTuple):
@@ -32,39 +31,15 @@ TABLE: dict[str, dict[str, Trains]] = {
 }
 
 
-def trained_groups(cfg: Config) -> dict[str, Trains]:
+def trained_groups(train: TrainConfig, lora: LoraConfig) -> dict[str, Trains]:
     """The row of `TABLE` for this run.
 
     Raises:
-      UserError: an unknown stage, or options that it does not support.
+      UserError: an unknown stage, or adapters in a stage without them.
     """
-    stage = cfg.train.stage
-    row = stage + ("/lora" if cfg.lora.rank else "")
-    if stage not in TABLE:
-        raise UserError(f"train.stage is one of {', '.join(TABLE)}, not {stage!r}")
+    row = train.stage + ("/lora" if lora.rank else "")
+    if train.stage not in TABLE:
+        raise UserError(f"train.stage is one of {', '.join(TABLE)}, not {train.stage!r}")
     if row not in TABLE:
-        raise UserError(f"stage {stage} has no adapters: set lora.rank to 0")
-    groups = TABLE[row]
-    if cfg.model.quantise and "backbone" in groups:
-        raise UserError(
-            f"stage {stage} trains the backbone itself, which model.quantise "
-            f"{cfg.model.quantise!r} forbids: use adapters (lora.rank) or train only heads"
-        )
-    if cfg.train.backbone_loss == "kl":
-        if set(groups) == {"heads"}:
-            raise UserError("train.backbone_loss is kl, but medusa1 trains no backbone")
-        if not cfg.model.path and not cfg.lora.rank and not cfg.dry_run:
-            raise UserError("train.backbone_loss kl needs a backbone: set model.path")
-    return groups
-
-
-def heads_taps(cfg: Config) -> tuple[int, ...]:
-    """Layers of the backbone that the heads of this run read (`Drafter.taps`); none without heads."""
-    if "heads" not in trained_groups(cfg):
-        return ()
-    return make_drafter(cfg.heads, cfg.model.arch).taps
-
-
-def hidden_width(cfg: Config) -> int:
-    """E, the width of the hidden states that the loss reads, tapped streams included."""
-    return cfg.model.arch.d_model * (1 + len(heads_taps(cfg)))
+        raise UserError(f"stage {train.stage} has no adapters: set lora.rank to 0")
+    return TABLE[row]

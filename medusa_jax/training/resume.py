@@ -18,7 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.training.setup import Setup
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, write_json
 
 FILE = "config.json"
 # Groups and fields that a resumed run must not change: the trained variables, the optimizer, the rows and their
@@ -36,6 +36,17 @@ SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",
     "train.backbone_loss",
 )  # fmt: skip
+# Entries of a checkpoint's `data` and their names for messages.
+CONTENT = {
+    "rows": "number of rows", "batch_size": "batch size", "text": "text",
+    "backbone": "backbone", "draft_vocab": "draft vocabulary",
+}  # fmt: skip
+
+
+def record(cfg: Config) -> None:
+    """Write the configuration for the next start."""
+    if hosts.first():
+        write_json(os.path.join(cfg.workdir, FILE), dataclasses.asdict(cfg))
 
 
 def changes(cfg: Config) -> dict[str, str]:
@@ -46,21 +57,23 @@ def changes(cfg: Config) -> dict[str, str]:
     """
     try:
         with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
-            before = flat(json.load(file))
+            before = flatten(json.load(file))
     except (OSError, ValueError) as error:
         if hosts.first():
-            inform(
-                f"{FILE} of the run cannot be read, so changes of the configuration are not checked: {error}"
-            )
+            inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
-    now = flat(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    now = flatten(json.loads(json.dumps(dataclasses.asdict(cfg))))
     # Fields that another version does not have are ignored.
     found = {
         name: f"{before[name]!r} -> {now[name]!r}"
         for name in now
         if name in before and before[name] != now[name] and name not in FREE
     }
-    fixed = [f"{name}: {found[name]}" for name in found if within(name, FIXED)]
+    fixed = [
+        f"{name}: {change}"
+        for name, change in found.items()
+        if any(f"{name}.".startswith(f"{field}.") for field in FIXED)
+    ]
     if fixed:
         raise UserError(
             f"the run in {cfg.workdir} was started with another configuration "
@@ -69,47 +82,42 @@ def changes(cfg: Config) -> dict[str, str]:
     return found
 
 
-def flat(value: object, prefix: str = "") -> Json:
+def flatten(value: object, prefix: str = "") -> Json:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
     if not isinstance(value, dict):
         return {prefix: value}
-    parts = [flat(x, f"{prefix}.{name}" if prefix else name) for name, x in value.items()]
+    parts = [
+        flatten(x, f"{prefix}.{name}" if prefix else name) for name, x in value.items()
+    ]
     return {name: x for part in parts for name, x in part.items()}
 
 
-def within(name: str, fields: tuple[str, ...]) -> bool:
-    """Whether a field is in `fields`, itself or by its group."""
-    return any(name == field or name.startswith(field + ".") for field in fields)
-
-
-def contents(cfg: Config, rows: Rows, setup: Setup) -> Json:
+def contents(batch_size: int, rows: Rows, setup: Setup) -> Json:
     """Description of the text and frozen weights, stored in checkpoints."""
     ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
     return {
         "rows": rows.rows,
-        "batch_size": cfg.train.batch_size,
+        "batch_size": batch_size,
         "text": rows.crc,
-        "backbone": setup.base and setup.base["fingerprint"],
+        "backbone": setup.fingerprint,
         "draft_vocab": None if ids is None else zlib.crc32(np.asarray(ids).data),
     }
 
 
-def check(saved: Json, now: Json, workdir: str) -> None:
-    """Refuse to resume with a different text, backbone or draft vocabulary.
+def check(saved: Json, now: Json, steps: int, workdir: str) -> None:
+    """Refuse to resume with a different text, backbone or draft vocabulary, or beyond `steps`.
 
     Raises:
       UserError: names the difference.
     """
-    names = {"text": "text", "backbone": "backbone", "draft_vocab": "draft vocabulary"}
-    if (saved["rows"], saved["batch_size"]) != (now["rows"], now["batch_size"]):
+    if (step := saved["step"]) > steps:
         raise UserError(
-            f"the checkpoint in {workdir} was made with {saved['rows']} rows in batches of "
-            f"{saved['batch_size']}, now there are {now['rows']} in batches of "
-            f"{now['batch_size']}; use another --workdir"
+            f"the checkpoint in {workdir} is at step {step}, beyond the {steps} of this run: set "
+            f"train.steps to {step} to export it unchanged, or higher to continue"
         )
-    for name, word in names.items():
+    for name, word in CONTENT.items():
         if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
             raise UserError(
-                f"the checkpoint in {workdir} was made with another {word}: restore that, or use "
-                "another --workdir"
+                f"the checkpoint in {workdir} was made with another {word} ({saved[name]}, now "
+                f"{now[name]}): restore that, or use another --workdir"
             )

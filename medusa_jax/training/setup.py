@@ -1,7 +1,8 @@
 """Load the models of a training run."""
 
 import dataclasses
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -10,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.config import HeadsConfig, LlamaConfig, ModelConfig, TrainConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
-from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import fingerprint_as_read
+from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
-from medusa_jax.training.partition import trained_groups
 from medusa_jax.whole_files import Json
 
 
@@ -43,28 +44,38 @@ class Setup(NamedTuple):
     base: Json | None
     heads_recipe: Json | None = None
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the loaded backbone."""
+        return None if self.base is None else self.base["fingerprint"]
 
-def load_setup(cfg: Config, mesh: Mesh) -> Setup:
+
+def load_setup(
+    model: ModelConfig, heads: HeadsConfig, train: TrainConfig, trained: Collection[str], mesh: Mesh
+) -> Setup:  # fmt: skip
     """Load the backbone (`model.path`, else a random one of shape `model.arch`) and initial heads.
+
+    Args:
+      trained: the trained groups.
 
     Raises:
       UserError: an unreadable file, or heads for another backbone.
     """
-    frozen_backbone = "backbone" not in trained_groups(cfg)
-    dtype = jnp.dtype(cfg.model.param_dtype) if frozen_backbone else jnp.float32
-    kind, seen = cfg.model.quantise, hf.Fingerprint()
-    arch, params = cfg.model.arch, None
+    frozen_backbone = "backbone" not in trained
+    dtype = jnp.dtype(model.param_dtype) if frozen_backbone else jnp.float32
+    kind, seen = model.quantise, Fingerprint()
+    arch, params = model.arch, None
 
     def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
         seen.update(arch, entry)
         return quantise_backbone(entry, kind) if kind else entry
 
-    key = jax.random.key(cfg.train.seed)
+    key = jax.random.key(train.seed)
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
-        if cfg.model.path:
-            arch, params = hf.load_backbone(cfg.model.path, mesh, dtype, convert)
-            if cfg.model.add_layers:
-                arch, new = more_layers(arch, cfg.model.add_layers, key, mesh)
+        if model.path:
+            arch, params = hf.load_backbone(model.path, mesh, dtype, convert)
+            if model.add_layers:
+                arch, new = more_layers(arch, model.add_layers, key, mesh)
                 params |= convert(arch, new)
         elif frozen_backbone:
             params = convert(
@@ -72,20 +83,20 @@ def load_setup(cfg: Config, mesh: Mesh) -> Setup:
             )
     base = None
     if params is not None:
-        fingerprint = fingerprint_as_read(cfg.model.path, seen, arch, dtype)
+        fingerprint = fingerprint_as_read(model.path, seen, arch, dtype)
         base = own_heads.base_record(arch, fingerprint)
     start: PyTree = {}
     recipe: Json | None = None
-    if cfg.train.heads_path:
-        start["heads"], recipe = load_heads(cfg, arch, base, mesh)
+    if train.heads_path:
+        start["heads"], recipe = load_heads(train.heads_path, heads, arch, base, mesh)
     if params is not None and frozen_backbone:
         return Setup(arch, {"backbone": params}, start, base, recipe)
     frozen: PyTree = {}
     if params is not None:
         start["backbone"] = params
-        if cfg.train.backbone_loss == "kl":
+        if train.backbone_loss == "kl":
             # A copy, since the step donates the buffers of its parameters.
-            dtype = jnp.dtype(cfg.model.param_dtype)
+            dtype = jnp.dtype(model.param_dtype)
             frozen["teacher"] = jax.tree.map(lambda x: jnp.array(x, dtype), params)
     return Setup(arch, frozen, start, base, recipe)
 
@@ -128,21 +139,18 @@ def more_layers(
 
 
 def load_heads(
-    cfg: Config, arch: LlamaConfig, base: Json | None, mesh: Mesh
+    path: str, expected: HeadsConfig, arch: LlamaConfig, base: Json | None, mesh: Mesh
 ) -> tuple[PyTree, Json]:
-    """Load the heads of `train.heads_path`, which must match `cfg.heads`, and their recipe."""
-    path = cfg.train.heads_path
-    if "heads" not in trained_groups(cfg):
-        raise UserError(
-            f"train.heads_path is set, but stage {cfg.train.stage} has no heads"
-        )
+    """Load heads, which must be as `expected`, and their recipe."""
     if base is None:
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
+    # Seam: chosen by `train.heads_path`.
+    heads_io = importlib.import_module("medusa_jax.interop.heads_io")
     heads, params, described = heads_io.load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )
-    if heads != whole_config(cfg.heads):
-        raise UserError(f"{path} holds {heads}, but the configuration is {cfg.heads}")
+    if heads != whole_config(expected):
+        raise UserError(f"{path} holds {heads}, but the configuration is {expected}")
     return params, described.get("recipe", {})

@@ -13,19 +13,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from medusa_jax.config import Config
-from medusa_jax.errors import UserError
+from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model import lora
+from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
-from medusa_jax.training.losses.induction import Attends
+from medusa_jax.training.losses import (
+    HeadObjective,
+    HeadTargets,
+    StepInputs,
+    Sums,
+    objectives,
+)
 from medusa_jax.training.optim.optimizer import heads_weight
-from medusa_jax.training.partition import heads_taps, trained_groups
+from medusa_jax.training.partition import Trains, trained_groups
 
 # (trained, frozen, inputs of the step) -> (loss, sums for the log).
 LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
@@ -38,69 +42,110 @@ class Stage:
     Variables are dicts of groups ("backbone", "lora", "heads"), as in `partition.TABLE`.
 
     Attributes:
+      groups: the trained groups, and how.
+      arch: the backbone's shape.
       offsets: number of tokens that each loss looks ahead; 1 for the backbone's.
       loss: the minimised function.
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
+      taps: layers of the backbone that the heads read (`Drafter.taps`).
       hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
         they are cached.
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
       draft_vocab: number of tokens that the heads score, 0: all.
     """
 
+    groups: dict[str, Trains]
+    arch: LlamaConfig
     offsets: tuple[int, ...]
     loss: LossFn
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
+    taps: tuple[int, ...] = ()
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
 
+    @property
+    def width(self) -> int:
+        """E, the width of the hidden states that the loss reads, tapped streams included."""
+        return self.arch.d_model * (1 + len(self.taps))
 
-def make_stage(cfg: Config, steps: int, mesh: Mesh | None = None) -> Stage:
-    """The stage `cfg.train.stage` for a backbone of shape `cfg.model.arch`.
+    def metrics(self, sums: Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
+        """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
+
+        With a draft vocabulary `inside` is the share of pairs whose token is in it; the loss is the mean over
+        these, the others are misses.
+
+        If heads train together with the backbone, its metrics are `lm_loss`, `lm_top1` and `lm_top5`, and
+        `lm_objective` is the minimised term L_LM (cross-entropy or KL).
+        """
+        n = jnp.maximum(counts_K, 1.0)
+        scored = jnp.maximum(sums.scored, 1.0)
+        means = {"loss": sums.nll / scored, "top1": sums.top1 / n, "top5": sums.top5 / n}
+        inside = {"inside": sums.scored / n} if self.draft_vocab else {}
+        if self.offsets[0] != 1 or len(self.offsets) == 1:
+            return means | inside
+        lm = {f"lm_{name}": x[0] for name, x in means.items()}
+        lm_sums = jax.tree.map(lambda x: x[0], sums)
+        lm["lm_objective"] = losses.next_token_mean(lm_sums, counts_K[0])
+        return {name: x[1:] for name, x in (means | inside).items()} | lm
+
+
+def make_stage(
+    train: TrainConfig, arch: LlamaConfig, heads: HeadsConfig, lora: LoraConfig, steps: int,
+    mesh: Mesh | None = None,
+) -> Stage:  # fmt: skip
+    """The stage `train.stage` of `steps` updates for a backbone of shape `arch`.
 
     With a mesh the rows of a microbatch stay split over its devices throughout the step.
     """
-    trained = set(trained_groups(cfg))
-    grouped = GroupedBackbone(cfg, mesh)
-    lambda_0 = heads_weight(cfg.train.lambda_0_schedule, cfg.train.lambda_0, steps)
-    if "heads" not in trained:
-        loss, init = backbone_stage(grouped), partial(fresh_groups, cfg, None)
-        return Stage((1,), loss, init, lambda_0)
-    drafter = make_drafter(cfg.heads, cfg.model.arch)
-    init = partial(fresh_groups, cfg, drafter)
-    objective = head_objective(cfg, drafter)
+    groups = trained_groups(train, lora)
+    drafter = make_drafter(heads, arch) if "heads" in groups else None
+    taps = drafter.taps if drafter else ()
+    # Without gradients through the backbone there is nothing to recompute.
+    remat = train.remat and groups.keys() != {"heads"}
+    llama = Llama(arch, jnp.dtype(train.dtype), remat=remat, mesh=mesh, taps=taps)
+    backbone = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
+    init = partial(fresh_groups, arch, drafter, lora.rank)
+    lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
+    if drafter is None:
+        loss = backbone_stage(backbone, train.loss_chunk)
+        return Stage(groups, arch, (1,), loss, init, lambda_0)
+    objective = head_objective(train, drafter)
     offsets = tuple(k + 2 for k in range(objective.drafter.n_heads))
-    ranks = partial(label_ranks, grouped, drafter)
-    if trained == {"heads"}:
-        loss, hidden = heads_stage(grouped, objective), grouped.hidden_states
-        return Stage(offsets, loss, init, lambda_0, hidden, ranks, cfg.heads.draft_vocab)
-    loss, offsets = joint_stage(grouped, objective), (1, *offsets)
-    return Stage(offsets, loss, init, lambda_0, None, ranks, cfg.heads.draft_vocab)
+    hidden = None
+    if groups.keys() == {"heads"}:
+        loss, hidden = heads_stage(backbone, objective), backbone.hidden_states
+    else:
+        loss, offsets = joint_stage(backbone, objective), (1, *offsets)
+    ranks = partial(label_ranks, backbone, drafter, train.loss_chunk)
+    return Stage(
+        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab
+    )
 
 
+@dataclasses.dataclass(frozen=True)
 class GroupedBackbone:
-    """Builds the backbone in training from its groups of variables."""
+    """Builds the backbone in training from its groups of variables.
 
-    def __init__(self, cfg: Config, mesh: Mesh | None):
-        self.cfg = cfg
-        # Without gradients through the backbone there is nothing to recompute.
-        remat = cfg.train.remat and set(trained_groups(cfg)) != {"heads"}
-        dtype = jnp.dtype(cfg.train.dtype)
-        self.llama = Llama(
-            cfg.model.arch, dtype, remat=remat, mesh=mesh, taps=heads_taps(cfg)
-        )
+    Attributes:
+      distil: the backbone before training is a teacher (`train.backbone_loss="kl"`).
+    """
+
+    llama: Llama
+    lora: LoraConfig
+    distil: bool = False
 
     def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone with its adapters, if any."""
-        adapters = groups.get("lora")
-        if adapters is not None and dropout_key is not None and self.cfg.lora.dropout:
-            adapters = lora.with_dropout(adapters, dropout_key)
-        return Backbone(self.llama, groups["backbone"], adapters)
+        own = groups.get("lora")
+        if own is not None and dropout_key is not None and self.lora.dropout:
+            own = adapters.with_dropout(own, dropout_key)
+        return Backbone(self.llama, groups["backbone"], own)
 
     def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
-        """The backbone for heads: its LM head scores only the draft vocabulary, if there is one."""
+        """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""
         backbone = self.backbone(groups, dropout_key)
         if vocabulary.GROUP not in groups:
             return backbone
@@ -110,11 +155,11 @@ class GroupedBackbone:
         """Scale the adapters once, instead of in every chunk of the loss."""
         if "lora" not in params:
             return params
-        return params | {"lora": lora.scaled(params["lora"], self.cfg.lora)}
+        return params | {"lora": adapters.scaled(params["lora"], self.lora)}
 
     def original(self, frozen: PyTree) -> Backbone | None:
         """The teacher: the backbone before training, without adapters and dropout."""
-        if self.cfg.train.backbone_loss != "kl":
+        if not self.distil:
             return None
         teacher = frozen["teacher" if "teacher" in frozen else "backbone"]
         return Backbone(self.llama.clone(taps=()), teacher)
@@ -124,33 +169,29 @@ class GroupedBackbone:
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
-def head_objective(cfg: Config, drafter: Drafter) -> HeadObjective:
+def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
     """The configured loss of draft heads."""
-    t = cfg.train
-    if t.induction_weight and not isinstance(drafter, Attends):
-        raise UserError(
-            f"train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
-            f"{drafter.name}"
-        )
+    if train.induction_weight:
+        objectives.induction().check(drafter)
     targets = HeadTargets(
-        t.label_weight,
-        t.teacher_weight,
-        t.hidden_noise,
-        t.feature_weight,
-        t.induction_weight,
+        train.label_weight,
+        train.teacher_weight,
+        train.hidden_noise,
+        train.feature_weight,
+        train.induction_weight,
     )
-    return HeadObjective(drafter.loss_view(t.levels), t.loss_chunk, t.lambda_decay, targets)
+    view = drafter.loss_view(train.levels)
+    return HeadObjective(view, train.loss_chunk, train.lambda_decay, targets)
 
 
-def backbone_stage(grouped: GroupedBackbone) -> LossFn:
+def backbone_stage(grouped: GroupedBackbone, chunk: int) -> LossFn:
     """Language modelling: the backbone, or its adapters."""
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
         def backbone_of(p: PyTree) -> Backbone:
             return grouped.backbone(frozen | p, inputs.dropout_key)
 
-        chunk, original = grouped.cfg.train.loss_chunk, grouped.original(frozen)
-        params = grouped.with_adapters(params)
+        params, original = grouped.with_adapters(params), grouped.original(frozen)
         return losses.backbone_loss(params, backbone_of, inputs, chunk, original)
 
     return loss
@@ -188,33 +229,28 @@ def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
 
 
 def label_ranks(
-    grouped: GroupedBackbone,
-    drafter: Drafter,
-    params: PyTree,
-    frozen: PyTree,
+    grouped: GroupedBackbone, drafter: Drafter, chunk: int, params: PyTree, frozen: PyTree,
     batch: PyTree,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
     backbone = grouped.drafting(frozen | grouped.with_adapters(params))
     hidden_BTE = losses.hidden_states(backbone, batch)
-    chunk = grouped.cfg.train.loss_chunk
     return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTE, batch, chunk)
 
 
 def fresh_groups(
-    cfg: Config, drafter: Drafter | None, key: jax.Array, given: PyTree
+    arch: LlamaConfig, drafter: Drafter | None, rank: int, key: jax.Array, given: PyTree
 ) -> PyTree:
-    """Initial values of what is trained and not given: "backbone", "lora", "heads"."""
-    arch, out = cfg.model.arch, {}
+    """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
+    out = {}
     if "backbone" not in given:
         out["backbone"] = init_params(arch, key)
     backbone = (given | out)["backbone"]
-    if "lora" in trained_groups(cfg) and "lora" not in given:
-        adapter_key = jax.random.fold_in(key, 2)
-        out["lora"] = lora.init_lora(arch, adapter_key, cfg.lora.rank)
+    if rank and "lora" not in given:
+        out["lora"] = adapters.init_lora(arch, jax.random.fold_in(key, 2), rank)
     if drafter is not None and "heads" not in given:
         backbone = Backbone(Llama(arch), backbone)
-        if cfg.heads.draft_vocab:
+        if drafter.heads.draft_vocab:
             backbone = vocabulary.narrowed(backbone, given[vocabulary.GROUP]["ids"])
         out["heads"] = drafter.init(jax.random.fold_in(key, 1), backbone)
     return out

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.tree.growth import Order
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json, decode_text
 
 # Trees with arguments after a colon.

@@ -6,7 +6,6 @@ positions whose tuple begins with its path (`joint_growth`). Trees to decode wit
 they save (`growth_by_steps`). Measured step latency then selects the size with the most tokens per second.
 """
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medusa_jax.tree.tree import COPIED, Choice, Tree
+from medusa_jax.tree.tree import COPIED, Choice, Order, Tree
 
 # Ranks from this on count as a miss: no useful tree is this wide.
 MISS = 64
@@ -59,30 +58,6 @@ def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
 def chain_length(tuples_PK: np.ndarray) -> float:
     """Tokens per step of a chain made of the first guess of every head."""
     return 1.0 + float(np.cumprod(tuples_PK == 0, axis=1).mean(axis=0).sum())
-
-
-def product_growth(accuracy_KR: np.ndarray, n_choices: int) -> list[Choice]:
-    """Nodes by the product of accuracies along their path: the paper's estimate.
-
-    The accuracies are taken as independent; ranks with accuracy 0 are left out.
-    """
-    K, R = accuracy_KR.shape
-    heap: list[tuple[float, int, Choice]] = []
-
-    def push_children(path: Choice, worth: float) -> None:
-        if len(path) < K:
-            for rank in range(R):
-                child = worth * float(accuracy_KR[len(path), rank])
-                if child > 0:
-                    heapq.heappush(heap, (-child, len(path) + 1, (*path, rank)))
-
-    push_children((), 1.0)
-    growth: list[Choice] = []
-    while heap and len(growth) < n_choices:
-        negative, _, path = heapq.heappop(heap)
-        growth.append(path)
-        push_children(path, -negative)
-    return growth
 
 
 def path_counts(tuples_PK: np.ndarray) -> Counter[Choice]:
@@ -229,22 +204,6 @@ def growth_by_steps(
         (tree, path), begin_S = found[best], begins_of[best]
         growth.append(path)
     return growth
-
-
-class Order(NamedTuple):
-    """The order in which nodes are added to a tree.
-
-    Attributes:
-      growth: choices, best first.
-      spares: for copied nodes, see `Tree`; best first.
-    """
-
-    growth: Sequence[Sequence[int]]
-    spares: Sequence[Sequence[int]] = ()
-
-    def tree(self, n_nodes: int) -> Tree:
-        """The first `n_nodes - 1` choices, plus the root."""
-        return Tree.from_choices(self.growth[: n_nodes - 1], self.spares)
 
 
 def order_by_steps(texts: Sequence[Recorded], n_choices: int, *, copies: bool) -> Order:

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jax.typing import ArrayLike
@@ -327,3 +327,19 @@ def stand_in(trees: Iterable[Tree]) -> Tree:
     trees = list(trees)
     copies = any(tree.copied_C.size for tree in trees)
     return (Tree.copies if copies else Tree.chain)(max(tree.depth for tree in trees))
+
+
+class Order(NamedTuple):
+    """The order in which nodes are added to a tree.
+
+    Attributes:
+      growth: choices, best first.
+      spares: for copied nodes, see `Tree`; best first.
+    """
+
+    growth: Sequence[Sequence[int]]
+    spares: Sequence[Sequence[int]] = ()
+
+    def tree(self, n_nodes: int) -> Tree:
+        """The first `n_nodes - 1` choices, plus the root."""
+        return Tree.from_choices(self.growth[: n_nodes - 1], self.spares)

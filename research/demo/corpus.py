@@ -18,6 +18,7 @@ A document is `<|endoftext|>` + its tokens + `<|endoftext|>`, so that the model 
 as a prompt. The same Python version gives the same bytes.
 """
 
+import dataclasses
 import hashlib
 import json
 import platform
@@ -27,8 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.commands.flags import command
-from medusa_jax.console import run_main
+from medusa_jax.commands.flags import Program, flag
 from medusa_jax.errors import UserError
 from medusa_jax.training.data.rows import write_tokens
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -270,24 +270,25 @@ def build(
     return report
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = command(
-        "python -m research demo_corpus",
-        "Build the demo's training text from Python's standard library.",
-        "",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument(
-        "--root", type=Path, help="standard library (default: this Python's)"
-    )
-    parser.add_argument("--vocab", type=int, default=4096, help="tokens in the vocabulary")
-    parser.add_argument("--limit_mb", type=float, default=0.0, help="text budget; 0 = all")
-    parser.add_argument("--heldout", type=float, default=0.03, help="share of files")
-    parser.add_argument("--prompts", type=int, default=320, help="held-out prompts at most")
-    parser.add_argument("--seeds", type=int, default=20000, help="seed prompts at most")
-    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    args = parser.parse_args(argv)
-    return run_main(lambda: show(build(**vars(args)), args.out))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Build the demo's training text from Python's standard library."""
+
+    out: str = flag("folder to write to")
+    root: str | None = flag("standard library (default: this Python's)", None)
+    vocab: int = flag("tokens in the vocabulary", 4096)
+    limit_mb: float = flag("text budget; 0 = all", 0.0)
+    heldout: float = flag("share of files", 0.03)
+    prompts: int = flag("held-out prompts at most", 320)
+    seeds: int = flag("seed prompts at most", 20000)
+    seed: int = flag("of all random choices", 0)
+
+
+def run(flags: Flags) -> int:
+    """Build the corpus; returns the exit status."""
+    given = vars(flags) | {"out": Path(flags.out)}
+    given["root"] = flags.root and Path(flags.root)
+    return show(build(**given), given["out"])
 
 
 def show(report: Json, out: Path) -> int:
@@ -300,3 +301,6 @@ def show(report: Json, out: Path) -> int:
         )
     print(f"{report['heldout_prompts']} held-out prompts, {report['seeds']} seeds in {out}")
     return 0
+
+
+main = Program("python -m research demo_corpus", Flags, run)

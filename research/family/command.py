@@ -10,7 +10,6 @@ and speed-up in decoding; the share of a step spent on drafting; held-out accura
 results are written as JSON, Markdown and a plot.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,10 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.commands import train
-from medusa_jax.commands.flags import command, numbers, typed
+from medusa_jax.commands.flags import at_least, flag, parser_of
 from medusa_jax.console import inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
 from research.family.report import convergence, curve, draw, family_table, orders
@@ -50,54 +48,23 @@ EXAMPLES = """examples (from the project's root, after `python -m research demo_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(Study):
-    """All flags but those of the trainings."""
+    """Train and measure drafters under identical conditions on one backbone."""
 
-    data: str
-    eval_data: str
-    drafters: str
-    recipe: str
-    only: list[str]
-    seeds: int
-    steps: int
-    n_heads: int
-    lm_head: str
-    rank: int
-    out: str
-
-
-def parser() -> argparse.ArgumentParser:
-    """All flags; flags of the form --config.field=value are passed to every training."""
-    p = command(
-        "python -m research family",
-        "Train and measure drafters under identical conditions on one backbone.",
-        EXAMPLES,
+    data: str = flag("training text (data.source)")
+    eval_data: str = flag("held-out text for the curves", "")
+    drafters: str = flag("eagle as well with --lm_head shared", DRAFTERS)
+    recipe: str = flag("configs/{recipe}_{drafter}.py are used", "demo")
+    only: list[str] = flag(  # noqa: RUF009
+        "a field for one drafter, such as medusa:heads.n_layers=2",
+        [],
+        metavar="DRAFTER:FIELD=VALUE",
     )
-    p.add_argument("--model", required=True, help="directory of the backbone")
-    p.add_argument("--data", required=True, help="training text (data.source)")
-    p.add_argument("--eval_data", default="", help="held-out text for the curves")
-    p.add_argument("--calibration", required=True, help="JSONL of prompts to fit trees on")
-    p.add_argument("--prompts", default=str(DEMO_PROMPTS),
-                   help="JSONL of prompts to decode (not those of --calibration)")  # fmt: skip
-    p.add_argument("--drafters", default=DRAFTERS,
-                   help=f"default {DRAFTERS}; eagle as well with --lm_head shared")  # fmt: skip
-    p.add_argument(
-        "--recipe", default="demo", help="configs/{recipe}_{drafter}.py are used"
-    )
-    p.add_argument("--only", action="append", default=[], metavar="DRAFTER:FIELD=VALUE",
-                   help="a field for one drafter, such as medusa:heads.n_layers=2")  # fmt: skip
-    p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--steps", type=int, default=2000)
-    p.add_argument("--n_heads", type=int, default=4)
-    p.add_argument("--lm_head", default="low_rank", help="own, shared or low_rank, for all")
-    p.add_argument("--rank", type=int, default=64)
-    p.add_argument("--nodes", default="8,64", help="tree sizes, root included")
-    p.add_argument("--limit", type=int, default=32, help="most prompts to decode")
-    p.add_argument("--calibration_limit", type=int, default=64,
-                   help="most prompts to fit trees on")  # fmt: skip
-    p.add_argument("--max_new_tokens", type=int, default=200)
-    p.add_argument("--repeats", type=int, default=3, help="timed runs per prompt")
-    p.add_argument("--out", default="work/family", help="directory for everything")
-    return p
+    seeds: int = flag("trainings of each drafter", 3, type=at_least(1))
+    steps: int = flag("of a training", 2000)
+    n_heads: int = flag("of every drafter", 4)
+    lm_head: str = flag("own, shared or low_rank, for all", "low_rank")
+    rank: int = flag("of low_rank", 64)
+    out: str = flag("directory for everything", "work/family")
 
 
 def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
@@ -165,9 +132,6 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     """Train, measure, write."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
-    numbers(flags.nodes, "--nodes", least=2)
-    if flags.seeds < 1:
-        raise UserError("--seeds must be at least 1")
     use_compilation_cache()
     names = flags.drafters.split(",")
     if "eagle" in names and flags.lm_head != "shared":
@@ -205,13 +169,14 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    flags, extra = parser().parse_known_args(argv)
+    """Entry point; flags of the form --config.field=value are passed to every training."""
 
     def go() -> int:
+        parser = parser_of(Flags, "python -m research family", EXAMPLES)
+        flags, extra = parser.parse_known_args(argv)
         wrong = [x for x in extra if not x.startswith("--config.")]
         if wrong:
             raise UserError(f"unknown flag {wrong[0]} (see --help)")
-        return run(typed(Flags, flags), extra)
+        return run(Flags(**vars(flags)), extra)
 
     return run_main(go)

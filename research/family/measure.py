@@ -14,8 +14,9 @@ from jax import lax
 
 from medusa_jax.api import Model, Options, load
 from medusa_jax.api.weightless import trained_shapes
+from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.evaluate.questions import prompt_of, read_questions
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
 from medusa_jax.evaluate.race import Contender, ourselves, race, step_seconds
 from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import device_facts
@@ -71,16 +72,20 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What is measured on, as the flags of `python -m research family` have it."""
+    """The measurements of `python -m research family`."""
 
-    model: str
-    calibration: str
-    calibration_limit: int
-    prompts: str
-    limit: int
-    nodes: str
-    max_new_tokens: int
-    repeats: int
+    model: str = flag("directory of the backbone")
+    calibration: str = flag("JSONL of prompts to fit trees on")
+    calibration_limit: int = flag("most prompts to fit trees on", 64)
+    prompts: str = flag(
+        "JSONL of prompts to decode (not those of --calibration)", str(DEMO_PROMPTS)
+    )
+    limit: int = flag("most prompts to decode", 32)
+    nodes: tuple[int, ...] = flag(
+        "tree sizes, root included", "8,64", type=numbers(least=2)
+    )
+    max_new_tokens: int = flag("of a text", 200)
+    repeats: int = flag("timed runs per prompt", 3)
 
 
 def measure_one(study: Study, run: Path) -> Json:
@@ -90,6 +95,7 @@ def measure_one(study: Study, run: Path) -> Json:
         "model", "calibration", "calibration_limit", "prompts", "limit", "nodes", "max_new_tokens",
     )  # fmt: skip
     settings = {name: getattr(study, name) for name in names}
+    settings["nodes"] = ",".join(map(str, study.nodes))
     settings["heads"] = hashlib.sha256(heads).hexdigest()
     kept = run / "measured.json"
     if kept.exists():
@@ -106,7 +112,7 @@ def measure_one(study: Study, run: Path) -> Json:
     decoded = []
     asked = [model.encode(prompt_of(question)) for question in questions]
     plain = ourselves(model, Tree.none(), options)
-    for size in (int(n) for n in study.nodes.split(",")):
+    for size in study.nodes:
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
         # `race_first_seeds` measures speeds, so one run is enough here.
         row = race([plain, ourselves(model, tree, options)], asked, 1)[1]

@@ -18,8 +18,8 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import StepClock, run_steps
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
-from medusa_jax.evaluate.compiled.reads import kernels_of
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.hlo.costs import kernels_of
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage

@@ -11,7 +11,7 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.training import dry
-from medusa_jax.training.counted import total_bytes, training_bytes
+from research.counted import total_bytes, training_bytes
 from research.hardware.record import Record
 from research.train_cost import Ready, ready
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from medusa_jax.formats.gguf.float32 import as_float32, block_type, gguf_file
 from research.peers import Setting
+from research.peers.float32 import as_float32, block_type, gguf_file
 
 
 def contenders(setting: Setting) -> list[Contender]:

@@ -114,7 +114,7 @@ def train_variant(
         cfg.train.steps = max(round(study.steps * fields["share"]), 2)
         for name, value in fields.items():
             if "." in name:
-                override(cfg, name, str(value))
+                override(cfg, name, value)
         if cfg.train.stage == "medusa1":
             # Runs on the frozen backbone share its hidden states, whatever their seed.
             cfg.data.cache_features = "float32"

@@ -7,12 +7,13 @@ import pytest
 from files import write_lines
 from tiny import write_model
 
-from medusa_jax.commands import bench_batches, bench_race
+from medusa_jax.commands import bench_race
 from medusa_jax.commands.bench_race import trained_tokens
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate import batches, race
+from medusa_jax.evaluate import race
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.tree.tree import Tree
+from research import batches
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_drafters_in_one_table(directory, prompts, tmp_path, capsys, monkeypatch
     )
 
 
-@pytest.mark.parametrize("command", [bench_race, bench_batches])
+@pytest.mark.parametrize("command", [bench_race, batches])
 def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, command):
     """Its first turns, as many of each category, through the template; --prompts stand as they are."""
     directory, path = tmp_path / "model", tmp_path / "questions.jsonl"

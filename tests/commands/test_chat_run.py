@@ -2,16 +2,16 @@
 
 import builtins
 import re
-import time
 
 import jax
+import numpy as np
 import pytest
 from tiny import CONTEXT, write_chat_model
 
-from medusa_jax.commands import chat
-from medusa_jax.commands.chat import COMMANDS
+from medusa_jax.api import Options, load
+from medusa_jax.api.dialogue import Dialogue
+from medusa_jax.commands.chat import COMMANDS, Chat
 from medusa_jax.commands.decode import main
-from medusa_jax.serving import Handle, Server
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +26,17 @@ def talk(directory, capsys, monkeypatch):
     """Say these things (exceptions are raised); returns status, stdout, stderr and prompts."""
 
     def run(*said, flags=(), during=None):
-        script, prompts, run.reused, run.ahead = iter(said), [], [], []
-        true_submit, true_iter = Server.submit, Handle.__iter__
+        script, prompts, run.reused = iter(said), [], []
+        stream = Dialogue.stream
 
-        def submit(self, request):
-            prompts.append(self.model.tokenizer.decode(request.prompt))
-            return true_submit(self, request)
-
-        def deltas(self):
-            for n, delta in enumerate(true_iter(self)):
+        def chunks(self, prompt, *args, **more):
+            prompts.append(self.model.tokenizer.decode(prompt))
+            for n, chunk in enumerate(stream(self, prompt, *args, **more)):
                 if during is not None and (len(prompts), n) == during:
                     raise KeyboardInterrupt
-                if delta.ending:
-                    run.reused.append(delta.ending.reused_tokens)
-                yield delta
+                if chunk[1]:
+                    run.reused.append(self.reused)
+                yield chunk
 
         def listen(_=""):
             word = next(script, EOFError())
@@ -47,12 +44,8 @@ def talk(directory, capsys, monkeypatch):
                 raise word
             return word
 
-        def warm_up(self, tokens, groups, *, wait):  # compiling would take the tests' time
-            run.ahead.append((len(prompts), tokens, groups, wait))
-
-        monkeypatch.setattr(Server, "warm_up", warm_up)
-        monkeypatch.setattr(Server, "submit", submit)
-        monkeypatch.setattr(Handle, "__iter__", deltas)
+        monkeypatch.setattr(Chat, "compile", lambda self: None)
+        monkeypatch.setattr(Dialogue, "stream", chunks)
         monkeypatch.setattr(builtins, "input", listen)
         capsys.readouterr()
         given = ["--model", str(directory), "--drafter", str(directory / "heads")]
@@ -119,34 +112,32 @@ def test_drafts_are_shown_in_colour(talk):
     assert "\x1b" not in prompts[1]  # nor in what the model reads of its reply
 
 
-def test_what_the_next_turns_need_is_compiled_ahead(talk, monkeypatch):
-    """Before the first turn, and after one that may leave the next with too little; nothing waits."""
-    talk("in", "a")
-    assert talk.ahead == [(0, CONTEXT, [(True, "auto")], False)]
-    monkeypatch.setattr(chat, "TURN_TOKENS", 4)
-    talk("in", "a", "abc " * 8)
-    assert talk.ahead[0] == (0, 20, [(True, "auto")], False)
-    turns, tokens, *_ = zip(*talk.ahead)
-    assert turns == (0, 1, 2, 3) and list(tokens) == sorted({*tokens})
-    assert tokens[-1] <= CONTEXT
+@pytest.mark.parametrize("rule", ["auto", "typical"])
+def test_a_kept_cache_changes_no_text(directory, rule):
+    """Follow-ups, other texts and a stopped answer: all as if every prompt was read alone."""
+    model = load(str(directory), str(directory / "heads"), tree="chain:2")
+    rng, dialogue, text = np.random.default_rng(0), Dialogue(model), []
+    options = Options(max_new_tokens=8, eos_ids=(), temperature=0.7, seed=3)
+    for turn in range(6):
+        text = [] if turn == 3 else text
+        prompt = [*text, *rng.integers(5, 20, 5).tolist()]
+        if turn == 2:  # the caller loses interest
+            next(dialogue.stream(prompt, options, acceptance=rule))
+            continue
+        *_, (_, [result]) = dialogue.stream(prompt, options, acceptance=rule)
+        [alone] = model.generate([prompt], options, acceptance=rule)
+        assert result.token_ids == alone.token_ids
+        assert bool(dialogue.reused) == (turn not in (0, 3))
+        text = prompt + result.token_ids
 
 
-@pytest.mark.wide
 def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
     """Its prompt is of another size, and the conversation longer, than the first one's."""
     jax.clear_caches()
-    compiled, servers, by_turn = [], [], []
+    compiled, by_turn = [], []
     script = iter(["in", "the cat and the other cat in the hat"])
-    made = Server.__init__
-
-    def make(self, *args, **more):
-        made(self, *args, **more)
-        servers.append(self)
 
     def listen(_=""):
-        deadline = time.monotonic() + 300
-        while servers[0].warming_up and time.monotonic() < deadline:
-            time.sleep(0.05)
         by_turn.append(len(compiled))
         return next(script, "/exit")
 
@@ -154,7 +145,6 @@ def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
         if name == "/jax/core/compile/backend_compile_duration":
             compiled.append(name)
 
-    monkeypatch.setattr(Server, "__init__", make)
     monkeypatch.setattr(builtins, "input", listen)
     jax.monitoring.register_event_duration_secs_listener(told)
     try:
@@ -163,8 +153,8 @@ def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
         assert main(given) == 0
     finally:
         jax.monitoring.unregister_event_duration_listener(told)
-    first, second, end = by_turn
-    assert first > 0 and end == second, by_turn
+    _, second, end = by_turn
+    assert end == second > 0, by_turn
 
 
 def test_ctrl_c_stops_the_reply_and_not_the_chat(talk):

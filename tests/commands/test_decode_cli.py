@@ -257,7 +257,7 @@ def test_out_of_memory_is_one_line(decode, monkeypatch):
     monkeypatch.setattr(medusa_jax.api.Model, "generate", full)
     status, _, err = decode("--prompt", "a", "--json")
     assert status == 2 and err.count("\n") == 1
-    assert "out of device memory" in err and "--dtype" in err and "1234" in err
+    assert "out of device memory" in err and "batch" in err and "1234" in err
 
 
 def test_other_errors_are_not_hidden(decode, monkeypatch):

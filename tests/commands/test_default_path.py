@@ -17,7 +17,7 @@ def traced(monkeypatch):
     engines = []
 
     def trace(self, prompts, options, ids=None, **engine_options):
-        _, engine, request = self._plan(prompts, options, ids, engine_options)
+        _, engine, request = self.plan(prompts, options, ids, engine_options)
         engines.append((engine, self))
 
         def run(variables):

@@ -32,14 +32,14 @@ from medusa_jax.commands.turn_input import TurnInput
 )
 def test_flags(flags, options):
     parsed = main.parse(["--prompt", "a", *flags.split()])
-    assert Options(**shared_options(parsed)) == Options(**options)
+    assert shared_options(parsed) == Options(**options)
 
 
 def test_constraints_from_files(tmp_path):
     for kind, text in (("json_schema", '{"type": "null"}'), ("grammar", 'start: "a"')):
         (tmp_path / "file").write_text(text)
         flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
-        found = Options(**shared_options(main.parse(flags)))
+        found = shared_options(main.parse(flags))
         assert found == Options(constraint={kind: text})
 
 

@@ -102,37 +102,13 @@ def test_special_tokens_are_no_part_of_a_text(grammars):
 
 
 @pytest.mark.parametrize(
-    ("given", "kind"),
-    [
-        ({"json_schema": {"type": "object"}}, "json_schema"),
-        ({"json_schema": '{"type": "object"}'}, "json_schema"),
-        ({"json_object": True}, "json_object"),
-        ({"regex": "a+"}, "regex"),
-        ({"choice": ["a", "b"]}, "choice"),
-        ({"grammar": 'start: "a"'}, "grammar"),
-    ],
-)
-def test_kinds(given, kind):
-    made = constraint_of(given)
-    assert made.kind == kind and constraint_of(made) is made
-    assert Options(constraint=given).constraint == made
-    if kind == "json_schema":
-        assert json.loads(made.text) == {"type": "object"}
-
-
-@pytest.mark.parametrize(
     ("given", "about"),
     [
         ({"json_schma": {}}, "did you mean 'json_schema'"),
         ({"json_schema": {}, "regex": "a"}, "a constraint is one of"),
-        ("a+", "a constraint is one of"),
-        ({"json_schema": "{"}, "json_schema should be a JSON schema"),
-        ({"json_schema": [1]}, "json_schema should be"),
         ({"json_object": False}, "json_object should be true"),
         ({"regex": ""}, "regex should be"),
         ({"choice": []}, "choice should be a list"),
-        ({"choice": "ab"}, "choice should be a list"),
-        ({"choice": ["a", 1]}, "choice should be a list"),
         ({"regex": "a" * (1 << 18) + "b"}, "characters, more than"),
     ],
 )
@@ -157,20 +133,13 @@ PATTERNS = [f".*{chr(97 + i)}.{{{i + 5}}}" for i in range(20)]
 RULES = [f"r{i}: r{i + 1} | r{i + 1} r{i + 1}" for i in range(3000)]
 HOSTILE = [
     {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
-    {"json_schema": {"enum": []}},
-    {"json_schema": {"type": "banana"}},
     {"json_schema": {"$ref": "http://127.0.0.1:1/schema"}},
-    {"json_schema": {"$ref": "#/nowhere"}},
-    {"json_schema": {"type": "string", "pattern": "(a"}},
     {"json_schema": deep(2000)},
     {"json_schema": False},
     {"regex": "(a"},
     {"regex": "(a" * 3000 + ")" * 3000},
     {"regex": "[A-Z]+"},  # which the vocabulary cannot spell
-    {"grammar": "start: nothing"},
     {"grammar": "root ::= ("},
-    {"grammar": "("},
-    {"choice": ["A", "B"]},
     # Minutes, gigabytes or an overflow of the stack, whatever the limits of llguidance.
     {"json_schema": {"type": "integer", "multipleOf": 9999991}},
     {"json_schema": {"allOf": [{"type": "string", "pattern": p} for p in PATTERNS]}},
@@ -328,10 +297,7 @@ def test_schemas_that_are_served(printable, schema):
     [
         ({"type": "integer", "maximum": 2**63}, "'maximum' has a number beyond 2^63"),
         ({"properties": {"a": {"const": -(2**64)}}}, "'const' has a number beyond 2^63"),
-        ({"enum": [1, {"a": [1e300]}]}, "'enum' has a number beyond 2^63"),
-        ({"items": {"multipleOf": 10**400}}, "'multipleOf' has a number beyond 2^63"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf takes any"),
-        ({"oneOf": [KINDS[0], KINDS[0]]}, "anyOf takes any"),
     ],
 )
 def test_schemas_that_are_refused(printable, schema, about):
@@ -341,13 +307,9 @@ def test_schemas_that_are_refused(printable, schema, about):
 
 COSTLY = [
     {"regex": "(a?){50}(a){50}"},
-    {"regex": "(.*a){20}"},
-    {"regex": "((a{1,100}){1,100}){1,100}"},
     {"regex": ".*(a|b).{30}"},
     {"json_schema": wide(4000)},
     {"json_schema": {"allOf": [{"anyOf": [wide(3)] * 8}] * 6}},
-    {"json_schema": {"type": "array", "minItems": 100000, "items": {"type": "null"}}},
-    {"grammar": "start: start start | /a/"},
     {"grammar": "start: a*\na: b*\nb: start* | /x?/\n"},
     {"regex": "ab" * 130000},
     {"json_schema": {"type": "integer", "multipleOf": 10007}},

@@ -13,7 +13,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import medusa_jax
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.step import TrainState, compile_step
+from medusa_jax.training.placement import compile_step
+from medusa_jax.training.trainer import TrainState
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 

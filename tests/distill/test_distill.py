@@ -12,6 +12,7 @@ import pytest
 from children import environment
 from tiny import set_template, write_model
 
+from medusa_jax import progress
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
@@ -20,8 +21,7 @@ from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, sile
 from medusa_jax.errors import UserError
 from medusa_jax.interop import chat, hf
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data.prepare import Encoder
-from medusa_jax.training.log import progress
+from medusa_jax.training.data.tokenise import Encoder
 
 # Letters the tiny tokenizer knows: "u" and "a" name the speakers.
 TEMPLATE = (

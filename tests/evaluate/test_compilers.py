@@ -7,8 +7,8 @@ import sys
 import pytest
 from children import output_of, run
 
-from medusa_jax.evaluate.compiled import warnings
 from medusa_jax.evaluate.compiled.targets import COMPILERS
+from medusa_jax.hlo import warnings
 
 pytestmark = pytest.mark.wide
 
@@ -111,7 +111,7 @@ def test_a_training_step_on_a_tpu(tmp_path):
     compiled("v5e", [], tmp_path)
     [found] = printed([["--for", "v5e:2x4", "--train", path, "--mesh", "1,8,1"]])
     assert found["warnings"] == []
-    assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.1)
+    assert 0 < found["stored_bytes"] < found["memory_bytes"]
     [found] = compiled("v5e", [("--drafter", path)], tmp_path)
     assert found["step"]["stages"]["draft"] > 0
 
@@ -183,7 +183,7 @@ def test_a_training_step_on_a_gpu_without_cudnn(tmp_path):
     done = run(sys.executable, "-c", CHILD, json.dumps([call]))
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert found["memory_bytes"] == pytest.approx(found["counted_bytes"], rel=0.3)
+    assert 0 < found["stored_bytes"] < found["memory_bytes"]
     assert done.stderr.count("cuDNN was not found") == 1
 
 

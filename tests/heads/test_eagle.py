@@ -311,7 +311,7 @@ def test_attention_learns_to_find_a_token_by_the_one_before(dtype):
     optimizer = optax.adam(3e-2)
 
     def loss(params):
-        layer = drafter.queries_keys(params, backbone, rows)
+        layer = induction.queries_keys(drafter, params, backbone, rows)
         return induction.induction_sum(*layer, batch, pairs) / seen
 
     @jax.jit

@@ -7,16 +7,17 @@ import pytest
 
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import (
+    PLAIN,
+    SPECIALS,
     TEMPLATES,
-    SampleError,
     encode_conversation,
     encode_prompt,
     render,
-    render_prompt,
     shipped_template,
     stop_ids,
     template_source,
 )
+from medusa_jax.interop.rendering import SampleError
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 
 TALK = [
@@ -109,7 +110,8 @@ def test_shipped_templates(name, llama2, llama3):
 
 
 def test_vicuna_brings_its_system_text(llama2):
-    prompt = render_prompt(llama2, TALK[1:2], "vicuna")
+    source = template_source(llama2, "vicuna")
+    prompt, _ = render(source, TALK[1:2], llama2.special_texts, add_generation_prompt=True)
     assert prompt.startswith("<s>A chat between a curious user and an artificial")
     assert prompt.endswith("the user's questions. USER: Hello? ASSISTANT:")
 
@@ -129,7 +131,7 @@ def test_template_with_marks_but_eos_outside(llama3):
     ]
 
 
-PLAIN = (
+UNMARKED = (
     "{{ bos_token }}{% for m in messages %}"
     "<|start_header_id|>{{ m.role }}<|end_header_id|>\n{{ m.content }}<|eot_id|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n{% endif %}"
@@ -138,7 +140,7 @@ PLAIN = (
 
 def test_template_without_marks(llama3):
     """Spans from rendered prefixes; what comes after the turn's last EOS does not count."""
-    tokenizer = with_template(llama3, PLAIN)
+    tokenizer = with_template(llama3, UNMARKED)
     ids, counted = encode_conversation(tokenizer, TALK)
     assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
     assert counted_texts(tokenizer, ids, counted) == [
@@ -214,7 +216,7 @@ def test_templates_that_rewrite_turns(llama3, byte_level_dir, name, talk):
 
 def test_a_thought_in_its_own_field(llama3):
     """As APIs return it; and an empty one that the model wrote counts."""
-    template = PLAIN.replace(
+    template = UNMARKED.replace(
         "{{ m.content }}",
         "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
         "{{ m.content }}",
@@ -232,7 +234,7 @@ def test_a_thought_in_its_own_field(llama3):
 
 
 def test_an_answer_shown_twice_is_refused(llama3):
-    template = PLAIN.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}")
+    template = UNMARKED.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}")
     with pytest.raises(SampleError, match="shows an answer several times"):
         encode_conversation(with_template(llama3, template), TALK)
 
@@ -349,13 +351,58 @@ def test_content_cannot_forge_marks(llama3):
         encode_conversation(tokenizer, talk)
 
 
-def test_templates_run_in_a_sandbox(llama3):
-    for bad in (
+# Constructs of published templates, beyond those that are shipped.
+SANE = {
+    "trimmed": "{{ bos_token }}\n  {% for m in messages %}\n  {{- m.content | trim }}|{% endfor %}\n",
+    "found": "{% set ns = namespace(found=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.found = loop.index %}{% endif %}{% endfor %}{{ ns.found }}",
+    "json": "{{ messages | tojson }}{{ {'b': 1, 'a': '<é>'} | tojson(indent=2) }}",
+    "macro": "{% macro turn(m) %}[{{ m['role'].upper() }}]{{ m.content }}{% endmacro %}"
+    "{% for m in messages %}{{ turn(m) }}{% endfor %}",
+    "control": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}"
+    "{% break %}{% endfor %}",
+    "tests": "{% if tools is not none %}T{% endif %}{% if documents is defined %}D{% endif %}"
+    "{{ messages[0]['content'].split()[0] ~ messages | length }}{{ x is defined }}",
+    "prompt": "{% if add_generation_prompt %}A:{% endif %}{{ dict(a=1).a }}{{ messages[-1].content }}",
+    "date": "{{ strftime_now('%Y') }}",
+    "marks": "{% for m in messages %}{{ m.role }}{%- generation -%} {{ m.content }}"
+    "{% endgeneration %}\n{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", [*SANE, *TEMPLATES])
+def test_rendered_as_in_transformers(name):
+    """Text and spans of `apply_chat_template`'s own function."""
+    theirs = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = SANE.get(name) or shipped_template(name)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    talk = [*TALK[1:], {"role": "user", "content": "</s>{{ 7 * 7 }}"}]
+    for prompt in (False, True):
+        [text], spans = theirs.render_jinja_template(
+            [talk], chat_template=source, return_assistant_tokens_mask=True,
+            add_generation_prompt=prompt, **dict.fromkeys(SPECIALS, "") | special,
+        )  # fmt: skip
+        assert render(source, talk, special, prompt) == (text, spans[0])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-    ):
-        with pytest.raises(SampleError, match="refuses the conversation"):
-            encode_conversation(with_template(llama3, bad), TALK)
+        "{% set n = namespace(a=1) %}{% set n.__init__ = 1 %}",
+        "{{ namespace(_a=1) }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{{ none.x.y }}",
+        "{{ raise_exception('roles!') }}",
+    ],
+)
+def test_errors_of_a_template_refuse_the_conversation(source):
+    """In a sandbox; the next conversation is rendered as before."""
+    with pytest.raises(SampleError, match="refuses the conversation: ") as error:
+        render(source, TALK, {})
+    assert "\n" not in str(error.value)
+    assert render("{{ messages[0].content }}", TALK, {})[0] == "Be brief."
 
 
 def test_refusals(llama2, llama3):
@@ -371,32 +418,26 @@ def test_refusals(llama2, llama3):
         SampleError, match="no token of the conversation is the assistant's"
     ):
         encode_conversation(llama2, TALK[:2], "vicuna")
-    with pytest.raises(SampleError, match="refuses the conversation: roles!"):
-        template = "{{ raise_exception('roles!') }}"
-        encode_conversation(with_template(llama3, template), TALK)
     with pytest.raises(UserError, match="template is broken"):
         encode_conversation(with_template(llama3, "{% if %}"), TALK)
 
 
 def test_prompts(llama2):
-    one = render_prompt(llama2, "Hello?", "mistral")
-    assert one == "<s>[INST] Hello? [/INST]"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello?"}]}]
-    assert render_prompt(llama2, parts, "mistral") == one
     # One BOS, and the first word as it is at the start of any text.
-    assert encode_prompt(llama2, "x", "mistral") == llama2.encode(
-        "[INST] x [/INST]", add_bos=True
-    )
+    ids = llama2.encode("[INST] x [/INST]", add_bos=True)
+    assert encode_prompt(llama2, "x", "mistral") == ids
+    parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    assert encode_prompt(llama2, parts, "mistral") == ids
     with pytest.raises(UserError, match="last turn has to be the user's"):
-        render_prompt(llama2, TALK, "mistral")
+        encode_prompt(llama2, TALK, "mistral")
     with pytest.raises(UserError, match="unknown role 'tool'"):
-        render_prompt(llama2, [{"role": "tool", "content": "x"}], "mistral")
+        encode_prompt(llama2, [{"role": "tool", "content": "x"}], "mistral")
     with pytest.raises(UserError, match="at least one"):
-        render_prompt(llama2, [], "mistral")
+        encode_prompt(llama2, [], "mistral")
 
 
 def test_stop_ids(llama2, llama3):
     assert stop_ids(llama2, "vicuna") == {2}
     assert stop_ids(llama3, "qwen") == {1, 2, llama3.token_to_id("<|im_end|>")}
-    assert stop_ids(llama3) == {1, 2}
+    assert stop_ids(llama3) == stop_ids(llama3, PLAIN) == {1, 2}
     assert set(TEMPLATES) == {*TEXT, "qwen"}

@@ -45,7 +45,7 @@ from medusa_jax.formats.merge import to_merged
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.chat import render_prompt, shipped_template
+from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
@@ -109,7 +109,7 @@ def read_tokenizer(path):
 
 
 def read_template(path):
-    return lambda: render_prompt(load_tokenizer(str(path)), "the cab")
+    return lambda: encode_prompt(load_tokenizer(str(path)), "the cab")
 
 
 def read_gguf_file(path, out):

@@ -30,12 +30,14 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf import convert
 from medusa_jax.formats.gguf.convert import converted
-from medusa_jax.formats.gguf.float32 import as_float32, gguf_file
 from medusa_jax.interop import hf
+from medusa_jax.interop.hf_config import read_config
+from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import open_checkpoint
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.model.llama import init_params
+from research.peers.float32 import as_float32, gguf_file
 
 THETA = 500000.0
 LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
@@ -167,7 +169,7 @@ def save_both(case, folder, tokenizer_json):
 def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json):
     directory, path = save_both(case, tmp_path, tokenizer_json)
     ours = converted(path, "float32")
-    assert hf.read_config(ours) == hf.read_config(directory)
+    assert read_config(ours) == read_config(directory)
     stored, expected = open_checkpoint(ours), open_checkpoint(directory)
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -192,13 +194,12 @@ def test_greedy_tokens_are_llama_cpps(case, tmp_path, tokenizer_json):
     assert list(result.token_ids) == list(itertools.islice(greedy, 24))
 
 
-def tiny(path, tokenizer_json, shape=None, vocabulary=None, **changes):
+def tiny(path, tokenizer_json, shape=(), vocabulary=(), changes=()):
     """A tied llama file; `changes` replace tensors, None takes one out."""
-    metadata = byte_level_metadata(tokenizer_json, **(vocabulary or {}))
-    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
-    tensors |= {name.replace("__", "."): array for name, array in changes.items()}
+    metadata = byte_level_metadata(tokenizer_json, **dict(vocabulary))
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"])) | dict(changes)
     tensors = {name: array for name, array in tensors.items() if array is not None}
-    return write(path, metadata | shape_metadata("llama", **(shape or {})), tensors)
+    return write(path, metadata | shape_metadata("llama", **dict(shape)), tensors)
 
 
 def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
@@ -280,9 +281,8 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, cache, monkeypatch):
     assert half != first
     assert {t.dtype for t in open_checkpoint(half).values()} == {"bfloat16"}
     assert converted(str(tmp_path / "b.gguf"), "float64") == first
-    other = tiny(
-        tmp_path / "c.gguf", tokenizer_json, output_norm__weight=np.zeros(D, np.float32)
-    )
+    zeros = {"output_norm.weight": np.zeros(D, np.float32)}
+    other = tiny(tmp_path / "c.gguf", tokenizer_json, changes=zeros)
     assert converted(other, "float32") not in (first, half)
 
 
@@ -294,15 +294,15 @@ def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
     write(tmp_path / "m.gguf", metadata, tensors, split=8)
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    expected = open_checkpoint(hf.resolve(one))
+    expected = open_checkpoint(resolve(one))
     # As in the hub's cache, where a link has the name and its target a checksum.
     (tmp_path / "blobs").mkdir()
     for i, part in enumerate(parts):
         part.rename(tmp_path / "blobs" / str(i))
         part.symlink_to(tmp_path / "blobs" / str(i))
     for part in map(str, parts):
-        directory = hf.resolve(part)
-        assert directory == hf.resolve(str(parts[0])) == converted(part)
+        directory = resolve(part)
+        assert directory == resolve(str(parts[0])) == converted(part)
         stored = open_checkpoint(directory)
         assert stored.keys() == expected.keys()
         for name, tensor in expected.items():
@@ -317,19 +317,19 @@ def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
     with pytest.raises(
         UserError, match=r"m-00003-of-00003\.gguf cannot be read: No such file"
     ):
-        hf.resolve(str(parts[1]))
+        resolve(str(parts[1]))
     with pytest.raises(
         UserError, match=r"renamed\.gguf is file 3 of 3 of a split model, which"
     ):
-        hf.resolve(str(tmp_path / "renamed.gguf"))
+        resolve(str(tmp_path / "renamed.gguf"))
     parts[2].symlink_to(tmp_path / "blobs" / "1")
     with pytest.raises(UserError, match=r"00003\.gguf is file 2 of 3"):
-        hf.resolve(str(parts[0]))
+        resolve(str(parts[0]))
 
 
 def test_a_name_alone_splits_nothing(tmp_path, tokenizer_json):
     path = tiny(tmp_path / "a-00001-of-00002.gguf", tokenizer_json)
-    assert len(open_checkpoint(hf.resolve(path))) == 2 + 9 * LAYERS
+    assert len(open_checkpoint(resolve(path))) == 2 + 9 * LAYERS
 
 
 def test_a_tokenizer_alone_takes_no_weights(tmp_path, tokenizer_json, cache):
@@ -385,68 +385,49 @@ def test_an_attempt_that_fails_leaves_nothing(tmp_path, tokenizer_json, cache, m
     assert not left.exists()
 
 
-def with_tensor(name, value):
-    return {"tensors": {name: None if value is None else np.array(value, np.float32)}}
+# One row for each mechanism.
+REFUSED = [
+    ({"expert_count": 8}, {}, {}, "a mixture of experts"),
+    ({"block_count": None}, {}, {}, "does not say llama.block_count"),
+    ({"block_count": "two"}, {}, {}, "llama.block_count should be a count, not 'two'"),
+    ({"rope.freq_base": math.nan}, {}, {}, "llama.rope.freq_base should be a positive"),
+    ({"attention.head_count": 3}, {}, {}, "3 query heads and 2 key/value heads do not"),
+    ({"rope.dimension_count": 4}, {}, {}, "rotated, are not supported"),
+    ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
+    ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor is only supported as 1.0"),
+    ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
+    ({}, {}, {"blk.1.attn_q.weight": None}, "tensor 'blk.1.attn_q.weight' is missing"),
+    ({}, {}, {"output_norm.weight": [1] * 4}, r"'output_norm.weight' has shape \[4\]"),
+    ({}, {}, {"blk.0.extra.weight": [1]}, "no place for tensor 'blk.0.extra.weight'"),
+    ({}, {}, {"output_norm.weight": [np.inf] * D}, "values that are no numbers"),
+    ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
+    ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
+    ({}, {"model": "bert"}, {}, "tokenizer kind 'bert' is not supported"),
+    ({}, {"eos_token_id": 4000}, {}, "eos_token_id is 4000, of a vocabulary"),
+    ({}, {"token_type": [1, 1]}, {}, "the types of 2"),
+    ({}, {"merges": ["q !x"]}, {}, "its tokenizer does not fit together"),
+]
 
 
-REFUSED = {
-    "architecture 'bert' is not supported": {"arch": "bert"},
-    "a mixture of experts": {"shape": {"expert_count": 8}},
-    "does not say llama.block_count": {"shape": {"block_count": None}},
-    "llama.block_count is 'two', not a count": {"shape": {"block_count": "two"}},
-    "llama.rope.freq_base is nan": {"shape": {"rope.freq_base": math.nan}},
-    "3 query heads and 2 key/value heads do not": {"shape": {"attention.head_count": 3}},
-    "rotated, are not supported": {"shape": {"rope.dimension_count": 4}},
-    "rope scaling 'longrope' is not supported": {
-        "shape": {"rope.scaling.type": "longrope"}
-    },
-    "attn_factor is only supported as 1.0": {"shape": {"rope.scaling.attn_factor": 1.5}},
-    "rope scaling 'linear' is not supported here": {"shape": {"rope.scaling.factor": 2.0}}
-    | with_tensor("rope_freqs__weight", [1] * 4),
-    "rope_freqs.weight are scaled in a way": with_tensor(
-        "rope_freqs__weight", [1, 2, 3, 8]
-    ),
-    "rope_freqs.weight are scaled in a way that is": with_tensor(
-        "rope_freqs__weight", [1] * 3
-    ),
-    "tensor 'blk.1.attn_q.weight' is missing": with_tensor("blk__1__attn_q__weight", None),
-    r"'output_norm.weight' has shape \[4\]": with_tensor("output_norm__weight", [1] * 4),
-    "no place for tensor 'blk.0.extra.weight'": with_tensor(
-        "blk__0__extra__weight", [1] * 4
-    ),
-    "pre-tokenizer 'mpt' is not supported": {"vocabulary": {"ggml.pre": "mpt"}},
-    "tokenizer kind 'bert' is not supported": {"vocabulary": {"ggml.model": "bert"}},
-    "eos_token_id is 4000, of a vocabulary": {"vocabulary": {"ggml.eos_token_id": 4000}},
-    "the types of 2": {"vocabulary": {"ggml.token_type": [1, 1]}},
-    "its tokenizer does not fit together": {"vocabulary": {"ggml.merges": ["q !x"]}},
-    "the merge 'x' is no pair": {"vocabulary": {"ggml.merges": ["x"]}},
-    "tokens, but embeddings of 7": with_tensor("token_embd__weight", [[1] * D] * 7),
-    "tokens is no list of str": {"vocabulary": {"ggml.tokens": [1, 2]}},
-    "values that are no numbers": with_tensor("output_norm__weight", [np.inf] * D),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_read_is_named(message, tmp_path, tokenizer_json, cache):
-    changes = dict(REFUSED[message])
-    arch = changes.pop("arch", None)
-    tensors = changes.pop("tensors", {})
+@pytest.mark.parametrize(("shape", "vocabulary", "tensors", "message"), REFUSED)
+def test_refused_files_are_named(
+    shape, vocabulary, tensors, message, tmp_path, tokenizer_json, cache
+):
     path = tmp_path / "a.gguf"
-    if arch:
-        write(path, byte_level_metadata(tokenizer_json), {}, arch)
-    elif changes.get("vocabulary", {}).get("ggml.tokens"):
-        metadata = byte_level_metadata(tokenizer_json, **changes["vocabulary"])
-        write(path, metadata | shape_metadata("llama"), llama_tensors(2))
-    else:
-        tiny(path, tokenizer_json, **changes, **tensors)
+    said = {f"ggml.{key}": value for key, value in vocabulary.items()}
+    arrays = {n: None if x is None else np.array(x, np.float32) for n, x in tensors.items()}
+    tiny(path, tokenizer_json, shape, said, arrays)
     with pytest.raises(UserError, match=f"{path}.*{message}"):
         converted(str(path), "float32")
     assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_files_that_are_no_model(tmp_path, tokenizer_json):
     with pytest.raises(UserError, match=r"nowhere\.gguf cannot be read: No such file"):
-        hf.resolve(str(tmp_path / "nowhere.gguf"))
+        resolve(str(tmp_path / "nowhere.gguf"))
     (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
-    with pytest.raises(UserError, match="is no GGUF file: it begins with"):
-        hf.resolve(str(tmp_path / "text.gguf"))
+    with pytest.raises(UserError, match="is no little-endian GGUF file of version 2 or 3"):
+        resolve(str(tmp_path / "text.gguf"))
+    write(tmp_path / "bert.gguf", byte_level_metadata(tokenizer_json), {}, "bert")
+    with pytest.raises(UserError, match="architecture 'bert' is not supported"):
+        resolve(str(tmp_path / "bert.gguf"))

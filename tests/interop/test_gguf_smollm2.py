@@ -11,7 +11,7 @@ from gguf_files import strings
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.interop.chat import encode_prompt, render_prompt
+from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import NAMES, file_of
 
 torch = pytest.importorskip("torch")
@@ -133,7 +133,6 @@ def test_chat_template(ours, their_tokenizer):
         expected = their_tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
-        assert render_prompt(ours.tokenizer, messages) == expected
         ids = their_tokenizer(expected, add_special_tokens=False)["input_ids"]
         assert encode_prompt(ours.tokenizer, messages) == ids
     assert ours.eos_ids == (2,)

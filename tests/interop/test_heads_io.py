@@ -12,7 +12,8 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, hf, own_heads, tensors
+from medusa_jax.interop import heads_io, own_heads, tensors
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 
@@ -30,7 +31,7 @@ def make(base, **fields):
 @pytest.fixture
 def saved(base, tmp_path):
     heads, params = make(base)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
     return tmp_path, heads, params
 
@@ -48,9 +49,9 @@ def fails(match, path, *args, **options):
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
     heads, params = make(base, lm_head=lm_head)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
-    mark = hf.fingerprint(LLAMA, base.params)
+    mark = fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
@@ -60,7 +61,7 @@ def test_round_trip(lm_head, base, tmp_path):
 
 def test_stored_and_loaded_types(base, tmp_path):
     heads, params = make(base)
-    record = own_heads.base_record(LLAMA, hf.fingerprint(LLAMA, base.params))
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
     own_heads.save_heads(
         str(tmp_path), heads, params, base=record, recipe={}, dtype="bfloat16"
     )
@@ -103,49 +104,53 @@ def test_another_backbone(saved):
     assert load(path, fingerprint="0123", allow_other_base=True)[0].n_heads == 3
 
 
-def test_keys_that_contradict(saved):
+KERNEL = "heads_1/layers_0/kernel"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({KERNEL: None}, rf"key '{KERNEL}' of shape \[32, 32\] is missing from .*heads\.safet"),
+        ({KERNEL: np.zeros((32, 31), np.float32)}, rf"'{KERNEL}' .* \[32, 31\], .* \[32, 32\]"),
+        ({"heads_0/other": np.zeros(3, np.float32)}, "no place for: 'heads_0/other'"),
+        ({"heads_3/other": np.zeros(3, np.float32)}, "no place for: 'heads_3/other'"),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict(changes, match, saved):
     path, _, _ = saved
     file = path / "heads.safetensors"
-    state = load_file(file)
-    name = "heads_1/layers_0/kernel"
-
-    save_file({k: v for k, v in state.items() if k != name}, file)
-    fails(rf"key '{name}' of shape \[32, 32\] is missing from .*heads\.safetensors", path)
-    save_file(state | {name: np.zeros((32, 31), np.float32)}, file)
-    fails(
-        rf"'{name}' in .* has shape \[32, 31\], the configuration asks for \[32, 32\]", path
-    )
-    save_file(state | {"heads_0/other": state[name]}, file)
-    fails("no place for: 'heads_0/other'", path)
-    save_file(state | {"heads_7/other": state[name]}, file)
-    fails(r"holds 4 heads, heads\.json says 3", path)
-    save_file({k: v for k, v in state.items() if "layers_1" not in k}, file)
-    fails(r"holds 1 layers per head, heads\.json says 2", path)
-    file.write_bytes(b"junk")
-    fails("cannot be read as safetensors", path)
+    state = load_file(file) | changes
+    save_file({name: x for name, x in state.items() if x is not None}, file)
+    fails(match, path)
 
 
-def test_descriptions_that_cannot_be_read(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"format": 2}, "has format 2, this version reads 1"),
+        ({"heads": None}, 'needs the objects "heads" and "base"'),
+        ({"heads": {"depth": 1}}, "unknown field 'depth' under heads"),
+        ({"heads": {"n_heads": True}}, "heads.n_heads should be int, not True"),
+        ({"heads": {"drafter": "medussa"}}, "unknown drafter 'medussa'"),
+        ({"heads": {"n_heads": 5}}, "'heads_3/layers_0/bias' .* is missing"),
+        ({"heads": {"lm_head": "shared"}}, "no place for: 'heads_0/lm_head/kernel'"),
+    ],
+)
+def test_descriptions_that_cannot_be_read(changes, match, saved):
     path, _, _ = saved
     file = path / "heads.json"
     good = json.loads(file.read_text())
+    if fields := changes.get("heads"):
+        changes = {"heads": good["heads"] | fields}
+    file.write_text(json.dumps(good | changes))
+    fails(match, path)
 
-    def spoil(match, **changes):
-        file.write_text(json.dumps(good | changes))
-        fails(match, path)
 
-    spoil("has format 2, this version reads 1", format=2)
-    spoil('needs the objects "heads" and "base"', heads=None)
-    spoil("unknown field 'depth' under heads", heads=good["heads"] | {"depth": 1})
-    spoil("heads.n_heads should be int, not '3'", heads=good["heads"] | {"n_heads": "3"})
-    spoil("heads.n_heads should be int, not True", heads=good["heads"] | {"n_heads": True})
-    spoil("unknown drafter 'medussa'", heads=good["heads"] | {"drafter": "medussa"})
-    spoil(r"holds 3 heads, heads\.json says 5", heads=good["heads"] | {"n_heads": 5})
-    spoil(
-        "no place for: 'heads_0/lm_head/kernel'",
-        heads=good["heads"] | {"lm_head": "shared"},
-    )
-    file.write_text("[")
+def test_files_that_are_missing_or_damaged(saved):
+    path, _, _ = saved
+    (path / "heads.safetensors").write_bytes(b"junk")
+    fails("cannot be read as safetensors", path)
+    (path / "heads.json").write_text("[")
     fails(r"heads\.json is not valid JSON", path)
-    file.unlink()
+    (path / "heads.json").unlink()
     fails(r"heads\.json cannot be read", path)

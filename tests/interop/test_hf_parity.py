@@ -10,6 +10,7 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
+from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params
@@ -247,7 +248,7 @@ def test_greedy_text_of_other_keys(kind, models, tmp_path):
 
 def test_random_parameters_reach_transformers(tmp_path):
     """The other direction, from our initialisation, in bfloat16."""
-    config = hf.LlamaConfig(V, 32, 2, 4, 2, 8, 48, 64)
+    config = LlamaConfig(V, 32, 2, 4, 2, 8, 48, 64)
     params = init_params(config, jax.random.key(3))
     hf.save_backbone(str(tmp_path), config, params)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

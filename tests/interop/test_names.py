@@ -102,7 +102,7 @@ def test_chat_is_the_default_and_can_be_turned_off(tiny):
 def test_sampling_is_the_names_where_flags_are_silent(tiny):
     def chosen(*given, model="tiny"):
         options = requests.shared_options(main.parse([*given, "--model", model]))
-        return options["temperature"], options["top_p"]
+        return options.temperature, options.top_p
 
     assert chosen() == (0.5, 0.75)
     assert chosen("--temperature", "0") == (0.0, 0.75)

@@ -46,6 +46,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.errors import UserError
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.sharding import make_mesh
 
@@ -114,7 +115,7 @@ def test_full_model(full_model):
     # The same directory is a model, and its heads know it.
     config, backbone = hf.load_backbone(str(folder), make_mesh())
     assert config.d_model == D
-    mark = hf.fingerprint(config, backbone)
+    mark = fingerprint(config, backbone)
     assert load(folder, fingerprint=mark)[0] == heads
     fails(f"trained on the model with fingerprint {mark}, this one has 01", folder,
           fingerprint="01")  # fmt: skip
@@ -170,7 +171,7 @@ def test_layers_that_are_one_module(tmp_path):
         assert heads.n_layers == 2
         assert_close(our_logits(heads, params), want)
     write(tmp_path, less, "medusa_lm_head.safetensors", V13)
-    fails(r"key '0\.1\.linear\.weight' is missing from .*medusa_lm_head", tmp_path)
+    fails("holds 2 layers per head, its config.json says 1", tmp_path)
 
 
 def vllm_state(state, one=False):
@@ -238,22 +239,6 @@ def test_hydra_without_the_copies_of_its_tied_layer(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, want)
 
 
-def test_hydra_that_is_not_supported(tmp_path):
-    state = hydra_state()
-    for match, changes in {
-        "hidden_state_offset 1 are not supported": {"hidden_state_offset": 1},
-        "grounded_heads false": {"grounded_heads": False},
-        "holds 3 heads, its config.json says 4": {"hydra_num_heads": 4},
-        "holds 3 layers per head, its config.json says 4": {"hydra_num_layers": 4},
-    }.items():
-        fails(match, write(tmp_path, state, "hydra_lm_head.pt", HYDRA | changes))
-    gap = {key: x for key, x in state.items() if not key.startswith("hydra_mlp.1.")}
-    fails(
-        r"'hydra_mlp\.1\..*missing from .*a head 2",
-        write(tmp_path, gap, "hydra_lm_head.pt", HYDRA),
-    )
-
-
 # EAGLE-1.
 
 
@@ -269,21 +254,6 @@ def test_eagle(name, bias, tmp_path):
     lm_head = BASE["lm_head"]["kernel"].T
     want = eagle_logits(state, HIDDEN, FOLLOWING, lm_head)
     assert_close(our_logits(heads, params), want, 512)
-
-
-def test_eagle_that_is_not_supported(tmp_path):
-    state, name = eagle_state(), "pytorch_model.bin"
-    for match, changes in {
-        r"holds the layers \[0\], its config.json says 2": {"num_hidden_layers": 2},
-        "rope_theta 5000.0, the model has 10000.0": {"rope_theta": 5000},
-        "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
-        "n_heads 2, the model has 4": {"num_attention_heads": 2},
-    }.items():
-        fails(match, write(tmp_path, state, name, EAGLE | changes))
-    norm = {"layers.0.input_layernorm.weight": normal(np.random.default_rng(0), D)}
-    fails("no place for: 'layers.0.input_lay", write(tmp_path, state | norm, name, EAGLE))
-    less = {key: x for key, x in state.items() if "up_proj" not in key}
-    fails("'layers.0.mlp.up_proj.weight'.*missing", write(tmp_path, less, name, EAGLE))
 
 
 # EAGLE-3.
@@ -384,48 +354,6 @@ def test_eagle3_of_other_trainers(change, fields, name, tmp_path):
     assert_close(our_logits(heads, params)[:depth], want, 512)
 
 
-def test_eagle3_that_is_not_supported(tmp_path):
-    state, name = eagle3_state(), "model.safetensors"
-    scaled = {"rope_type": "linear", "factor": 2.0}
-    layers = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 9, 20]}}
-    for match, changes in {
-        "not known to have: 'mrope_section'": {"mrope_section": [1]},
-        "parallel_draft_step 2 is not supported": {"parallel_draft_step": 2},
-        "use_last_layernorm False is not": {"eagle_config": {"use_last_layernorm": False}},
-        r"quantization_config \(fp8\)": {"quantization_config": {"quant_method": "fp8"}},
-        "have: 'mask_token_id'": {"mask_token_id": 128002},
-        "draft_vocab_size 12, .* has 11 tokens": {"draft_vocab_size": 12},
-        "norm_before_fc True is not supported": {"norm_before_fc": True},
-        "attention_bias True is not supported": {"attention_bias": True},
-        "fc_norm should be true or false, not 1": {"fc_norm": 1},
-        "target_hidden_size 64 is not supported": {"target_hidden_size": 64},
-        r"\[3, 9, 20\] are not the layers of the paper": layers,
-        "ids .* are not the layers of": {
-            "eagle_config": {next(iter(layers["eagle_config"])): [1, "x"]}
-        },
-        "unknown field 'x' under eagle_config": {"eagle_config": {"x": 1}},
-        "unknown field 'fc_norm' under eagle_config": {"eagle_config": {"fc_norm": True}},
-        "rope_theta 500.0, the model has 10000.0": {"rope_scaling": scaled},
-        "rms_eps 1e-06, the model has 1e-05": {"rms_norm_eps": 1e-6},
-        "layers of qwen3 are not supported": {"model_type": "qwen3"},
-        r"'midlayer.mlp.down_proj.weight' .* \[16, 28\]": {"intermediate_size": 20},
-    }.items():
-        fails(match, write(tmp_path, state, name, EAGLE3 | changes))
-    for match, changed in {
-        "no place for: 'input_norm.weight'": state | {"input_norm.weight": np.zeros(48)},
-        "no place for: 'fc.bias'": state | {"fc.bias": np.zeros(D)},
-        "'d2t' is missing": {k: x for k, x in state.items() if k != "d2t"},
-        "name different tokens": state | {"t2d": ~state["t2d"]},
-        "key 'd2t' in .* is float32": state | {"d2t": np.float32(state["d2t"])},
-        "names tokens twice": {k: x for k, x in state.items() if k != "t2d"}
-        | {"d2t": state["d2t"] - np.arange(len(IDS))},
-        "or not of the 23": {k: x for k, x in state.items() if k != "t2d"}
-        | {"d2t": state["d2t"] + 1},
-        "'norm.weight'.*missing": {k: x for k, x in state.items() if k != "norm.weight"},
-    }.items():
-        fails(match, write(tmp_path, changed, name, EAGLE3))
-
-
 def test_tapped_layers_that_may_be_counted_from_their_end(tmp_path, capsys):
     """Of 32 layers as SpecForge numbers them; read as vLLM does, with a note."""
     for ids, noted in (([1, 15, 28], True), ([2, 16, 29], False)):
@@ -435,72 +363,85 @@ def test_tapped_layers_that_may_be_counted_from_their_end(tmp_path, capsys):
         assert ("paper's would be [2, 16, 29]" in capsys.readouterr().err) == noted
 
 
-def test_speculators_that_is_not_supported(tmp_path):
-    state, name = renamed(eagle3_state()), "model.safetensors"
-    layers, parts = (
-        SPECULATORS[n] for n in ("transformer_layer_config", "speculators_config")
-    )
-    without = {k: x for k, x in SPECULATORS.items() if k != "norm_before_residual"}
-    fails("does not say norm_before_residual", write(tmp_path, state, name, without))
-    for match, changes in {
-        "only eagle3 is supported, not 'dflash'": {"speculators_model_type": "dflash"},
-        "with algorithm 'peagle'": {"speculators_config": parts | {"algorithm": "peagle"}},
-        "with algorithm None": {"speculators_config": None},
-        "transformer_layer_config should be an object": {"transformer_layer_config": 1},
-        "not known to write: 'mask_token_id'": {"mask_token_id": 1},
-        "unknown field 'verify' under spec": {"speculators_config": parts | {"verify": 1}},
-        "belongs above it: 'fc_norm'": {
-            "transformer_layer_config": layers | {"fc_norm": True}
-        },
-        "known to have: 'mrope'": {"transformer_layer_config": layers | {"mrope": 1}},
-        "layers of qwen3": {"transformer_layer_config": layers | {"model_type": "qwen3"}},
-        "with a trained embedding": {"embed_requires_grad": True},
-        "norm_before_fc True": {"norm_before_fc": True},
-        "norm_output should be true or false, not 1": {"norm_output": 1},
-        "target_hidden_size 64 is": {"target_hidden_size": 64},
-        r"should be a list of layers, not \[1.5\]": {
-            "eagle_aux_hidden_state_layer_ids": [1.5]
-        },
-        "numbers from 0 to 1": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]},
-        r"'fc.weight' .* \[16, 48\]": {"eagle_aux_hidden_state_layer_ids": [0, 1]},
-        "'layers.1.*missing": {
-            "transformer_layer_config": layers | {"num_hidden_layers": 2}
-        },
-    }.items():
-        fails(match, write(tmp_path, state, name, SPECULATORS | changes))
+# Refusals, one row for each mechanism. Keys and shapes that all layouts check are in test_heads_io.py.
 
-
-# The traps. What all layouts share, keys and shapes that contradict, is in test_heads_io.py.
-
-
-def without(state, start):
-    return {key: x for key, x in state.items() if not key.startswith(start)}
-
-
-NAME = r".*medusa_lm_head\.pt"
-MISSING = rf"of shape \[16, 16\] is missing from {NAME}"
+TAPPED = "eagle_aux_hidden_state_layer_ids"
+PARTS, LAYER = (SPECULATORS[n] for n in ("speculators_config", "transformer_layer_config"))
+FILES = {
+    "medusa": (medusa_state(3), "medusa_lm_head.pt", V13),
+    "hydra": (hydra_state(), "hydra_lm_head.pt", HYDRA),
+    "eagle": (eagle_state(), "pytorch_model.bin", EAGLE),
+    "eagle3": (eagle3_state(), "model.safetensors", EAGLE3),
+    "speculators": (renamed(eagle3_state()), "model.safetensors", SPECULATORS),
+}
 
 
 @pytest.mark.parametrize(
-    ("match", "change", "fields"),
+    ("kind", "match", "changes"),
     [
-        (rf"key '1\.0\.linear\.weight' {MISSING}", "1.0.linear.weight", {}),
-        (r"key '1\.1\.weight' of shape \[23, 16\] is missing", "1.1.weight", {}),
-        (rf"'1\.0\.linear\.weight' is missing from {NAME}, which has a head 2", "1.", {}),
-        (rf"'3\.0\.linear\.weight' {MISSING}: .* says 5", "x", {"medusa_num_heads": 5}),
-        ("holds 1 layers per head, its config.json says 2", "x", {"medusa_num_layers": 2}),
-        (
-            r"'1\.1\.weight' in .* has shape \[24, 16\], .* asks for \[23, 16\]",
-            {"1.1.weight": np.zeros((V + 1, D), np.float32)},
-            {},
-        ),
+        ("medusa", "holds 1 layers per head, its .* says 2", {"medusa_num_layers": 2}),
+        ("hydra", "hidden_state_offset 1 are not supported", {"hidden_state_offset": 1}),
+        ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}),
+        ("eagle", r"holds the layers \[0\], its .* says 2", {"num_hidden_layers": 2}),
+        ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}),
+        ("eagle3", "not known to have: 'mrope_section'", {"mrope_section": [1]}),
+        ("eagle3", "parallel_draft_step 2 is not supported", {"parallel_draft_step": 2}),
+        ("eagle3", "use_last_layernorm False is not",
+         {"eagle_config": {"use_last_layernorm": False}}),
+        ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}),
+        ("eagle3", "fc_norm should be true or false, not 1", {"fc_norm": 1}),
+        ("eagle3", r"\[3, 9, 20\] are not the layers of", {"eagle_config": {TAPPED: [3, 9, 20]}}),
+        ("eagle3", "ids .* are not the layers of", {"eagle_config": {TAPPED: [1, "x"]}}),
+        ("eagle3", "unknown field 'x' under eagle_config", {"eagle_config": {"x": 1}}),
+        ("eagle3", "rms_eps 1e-06, the model has 1e-05", {"rms_norm_eps": 1e-6}),
+        ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}),
+        ("eagle3", r"'midlayer.mlp.down_proj.weight' .* \[16, 28\]", {"intermediate_size": 20}),
+        ("speculators", "does not say norm_before_residual", {"norm_before_residual": ...}),
+        ("speculators", "only eagle3 is supported, not 'df", {"speculators_model_type": "df"}),
+        ("speculators", "with algorithm None", {"speculators_config": None}),
+        ("speculators", "layer_config should be an object", {"transformer_layer_config": 1}),
+        ("speculators", "not known to write: 'mask_token_id'", {"mask_token_id": 1}),
+        ("speculators", "unknown field 'verify' under spec",
+         {"speculators_config": PARTS | {"verify": 1}}),
+        ("speculators", "belongs above it: 'fc_norm'",
+         {"transformer_layer_config": LAYER | {"fc_norm": True}}),
+        ("speculators", "with a trained embedding", {"embed_requires_grad": True}),
+        ("speculators", r"should be a list of layers, not \[1.5\]", {TAPPED: [1.5]}),
+        ("speculators", "numbers from 0 to 1", {TAPPED: [0, 1, 9]}),
     ],
-)
-def test_traps(match, change, fields, tmp_path):
-    """The file, the key and both shapes are named."""
-    state = medusa_state(3)
-    spoilt = state | change if isinstance(change, dict) else without(state, change)
-    fails(match, write(tmp_path, spoilt, "medusa_lm_head.pt", V13 | fields))
+)  # fmt: skip
+def test_configurations_that_are_not_supported(kind, match, changes, tmp_path):
+    state, name, config = FILES[kind]
+    config = {k: x for k, x in (config | changes).items() if x is not ...}
+    fails(match, write(tmp_path, state, name, config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match", "changes"),
+    [
+        ("medusa", r"key '1\.1\.weight' of shape \[23, 16\] is missing", {"1.1.weight": None}),
+        ("hydra", r"'hydra_mlp\.1\.0.*missing", {"hydra_mlp.1.0.linear.weight": None}),
+        ("eagle", "no place for: 'layers.0.input_lay",
+         {"layers.0.input_layernorm.weight": np.zeros(D, np.float32)}),
+        ("eagle3", "no place for: 'fc.bias'", {"fc.bias": np.zeros(D)}),
+        ("eagle3", "'d2t' is missing", {"d2t": None}),
+        ("eagle3", "name different tokens", {"t2d": ~eagle3_state()["t2d"]}),
+        ("eagle3", "key 'd2t' in .* is float32", {"d2t": np.float32(IDS)}),
+        ("eagle3", "names tokens twice", {"t2d": None, "d2t": -np.arange(len(IDS))}),
+    ],
+)  # fmt: skip
+def test_tensors_that_do_not_fit(kind, match, changes, tmp_path):
+    state, name, config = FILES[kind]
+    state = {k: x for k, x in (state | changes).items() if x is not None}
+    fails(match, write(tmp_path, state, name, config))
+
+
+def test_a_gap_between_the_numbers_of_heads(tmp_path):
+    state = {k: x for k, x in medusa_state(3).items() if not k.startswith("1.")}
+    fails(
+        r"key '1\.0\.linear\.\w+' of .* is missing from .*medusa_lm_head\.pt",
+        write(tmp_path, state, "medusa_lm_head.pt", V13),
+    )
 
 
 def test_mixed_types_are_read(tmp_path):

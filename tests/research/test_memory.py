@@ -10,7 +10,7 @@ import pytest
 from children import output_of
 
 from medusa_jax.sharding import simulate_devices
-from medusa_jax.training.counted import CPU_ONLY, total_bytes
+from research.counted import CPU_ONLY, total_bytes
 
 pytestmark = pytest.mark.wide
 
@@ -25,8 +25,8 @@ from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.evaluate.compiled.programs import compiled_loop
 from medusa_jax.heads import make_drafter
-from research import scaling
-from medusa_jax.training import counted, dry
+from research import counted, scaling
+from medusa_jax.training import dry
 from medusa_jax.tree import Tree
 
 arch = LlamaConfig(vocab_size=8192, d_model=256, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=32,

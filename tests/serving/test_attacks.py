@@ -12,7 +12,6 @@ import pytest
 from served import QUEUE, listening
 
 import medusa_jax
-from medusa_jax.interop import literal_text, tokenizer
 from medusa_jax.serving import Server
 
 MEGABYTE = 1_000_000  # with the rest of its call just below the limit
@@ -53,29 +52,29 @@ def victim(port):
             asking.result()
 
 
-def attacked(port, capsys, what, body, path="/v1/completions", times=1):
-    """The answers to some calls; the victim's worst wait meanwhile is printed."""
+def attacked(port, capsys, what, body, path="/v1/completions"):
+    """The answer to a call; the victim's worst wait meanwhile is printed."""
     sent = json.dumps(body).encode()
     kind = {"content-type": "application/json"}
     with victim(port) as waits, httpx.Client(base_url=port.url, timeout=120) as http:
         time.sleep(0.1)
         start = time.perf_counter()
-        answers = [http.post(path, content=sent, headers=kind) for _ in range(times)]
-        took = (time.perf_counter() - start) / times
+        answer = http.post(path, content=sent, headers=kind)
+        took = time.perf_counter() - start
     with capsys.disabled():
         median = statistics.median(waits)
         print(
-            f"\n{what}: {answers[0].status_code} after {took:.2f} s, others wait "
+            f"\n{what}: {answer.status_code} after {took:.2f} s, others wait "
             f"{max(waits) * 1e3:.0f} ms at worst, {median * 1e3:.1f} ms as a rule"
         )
     assert max(waits) < WORST
-    return answers
+    return answer
 
 
 def test_a_megabyte_that_has_to_be_tokenised(port, capsys):
     """This vocabulary tells nothing of the length before."""
     body = {"prompt": "the cat and " * (MEGABYTE // 12), "n": 2}
-    [answer] = attacked(port, capsys, "1 MB, tokenised", body)
+    answer = attacked(port, capsys, "1 MB, tokenised", body)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
@@ -91,8 +90,8 @@ def demo_port():
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kind", ["completion", "chat", "ids"])
-def test_a_megabyte_that_is_too_long_whatever_it_says(demo_port, capsys, monkeypatch, kind):
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_a_megabyte_that_is_too_long_whatever_it_says(demo_port, capsys, kind):
     """Refused before it is tokenised."""
     text = "def parse(text): " * (MEGABYTE // 17)
     body, path = {"prompt": text, "n": 2}, "/v1/completions"
@@ -101,64 +100,35 @@ def test_a_megabyte_that_is_too_long_whatever_it_says(demo_port, capsys, monkeyp
             {"messages": [{"role": "user", "content": text}]},
             "/v1/chat/completions",
         )
-    if kind == "ids":
-        body = {"prompt": [7] * (MEGABYTE // 3), "n": 2}
-    lengths, encode = [], tokenizer.encoded
-
-    def noted(backend, text, *more):
-        lengths.append(len(text))
-        return encode(backend, text, *more)
-
-    for module in (tokenizer, literal_text):
-        monkeypatch.setattr(module, "encoded", noted)
-    [answer] = attacked(demo_port, capsys, f"1 MB, {kind}", body, path)
+    answer = attacked(demo_port, capsys, f"1 MB, {kind}", body, path)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    assert "at least" in answer.text
-    assert 0 < max(lengths) < 1000  # those of the others
+    assert "at least" in answer.text  # a bound: the number of its tokens is not known
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("stream", [False, True])
-def test_many_alternatives(demo_port, capsys, stream):
+def test_many_alternatives(demo_port, capsys):
     """480 tokens with 20 alternatives each. The programs for it are compiled by the first call."""
     body = {"messages": [{"role": "user", "content": "def parse("}], "logprobs": True}
     body |= {"top_logprobs": 20, "max_tokens": 480, "temperature": 1, "seed": 1}
     path = "/v1/chat/completions"
     httpx.post(demo_port.url + path, json=body, timeout=300).raise_for_status()
-    body["stream"] = stream
-    what = f"480 tokens with 20 alternatives, {'streamed' if stream else 'whole'}"
-    [answer] = attacked(demo_port, capsys, what, body, path)
+    what = "480 tokens with 20 alternatives"
+    answer = attacked(demo_port, capsys, what, body | {"stream": True}, path)
     assert answer.status_code == 200 and len(answer.content) > 400_000
 
 
 AMBIGUOUS = " | ".join(" ".join("s" * n) for n in range(2, 12))
-RECORDS = [
-    {"type": "object", "properties": {f"a{i}_{j}": {"type": "integer"} for j in range(20)}}
-    for i in range(60)
-]
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    "constraint",
-    [
-        {"guided_grammar": f"start: s\ns: {AMBIGUOUS} | /[a-z ]/"},
-        {"guided_json": {"anyOf": RECORDS}},
-    ],
-    ids=["ambiguous", "records"],
-)
-def test_slow_masks(demo_port, capsys, constraint):
+def test_slow_masks(demo_port, capsys):
     """Masks take up to seconds: the call ends with an error, and others do not wait for it."""
     body = {"prompt": "x", "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 100}
     quick = body | {"guided_regex": "[a-z ]{20}"}  # compiles the programs
     httpx.post(
         f"{demo_port.url}/v1/completions", json=quick, timeout=300
     ).raise_for_status()
-    [answer] = attacked(demo_port, capsys, "slow masks", body | constraint)
-    if "guided_grammar" in constraint:
-        assert (answer.status_code, answer.json()["error"]["code"]) == (
-            400,
-            "constraint_too_costly",
-        )
-    else:
-        assert answer.status_code == 200
+    slow = {"guided_grammar": f"start: s\ns: {AMBIGUOUS} | /[a-z ]/"}
+    answer = attacked(demo_port, capsys, "slow masks", body | slow)
+    code = answer.json()["error"]["code"]
+    assert (answer.status_code, code) == (400, "constraint_too_costly")

@@ -1,15 +1,14 @@
 """Clients that leave, that do not read, that wait too long, and those that are too many."""
 
-import asyncio
 import json
 import time
 
 import pytest
-from served import ASKED, NAME, alone, ask_app, counted, events_of, raw, read_all, texts_of
+from served import ASKED, alone, counted, events_of, raw, read_all, texts_of
 
 from medusa_jax import Options
 from medusa_jax.serving import Request
-from medusa_jax.serving.http import Limits, make_app
+from medusa_jax.serving.http import Limits
 
 
 @pytest.fixture
@@ -56,34 +55,6 @@ def test_a_slow_reader_holds_nobody_up(port, http):
         text = read_all(link)
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     assert texts_of(events_of(text)) == {0: expected}
-
-
-def test_a_reader_that_never_reads_is_left(port):
-    """Nothing can be said to it any more, and its slot is wanted."""
-    limits = Limits(read_seconds=0.05)
-    app = make_app(port.server, name=NAME, template="", limits=limits)
-    body = json.dumps(ASKED | {"stream": True}).encode()
-    kind = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": kind}
-    scope |= {"query_string": b""}
-
-    async def once():
-        given = [{"type": "http.request", "body": body}]
-
-        async def receive():
-            return given.pop() if given else await asyncio.sleep(60)
-
-        async def send(message):
-            if message["type"] == "http.response.body":
-                await asyncio.sleep(60)
-
-        await asyncio.wait_for(app(scope, receive, send), 30)
-
-    with port.slowed(0.1):
-        asyncio.run(once())
-    metrics = ask_app(app, "GET", "/metrics").text
-    assert 'medusa_calls_total{endpoint="completions",status="408"} 1.0' in metrics
-    assert "medusa_cancelled_total 1.0" in metrics
 
 
 def test_a_full_queue(port, http):

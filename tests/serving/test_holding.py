@@ -5,8 +5,6 @@ import select
 import socket
 import time
 
-import pytest
-from cases import wide
 from served import ASKED, listening, raw
 from starlette.applications import Starlette
 from starlette.responses import Response
@@ -22,9 +20,7 @@ def large_app():
     async def large(request):
         return Response(b"x" * LARGE)
 
-    app = Starlette(routes=[Route("/", large)])
-    app.state.stop = lambda: None
-    return app
+    return Starlette(routes=[Route("/", large)])
 
 
 def connect(port, sent=b"", receive=None):
@@ -57,29 +53,27 @@ def wait_for(condition, seconds=10.0):
         time.sleep(0.02)
 
 
-def health_seconds(port):
-    """How long a new client waits for `/health`."""
+def check_health(port):
+    """A new client is answered soon."""
     start = time.perf_counter()
     link = connect(port, b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     with link:
         assert b"200 OK" in came(link)
-    return time.perf_counter() - start
+    assert time.perf_counter() - start < 0.5
 
 
 def open_connections(port):
     return len(port.uvicorn.server_state.connections)
 
 
-def test_half_sent_heads(port, capsys):
+def test_half_sent_heads(port):
     """60 clients send half a head, a third of them a byte now and then: all are closed at the deadline."""
     with listening(port.server, limits=Limits(head_seconds=1.0)) as attacked:
         start = time.monotonic()
-        links, waits, ended = [connect(attacked, HALF) for _ in range(60)], [], set()
+        links, ended = [connect(attacked, HALF) for _ in range(60)], set()
         while len(ended) < len(links):
-            assert time.monotonic() - start < 10, (
-                f"{len(links) - len(ended)} are still open"
-            )
-            waits.append(health_seconds(attacked))
+            assert time.monotonic() - start < 10
+            check_health(attacked)
             ended |= {link for link in links if link in closed(links)}
             for link in set(links[::3]) - ended:
                 with contextlib.suppress(OSError):
@@ -89,31 +83,25 @@ def test_half_sent_heads(port, capsys):
         wait_for(lambda: open_connections(attacked) == 0)
     for link in links:
         link.close()
-    with capsys.disabled():
-        print(f"\n60 half-sent heads: worst wait for /health {max(waits) * 1e3:.0f} ms")
-    assert max(waits) < 0.5
 
 
-def test_more_connections_than_there_may_be(port, capsys):
+def test_more_connections_than_there_may_be(port):
     """Those that wait for their client make room, the oldest first; a call that is being answered stays."""
     with listening(port.server, limits=Limits(connections=10)) as attacked:
         with port.held():
             working = raw(attacked, ASKED)
             wait_for(lambda: port.server.waiting)
             body = HALF + b"x\r\nContent-Length: 9\r\n\r\n{"
-            links, waits = [], []
+            links = []
             for i in range(60):
                 links.append(connect(attacked, (b"", HALF, body)[i % 3]))
                 if i % 6 == 5:
-                    waits.append(health_seconds(attacked))
+                    check_health(attacked)
             assert len(closed(links)) >= 50 and links[-1] not in closed(links)
             assert open_connections(attacked) <= 11
         assert b"200 OK" in came(working)
         for link in (*links, working):
             link.close()
-    with capsys.disabled():
-        print(f"\n60 connections of 10: worst wait for /health {max(waits) * 1e3:.0f} ms")
-    assert max(waits) < 0.5
 
 
 def test_half_of_a_second_request(port):
@@ -132,22 +120,10 @@ def test_half_of_a_second_request(port):
         assert time.monotonic() - start > 0.2
 
 
-@pytest.mark.parametrize("reads", [False, *wide(True)])
-def test_a_client_that_reads_nothing_loses_its_connection(port, reads):
-    """One that reads slowly does not, however long it takes."""
+def test_a_client_that_reads_nothing_loses_its_connection(port):
     with (
         listening(port.server, limits=Limits(read_seconds=0.3), app=large_app()) as other,
-        connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16) as link,
+        connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16),
     ):
         wait_for(lambda: open_connections(other))
-        if not reads:
-            wait_for(lambda: not open_connections(other), 5)
-            return
-        start, got = time.monotonic(), 0
-        while time.monotonic() - start < 1.0:
-            got += len(came(link))
-            time.sleep(0.05)
-        while got < LARGE:
-            part = came(link)
-            assert part
-            got += len(part)
+        wait_for(lambda: not open_connections(other), 5)

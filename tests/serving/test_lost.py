@@ -5,7 +5,7 @@ import time
 
 import httpx2 as httpx
 import pytest
-from fake_batch import FakeBatch
+from fake_batch import FakeBatch, InPlace
 from served import ASKED, NAME, TREE, Port, alone, ask_app
 from test_turns import PIECE, TREES, Client, finish
 
@@ -25,7 +25,9 @@ class Lost(Exception):
 @pytest.fixture
 def turns(monkeypatch):
     monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    return scheduler.Scheduler(None, trees=TREES, most_new=300, chunk_steps=3, piece=PIECE)
+    return scheduler.Scheduler(
+        None, programs=InPlace(), trees=TREES, most_new=300, chunk_steps=3, piece=PIECE
+    )
 
 
 def fail_at(batch, call, number, monkeypatch):
@@ -72,7 +74,7 @@ def test_those_that_wait_are_answered_by_new_rows(turns, call, monkeypatch):
     clients = [Client(turns, [n] * (40 if n == 2 else 9), 60) for n in range(1, 9)]
     fail_at(turns._batch, call, 2, monkeypatch)
     step_until_lost(turns)
-    lost = len(turns.on_device)
+    lost = len(turns.on_device) + sum(told(clients))
     turns.restart(Stopped("a step failed"))
     finish(turns)
     assert 0 < sum(told(clients)) == lost < len(clients)
@@ -109,7 +111,7 @@ def test_a_server_goes_on_after_an_error(server, call, monkeypatch, capfd):
     assert server.running
     [*_, again] = server.submit(Request("in the", Options(max_new_tokens=9)))
     assert again.ending.result.token_ids == last.ending.result.token_ids
-    assert "1 requests are lost: out of memory" in capfd.readouterr().err
+    assert "its requests are lost: out of memory" in capfd.readouterr().err
 
 
 def test_errors_one_after_the_other_end_it(server, monkeypatch):

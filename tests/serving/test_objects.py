@@ -3,7 +3,6 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
@@ -12,13 +11,11 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
-from medusa_jax.decoding.scoring import score
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
-from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -62,15 +59,6 @@ def test_a_stream_of_a_chat(http):
     assert usage["total_tokens"] == usage["prompt_tokens"] + 6
 
 
-def test_our_own_numbers(http):
-    [choice] = http.post(PATHS["completion"], json=ASKED).json()["choices"]
-    own = choice["medusa"]
-    assert own["new_tokens"] == 60 and own["steps"] == sum(own["acceptance_histogram"])
-    appended = sum(n * steps for n, steps in enumerate(own["acceptance_histogram"], 1))
-    assert appended == 59  # the first token comes with the prompt
-    assert own["mean_accepted_length"] == pytest.approx(59 / own["steps"], abs=1e-4)
-
-
 def test_how_long_an_answer_may_be(port, http):
     def length(kind, fields):
         answer = http.post(PATHS[kind], json=fields).json()
@@ -82,16 +70,6 @@ def test_how_long_an_answer_may_be(port, http):
     assert length("chat", CHAT) == whole.new_tokens > 60
     for both in ({"max_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
         assert length("chat", CHAT | both) == 5
-
-
-def test_seeds(http):
-    """Any whole number is one, as at OpenAI; those of one remainder are the same."""
-
-    def text(seed):
-        asked = ASKED | {"temperature": 1, "seed": seed}
-        return http.post(PATHS["completion"], json=asked).json()["choices"][0]["text"]
-
-    assert text(-1) == text(2**32 - 1) == text(2**64 - 1) != text(1)
 
 
 @pytest.mark.parametrize(
@@ -200,59 +178,6 @@ def test_text_offsets():
         assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
 
 
-@pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])
-def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
-    """`max_tokens` 0, or 1 whose token they leave out; compared with a teacher-forced pass."""
-    ids = port.model.encode(given)
-    asked = ASKED | {"prompt": given, "logprobs": 3, "echo": True}
-    scored = http.post(PATHS["completion"], json=asked | {"max_tokens": 0}).json()
-    [choice] = scored["choices"]
-    found = choice["logprobs"]
-    decoded = given if isinstance(given, str) else port.model.tokenizer.decode(given)
-    assert choice["text"] == decoded and choice["finish_reason"] == "length"
-    assert scored["usage"]["completion_tokens"] == 0
-    assert scored["usage"]["prompt_tokens"] == len(ids) == len(found["tokens"])
-    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
-    expected = log_probabilities(port.model, ids[:1], ids[1:])
-    np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=2e-4, atol=2e-4)
-    for token, logprob, top in list(zip(*list(found.values())[:3]))[1:]:
-        assert top[token] == logprob and len(top) in (3, 4)
-        assert logprob == min(top.values()) or len(top) == 3
-    streamed = http.post(
-        PATHS["completion"], json=asked | {"max_tokens": 0, "stream": True}
-    )
-    assert texts_of(events_of(streamed.text)) == {0: decoded}
-    # What the model goes on with is scored as it was when it was written.
-    [more] = http.post(PATHS["completion"], json=asked | {"max_tokens": 6}).json()[
-        "choices"
-    ]
-    assert more["text"].startswith(decoded)
-    for name in found:
-        assert more["logprobs"][name][: len(ids)] == found[name]
-    [answer] = http.post(PATHS["completion"], json=ASKED | {"prompt": given, "max_tokens": 6,
-                                                            "logprobs": 3}).json()["choices"]  # fmt: skip
-    assert more["text"] == decoded + answer["text"]
-    own = answer["logprobs"]
-    assert more["logprobs"]["token_logprobs"][len(ids) :] == own["token_logprobs"]
-    offsets = [len(decoded) + place for place in own["text_offset"]]
-    assert more["logprobs"]["text_offset"][len(ids) :] == offsets
-    written = port.model.generate([ids], Options(6), tree="none")[0].token_ids
-    again = http.post(
-        PATHS["completion"], json=asked | {"prompt": [*ids, *written], "max_tokens": 0}
-    )
-    tail = again.json()["choices"][0]["logprobs"]["token_logprobs"][len(ids) :]
-    np.testing.assert_allclose(tail, own["token_logprobs"], rtol=2e-4, atol=2e-4)
-
-
-def test_echo_of_prompts_longer_than_a_piece(port):
-    ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
-    for piece in (8, 128):
-        found, top = zip(*score(port.model.backbone, ids, 2, piece))
-        expected = log_probabilities(port.model, ids[:1], ids[1:])
-        np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
-        assert len(top) == 69 and all(len(one) == 2 for one in top)
-
-
 @pytest.mark.parametrize("template", ["", "plain"])
 def test_a_message_that_spells_out_special_tokens(port, template):
     """It says so as text; those of the template stay."""
@@ -263,14 +188,6 @@ def test_a_message_that_spells_out_special_tokens(port, template):
     bos, eos = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
     assert ids[0] == bos and not {bos, eos} & set(ids[1:])
     assert set(tokenizer.encode("in </s><s>u the")) > {bos, eos}  # as a completion reads it
-
-
-def test_equal_prompts_count_one_by_one(port, http):
-    """Python may have one object for all of them."""
-    asked = ASKED | {"prompt": ["a", "a", "in"], "n": 2, "max_tokens": 2}
-    usage = http.post(PATHS["completion"], json=asked).json()["usage"]
-    assert usage["prompt_tokens"] == sum(len(port.model.encode(p)) for p in asked["prompt"])
-    assert usage["completion_tokens"] == 12
 
 
 def test_logprobs_of_parts_of_a_character():

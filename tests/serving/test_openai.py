@@ -161,18 +161,3 @@ def test_our_own_fields(port, client):
     free = client.completions.create(**asked | {"seed": None})
     again = alone(port.model, "in", **options | {"seed": free.choices[0].medusa["seed"]})
     assert free.choices[0].text == again.text
-
-
-def test_logprobs(port, client):
-    asked = {"model": NAME, "max_tokens": 6, "temperature": 0}
-    chat = client.chat.completions.create(
-        **asked, messages=MESSAGES, logprobs=True, top_logprobs=2
-    )
-    tokens = chat.choices[0].logprobs.content
-    assert "".join(t.token for t in tokens) == chat.choices[0].message.content
-    for token in tokens:  # greedy: each token is the likeliest
-        assert token.top_logprobs[0].token == token.token
-        assert 0 > token.logprob == token.top_logprobs[0].logprob
-        assert token.logprob > token.top_logprobs[1].logprob
-    whole = client.completions.create(**asked, prompt="in", logprobs=0)
-    assert len(whole.choices[0].logprobs.token_logprobs) == 6

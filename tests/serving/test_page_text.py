@@ -15,25 +15,27 @@ pytestmark = pytest.mark.skipif(not NODE, reason="needs Node")
 # Elements as far as the page makes them; prints the depth of each character that is shown.
 SCRIPT = """
 class Element {
-  constructor() { this.children = []; this.style = {}; this.className = ""; }
+  constructor(tag) { this.tag = tag; this.children = []; this.style = {}; this.className = ""; }
   append(...more) { this.children.push(...more); }
   addEventListener() {}
 }
-globalThis.document = {createElement: () => new Element()};
+globalThis.document = {createElement: tag => new Element(tag)};
 const fs = require("fs"), source = fs.readFileSync(process.argv[1], "utf8");
 const page = new Function(source + "; return {blocksOf, blockElement, textOf}")();
-const answer = JSON.parse(fs.readFileSync(0, "utf8")), text = page.textOf(answer), shown = [];
+const answer = JSON.parse(fs.readFileSync(0, "utf8")), text = page.textOf(answer), shown = [], kinds = [];
 function visit(element) {
   const depth = /^d d(\\d)/.exec(element.className);
+  kinds.push(element.className.split(" ")[0] || element.tag);
   if (element.textContent) shown.push([element.textContent, depth ? Number(depth[1]) : 0]);
   element.children.forEach(visit);
 }
 for (const block of page.blocksOf(text, true)) visit(page.blockElement(answer, text, block));
-console.log(JSON.stringify(shown));
+console.log(JSON.stringify([shown, kinds]));
 """
 
 
-def shown(runs):
+def shown(runs, kinds=None):
+    """The characters with their depths; adds the classes or tags of the elements to `kinds`."""
     file = Path(http.__file__).parent / "page_text.js"
     done = subprocess.run(
         [NODE, "-e", SCRIPT, file],
@@ -43,7 +45,10 @@ def shown(runs):
         timeout=20,
         check=True,
     )
-    return [(c, depth) for text, depth in json.loads(done.stdout) for c in text]
+    found, made = json.loads(done.stdout)
+    if kinds is not None:
+        kinds += made
+    return [(c, depth) for text, depth in found for c in text]
 
 
 def test_depths_are_those_of_the_runs():
@@ -62,3 +67,25 @@ def test_thousands_of_marks_are_shown_soon(mark):
     """In linear time; `shown` has a limit of 20 s, a tenth of what 4,000 took in quadratic time."""
     text = mark * 4000
     assert len(shown([[text[i : i + 3], i % 3] for i in range(0, len(text), 3)])) > 4000
+
+
+MARKDOWN = """# A title
+Some **bold** text, `code`, *slanted* and 2 * 3; <img src=x onerror="alert()"> <script>alert()</script>
+
+- one
+
+```python
+x = "# no title, **not bold**"
+```
+> said
+"""
+
+
+def test_markdown_without_html():
+    """Elements are of the page alone; what looks like HTML is shown as it is."""
+    kinds = []
+    text = "".join(c for c, _ in shown([[MARKDOWN, 1]], kinds))
+    elements = {"head", "text", "strong", "code", "em", "item", "quote", "bar", "small"}
+    assert elements <= {*kinds} <= elements | {"d", "span", "pre"}
+    assert '<img src=x onerror="alert()"> <script>alert()</script>' in text
+    assert "# no title, **not bold**" in text and "2 * 3" in text and "**bold" not in text

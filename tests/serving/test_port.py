@@ -1,12 +1,6 @@
 """The port itself: its key, its metrics."""
 
-import hmac
-import time
-from types import SimpleNamespace
-
 from served import ASKED, counted
-
-from medusa_jax.serving.http.replies import finish_reason
 
 
 def test_a_key(other):
@@ -21,27 +15,9 @@ def test_a_key(other):
         assert other("GET", path, key="k").status_code == 200
     right = {"authorization": "Bearer open sesame"}
     assert other("GET", "/v1/models", key="open sesame", headers=right).status_code == 200
-    odd = {"authorization": "Bearer \u00e9".encode()}
-    assert other("GET", "/v1/models", key="k", headers=odd).status_code == 401
-
-
-def test_keys_are_compared_in_constant_time(other, monkeypatch):
-    compared = []
-
-    def compare(given, wanted):
-        compared.append((given, wanted))
-        return True
-
-    monkeypatch.setattr(hmac, "compare_digest", compare)
-    sent = {"authorization": "Bearer no"}
-    assert other("GET", "/v1/models", key="k", headers=sent).status_code == 200
-    assert compared == [(b"Bearer no", b"Bearer k")]
-
-
-def test_the_model_has_an_age(other):
-    before = int(time.time())
-    [one] = other("GET", "/v1/models").json()["data"]
-    assert before <= one["created"] <= time.time()
+    for sent, status in (("clé", 200), ("cle", 401)):  # byte by byte, as `curl` sends it
+        given = {"authorization": b"Bearer " + sent.encode()}
+        assert other("GET", "/v1/models", key="clé", headers=given).status_code == status
 
 
 def test_metrics_count_what_was_done(http):
@@ -77,18 +53,6 @@ def test_what_breaks_is_told_and_counted(port, http, monkeypatch):
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.json()["error"]["type"] == "server_error"
     assert counted(http, broken) == before + 1
-
-
-def test_a_full_context_is_openai_s_length():
-    ending = SimpleNamespace(result=SimpleNamespace(finish_reason="context"))
-    assert finish_reason(ending) == "length"
-
-
-def test_a_key_beyond_ascii_is_what_was_sent(other):
-    """Compared byte by byte, as `curl` sends it."""
-    for sent, status in (("clé", 200), ("cle", 401)):
-        given = {"authorization": b"Bearer " + sent.encode()}
-        assert other("GET", "/v1/models", key="clé", headers=given).status_code == status
 
 
 def test_names_of_the_host(other):

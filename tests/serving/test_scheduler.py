@@ -9,6 +9,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from fake_batch import InPlace
 from tiny import write_model
 
 import medusa_jax
@@ -106,11 +107,16 @@ def options(n, temperature=0.0, **fields):
     return Options(max_new_tokens=n, temperature=temperature, **fields)
 
 
+def scheduler_of(model, trees):
+    more = {"chunk_steps": 3, "piece": 64, "programs": InPlace()}
+    return Scheduler(model, trees=trees, most_new=300, **more)
+
+
 @pytest.fixture(scope="module")
 def scheduler(model):
     """Two rows with a tree, or three that decode plainly; prompts in pieces of 64 tokens."""
     trees = {2: TREE, 3: Tree.none()}
-    return Scheduler(model, trees=trees, most_new=300, chunk_steps=3, piece=64)
+    return scheduler_of(model, trees)
 
 
 def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
@@ -219,7 +225,7 @@ def test_rows_copy_from_their_own_texts(model, monkeypatch):
     copying = Tree.from_choices([*TREE.choices, *copies], spares)
     assert copying.spares
     trees = {1: copying, 2: TREE}
-    scheduler = Scheduler(model, trees=trees, most_new=300, chunk_steps=3, piece=64)
+    scheduler = scheduler_of(model, trees)
     arrivals = {
         0: [Request("hat hat hat hat", options(110))],
         14: [Request("in", options(9, 0.8, seed=1))],
@@ -276,6 +282,25 @@ def test_log_probabilities_are_those_of_a_solo_run(model, scheduler):
     assert cut.result.token_ids == expected.token_ids[:n]
 
 
+@pytest.mark.parametrize("rule", ["typical", "rejection"])
+def test_texts_that_depend_on_the_drafts(model, rule):
+    """Are those of a solo run with the same tree, whatever rule a row was used with before."""
+    scheduler = scheduler_of(model, {1: TREE})
+    start = "the cat and in the hat"
+    asked = [
+        Request(start, options(30)),
+        Request(start, options(30, 0.9, seed=3, epsilon=0.4, delta=0.7), 5, True, rule),
+        Request(start, options(9, max_steps=2)),
+    ]
+    for request in asked:
+        [client] = run(scheduler, {0: [request]}, model)
+        rules = "auto" if request.acceptance == "auto" else rule
+        [expected] = model.generate(
+            [request.prompt], [request.options], [request.id], acceptance=rules
+        )
+        assert client.result.token_ids == expected.token_ids
+
+
 def test_what_cannot_be_answered_is_refused_at_once(model):
     for request in (
         Request("", options(3, stop=()), acceptance="wishful"),
@@ -293,6 +318,6 @@ def test_what_a_server_takes_bounds_a_request(model):
     prompt, handle = model.encode("the cat"), Handle(lambda: None)
     asked = Request(prompt, options(300))
     job = make_job(model, asked, len(prompt), 5, handle, print)
-    assert job.row.limits == [5]
+    assert job.decode.limits == [5]
     with pytest.raises(TooLong, match="shorten it"):
         make_job(model, asked, len(prompt) - 1, 5, handle, print)

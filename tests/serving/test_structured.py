@@ -1,6 +1,5 @@
 """Constrained answers over the port, asked for by the official client as it is."""
 
-import json
 import re
 import threading
 import time
@@ -82,18 +81,6 @@ FORMS = [
 def test_vllms_names(client, extra, pattern):
     text = ask(client, extra_body=extra).choices[0].message.content
     assert re.fullmatch(pattern, text)
-
-
-@pytest.mark.parametrize(
-    "extra", [{"guided_json": SCHEMA}, {"structured_outputs": {"json": json.dumps(SCHEMA)}}]
-)
-def test_vllms_names_of_schemas(client, extra):
-    text = ask(client, extra_body=extra).choices[0].message.content
-    assert Pet.model_validate_json(text)
-    done = client.completions.create(
-        model=NAME, prompt="pet: ", max_tokens=150, seed=2, extra_body=extra
-    )
-    assert Pet.model_validate_json(done.choices[0].text)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from fake_batch import FakeBatch, solo
+from fake_batch import FakeBatch, InPlace, solo
 
 from medusa_jax import Options, Tree
 from medusa_jax.api import StoppingText
-from medusa_jax.decoding.generate import Request as Row
+from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.serving import Request, room, scheduler
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.request import Handle
@@ -28,7 +28,9 @@ class Letters:
 @pytest.fixture
 def turns(monkeypatch):
     monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    return scheduler.Scheduler(None, trees=TREES, most_new=300, chunk_steps=3, piece=PIECE)
+    return scheduler.Scheduler(
+        None, programs=InPlace(), trees=TREES, most_new=300, chunk_steps=3, piece=PIECE
+    )
 
 
 class Client:
@@ -41,7 +43,9 @@ class Client:
             Request(prompt, Options(n, **options), 0, drafts, acceptance),
         )
         text = StoppingText(Letters(), drafted.options.stop)
-        self.job = Job(drafted, Row([prompt], [n]), text, self.handle, self.deltas.append)
+        self.job = Job(
+            drafted, DecodeRequest([prompt], [n]), text, self.handle, self.deltas.append
+        )
         turns.add(self.job)
 
     @property
@@ -103,7 +107,7 @@ def test_whatever_comes_and_goes(turns, seed, monkeypatch):
         if clients and rng.random() < 0.03:
             rng.choice(clients[-4:]).handle.cancel()
         take_turn(turns)
-        answered = [seat.job for seat in turns._seats if seat.job]
+        answered = [row.job for row in turns._rows if row.job]
         assert not any(job.handle.cancelled for job in answered)
     finish(turns)
     for client in clients:
@@ -143,23 +147,6 @@ def test_a_smaller_cache_holds_what_the_host_has_not_seen(turns, patience, monke
     growing.check()
 
 
-def test_first_come_first_served(turns):
-    clients, order = [Client(turns, [n], 40) for n in range(1, 9)], []
-    while len(order) < len(clients):
-        turns.step()
-        order += [n for n, c in enumerate(clients) if c.deltas and n not in order]
-    assert order == sorted(order)
-
-
-def test_those_that_cannot_step_together_take_turns(turns):
-    for drafts in (True, False):
-        Client(turns, [3], 60, drafts)
-    for _ in range(8):
-        turns.step()
-    kinds = [drafts for _, drafts in turns._batch.runs]
-    assert kinds[1:] == [not kind for kind in kinds[:-1]]
-
-
 def test_a_chunk_has_one_rule(turns):
     """That of every row which steps in it: the batch complains otherwise."""
     rules = ("auto", "typical", "sampled", "rejection")
@@ -176,7 +163,9 @@ def test_rows_are_hardly_ever_empty(monkeypatch, n_clients, away, share):
     """Each client asks again this many steps after it was answered: a step is of use to nearly every
     row."""
     monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    turns = scheduler.Scheduler(None, trees={8: Tree.chain(2)}, most_new=300, piece=PIECE)
+    turns = scheduler.Scheduler(
+        None, programs=InPlace(), trees={8: Tree.chain(2)}, most_new=300, piece=PIECE
+    )
     rng, clients, all_clients = random.Random(0), [], []
     steps, come_back = turns._batch.steps, [0] * n_clients
     for _ in range(250):
@@ -228,22 +217,24 @@ def test_which_text_is_given_up(turns):
     """None where a row's whole text goes on, else the one that has been there the longest."""
     clients = [Client(turns, [n] * 9, 10 * n) for n in (1, 2, 3, 4)]
     finish(turns)
-    known = [list(seat.kept) for seat in turns._seats]
-    Client(turns, [*clients[2].job.known_text(), 5], 3)
+    known = [list(row.cached) for row in turns._rows]
+    Client(turns, [*clients[2].job.cached(999)[0], 5], 3)
     finish(turns)
     Client(turns, [9] * 9, 3)
     finish(turns)
-    begins = [seat.kept[0] for seat in turns._seats]
+    begins = [row.cached[0] for row in turns._rows]
     assert begins == [9, 2, 3, 4]
     for n in (1, 3):
-        assert list(turns._seats[n].kept) == known[n]
+        assert list(turns._rows[n].cached) == known[n]
 
 
 @pytest.mark.parametrize("n", range(10, 18))
 def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
     """It ends where the cache is full, or shortly before, and another one takes its steps."""
     trees = {2: Tree.chain(3)}  # a step of the other writes as much as any
-    turns = scheduler.Scheduler(None, trees=trees, most_new=300, chunk_steps=3, piece=PIECE)
+    turns = scheduler.Scheduler(
+        None, programs=InPlace(), trees=trees, most_new=300, chunk_steps=3, piece=PIECE
+    )
     full = Client(turns, [2] * 14, n)
     turns.step()
     Client(turns, [1] * 3, 25)
@@ -251,6 +242,23 @@ def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
         turns.step()
     turns.step()
     assert turns._batch.slots == 32
-    again = Client(turns, [*full.job.known_text(), 5], 2)
+    again = Client(turns, [*full.job.cached(999)[0], 5], 2)
     finish(turns)
     again.check()
+
+
+def test_first_come_first_served(turns):
+    clients, order = [Client(turns, [n], 40) for n in range(1, 9)], []
+    while len(order) < len(clients):
+        turns.step()
+        order += [n for n, c in enumerate(clients) if c.deltas and n not in order]
+    assert order == sorted(order)
+
+
+def test_those_that_cannot_step_together_take_turns(turns):
+    for drafts in (True, False):
+        Client(turns, [3], 60, drafts)
+    for _ in range(8):
+        turns.step()
+    kinds = [drafts for _, drafts in turns._batch.runs]
+    assert kinds[1:] == [not kind for kind in kinds[:-1]]

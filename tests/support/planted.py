@@ -100,7 +100,7 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
 
 def drafted(
     config, model, request, known, tree, seed, acceptance="greedy", example=None, **fields
-) -> loop.Progress:
+) -> Progress:
     """Decode with a planted drafter that knows the continuations `known`.
 
     Args:
@@ -115,7 +115,9 @@ def drafted(
     if example is None:
         progress = loop.generate(engine, variables, request)
     else:
-        state, _ = loop.begin(engine, variables, request)
+        state, ladder = loop.begin(engine, variables, request)
+        if len(ladder) > 1:  # this loop does not grow the cache
+            state = loop.grow(engine, ladder[-1], state)
         progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
     check_counts(progress)
     return progress

@@ -15,6 +15,7 @@ from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
 
 
@@ -140,7 +141,7 @@ def write_heads(directory: Path, config, params, ids=()):
     head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
     if len(ids):
         head_params[GROUP] = {"ids": np.array(ids, np.int32)}
-    record = own_heads.base_record(config, hf.fingerprint(config, params))
+    record = own_heads.base_record(config, fingerprint(config, params))
     own_heads.save_heads(str(directory), heads, head_params, base=record, recipe={})
 
 

@@ -2,7 +2,9 @@
 
 import pathlib
 import sys
+from typing import Any
 
+import jax
 import numpy as np
 from tiny import tiny_arch
 
@@ -15,6 +17,12 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from medusa_jax.training.data import prepare
+from medusa_jax.training.data.rows import ROW, TokenRows
+from medusa_jax.training.partition import Trains, trained_groups
+from medusa_jax.training.placement import batch_shapes
+from medusa_jax.training.setup import Setup, load_setup
+from medusa_jax.training.stage import Stage, make_stage
 
 ROOT = pathlib.Path(__file__).parents[2]
 VOCAB = 64
@@ -78,3 +86,31 @@ def write_config(directory: pathlib.Path, data: str, stage: str = "backbone") ->
 
 def command(*args: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *args]
+
+
+def stage_of(cfg: Config, steps: int = 16, mesh: Any = None) -> Stage:
+    """The stage of a configuration."""
+    return make_stage(cfg.train, cfg.model.arch, cfg.heads, cfg.lora, steps, mesh)
+
+
+def groups_of(cfg: Config) -> dict[str, Trains]:
+    """The trained groups of a configuration."""
+    return trained_groups(cfg.train, cfg.lora)
+
+
+def setup_of(cfg: Config, mesh: Any) -> Setup:
+    """The loaded models of a configuration."""
+    return load_setup(cfg.model, cfg.heads, cfg.train, groups_of(cfg), mesh)
+
+
+def texts_of(cfg: Config) -> list[TokenRows]:
+    """The texts of a configuration."""
+    return prepare.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
+
+
+def abstract_batch(cfg: Config, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and placement of a batch without hidden states."""
+    T, train = cfg.data.seq_len, cfg.train
+    row = {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
+    micro = train.batch_size // train.accumulation
+    return batch_shapes(mesh, row, micro, train.accumulation)

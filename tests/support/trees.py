@@ -1,6 +1,7 @@
 """Trees: one with everything in it, random ones, and trees as traced arrays."""
 
 import dataclasses
+import itertools
 from functools import partial
 from typing import ClassVar
 
@@ -91,3 +92,15 @@ def random_tree(rng, n_nodes: int, depth: int, max_rank: int = 6) -> Tree:
         if new not in paths:
             paths.append(new)
     return Tree.from_choices(paths)
+
+
+def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:
+    """Every prefix-closed set of `size` paths."""
+    paths = [
+        p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)
+    ]
+    trees = []
+    for chosen in itertools.combinations(paths, size):
+        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
+            trees.append(Tree.from_choices(chosen))
+    return trees

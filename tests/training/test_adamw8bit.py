@@ -10,12 +10,12 @@ import pytest
 from closeness import assert_close
 from jax.sharding import PartitionSpec as P
 from test_trainer import records, run
-from training_setup import tiny_config, training_arch
+from training_setup import abstract_batch, groups_of, stage_of, tiny_config, training_arch
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training import step as step_module
+from medusa_jax.training import trainer
 from medusa_jax.training.optim import adamw8bit as adamw8bit_module
 from medusa_jax.training.optim.adamw8bit import adamw8bit
 from medusa_jax.training.optim.optimizer import (
@@ -24,9 +24,7 @@ from medusa_jax.training.optim.optimizer import (
     make_schedule,
     matrices,
 )
-from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import TrainState, abstract_batch, compile_step, make_step
+from medusa_jax.training.placement import compile_step
 
 
 def test_updates_follow_adamw():
@@ -100,15 +98,17 @@ def test_its_loss_curve_is_adamws(tokens, tmp_path):
 def step_temporaries(cfg):
     """Bytes of the compiled step in addition to state, parameters and batch."""
     mesh = make_mesh((1, 1, 1))
-    stage = make_stage(cfg, 10)
-    optimizer = make_optimizer(cfg.optim, trained_groups(cfg), 10)
+    stage = stage_of(cfg, 10)
+    optimizer = make_optimizer(cfg.optim, groups_of(cfg), 10)
     key = jax.eval_shape(lambda: jax.random.key(0))
     backbone = jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key)
     frozen = {"backbone": backbone}
     params = jax.eval_shape(stage.init, key, frozen)
     counter = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
-    step = make_step(stage, optimizer, make_schedule(cfg.optim, 10), 0)
+    state = trainer.TrainState(
+        counter, counter, params, jax.eval_shape(optimizer.init, params)
+    )
+    step = trainer.make_step(stage, optimizer, make_schedule(cfg.optim, 10), 0)
     compiled = compile_step(step, state, frozen, abstract_batch(cfg, mesh), mesh)
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -122,7 +122,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
-    monkeypatch.setattr(step_module, "depend_on", lambda tree, done: tree)
+    monkeypatch.setattr(trainer, "depend_on", lambda tree, done: tree)
     early = step_temporaries(cfg)
     assert early - waits > 0.5 * 2 * heads, (early, waits)
 

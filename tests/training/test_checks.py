@@ -48,6 +48,6 @@ def test_what_is_refused(stage, fields, words):
         group, name = path.split(".")
         setattr(getattr(cfg, group), name, value)
     with pytest.raises(UserError, match=words) as error:
-        checks.check_choices(cfg)
-        checks.check(cfg, make_mesh())
+        checks.check(cfg)
+        checks.settle(cfg, cfg.model.arch, make_mesh())
     assert "\n" not in str(error.value)

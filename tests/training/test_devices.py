@@ -19,12 +19,13 @@ CHILD = r"""
 import json, os, sys
 import jax
 from test_devices import MESHES, configurations
-from medusa_jax.training import step, trainer
+from medusa_jax.training import trainer
 
 tokens, model, workdir = sys.argv[1:]
+COMPILE = trainer.compile_step
 report = {"placed": {}, "products": {}}
 for name, cfg in configurations(tokens, model).items():
-    compile_step = step.compile_step
+    compile_step = COMPILE
 
     def watched(step_fn, state, frozen, batch, mesh):
         compiled = compile_step(step_fn, state, frozen, batch, mesh)
@@ -118,7 +119,7 @@ def test_every_device_computes_its_own_rows_only(eight, name):
 @pytest.mark.parametrize("name", ["heads", "deeper"])
 def test_nothing_is_summed_over_the_rows_of_all_devices_in_a_loop(eight, name):
     """Gradients of the loss add up on each device over its chunks, and are summed once."""
-    from medusa_jax.devices.collectives import collectives
+    from medusa_jax.hlo.collectives import collectives
 
     among_rows = [
         c for c in collectives(eight[0]["products"][name]) if c.group == parts(name)

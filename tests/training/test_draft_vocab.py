@@ -1,7 +1,5 @@
 """Heads that learn to score some of the tokens: what teaches them, and which tokens they are."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from test_trainer import records, run
-from training_setup import VOCAB, tiny_config, training_arch
+from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -21,9 +19,8 @@ from medusa_jax.interop import heads_io
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry, losses
+from medusa_jax.training import losses
 from medusa_jax.training.data.vocabulary import draft_vocab, read_counts
-from medusa_jax.training.stage import make_stage
 
 IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
 
@@ -120,7 +117,7 @@ def joint_stage(draft_vocab, **arch):
     cfg = tiny_config("", "medusa2", teacher_weight=0.5)
     cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = training_arch(**arch), 2, 0.0
     cfg.heads = HeadsConfig(n_heads=2, lm_head="shared", draft_vocab=draft_vocab)
-    return make_stage(cfg, 16)
+    return stage_of(cfg)
 
 
 @pytest.mark.wide
@@ -193,18 +190,15 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
         def counts(self, vocab_size):
             return np.ones(vocab_size, int)
 
-    cfg = tiny_config("")
-    cfg.heads, cfg.workdir = HeadsConfig(draft_vocab=3), str(tmp_path)
     folder = tmp_path / "answers"
     folder.mkdir()
     counts = np.zeros(VOCAB, np.int64)
     counts[[9, 60, 33]] = 1, 2, 3
     np.save(folder / vocabulary.COUNTS, counts)
-    cfg.data.draft_vocab_from = str(folder)
-    assert draft_vocab(cfg, Rows()).tolist() == [9, 33, 60]
-    cfg = dataclasses.replace(cfg, heads=HeadsConfig(draft_vocab=4))
+    given = (VOCAB, Rows(), str(tmp_path), str(folder))
+    assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
     with pytest.raises(UserError, match=r"ids of shape \[3\], draft_vocab is 4"):
-        draft_vocab(cfg, Rows())
+        draft_vocab(HeadsConfig(draft_vocab=4), *given)
 
 
 def test_counts_that_are_none(tmp_path):
@@ -214,16 +208,3 @@ def test_counts_that_are_none(tmp_path):
         np.save(tmp_path / "x.npy", wrong)
         with pytest.raises(UserError, match="not the counts of a vocabulary of 64"):
             read_counts(str(tmp_path / "x.npy"), VOCAB)
-
-
-def test_dry_run(capsys):
-    cfg = tiny_config("", "medusa1")
-    cfg.data.draft_vocab_from = "counts.npy"
-    with pytest.raises(UserError, match=r"heads\.draft_vocab is 0"):
-        dry.dry_run(cfg)
-    cfg.data.draft_vocab_from = ""
-    cfg.heads = HeadsConfig(n_heads=2, lm_head="own", draft_vocab=40)
-    report = dry.dry_run(cfg)
-    assert report["trainable_parameters"] == 2 * (16 * 16 + 16 + 16 * 40)
-    said = capsys.readouterr().out
-    assert "frozen draft_vocab ids: int32[40]" in said

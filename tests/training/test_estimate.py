@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import tiny_config, training_arch
+from training_setup import stage_of, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import Backbone, TextRows
@@ -13,7 +13,6 @@ from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.stage import make_stage
 from medusa_jax.training.trainer import Evaluator
 from medusa_jax.tree.growth import MISS
 
@@ -79,12 +78,11 @@ def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
 
 def test_every_evaluation_has_both(tokens):
     cfg = tiny_config(tokens, "medusa1")
-    cfg.data.eval_samples = 20
-    stage = make_stage(cfg, 16)
+    stage = stage_of(cfg)
     frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
     params = {"heads": stage.init(jax.random.key(1), frozen)["heads"]}
     rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
-    record = Evaluator(cfg, stage, make_mesh(), rows)(params, frozen)
+    record = Evaluator(stage, make_mesh(), rows, 8, 20)(params, frozen)
     assert 1 <= record["accepted_length_chain"] <= record["accepted_length_tree"] <= 4
     batch = rows.batch(0, 20)
     ranks = np.asarray(jax.jit(stage.ranks)(params, frozen, batch))
@@ -92,4 +90,4 @@ def test_every_evaluation_has_both(tokens):
         name: x for name, x in record.items() if name.startswith("accepted_length")
     }
     backbone = tiny_config(tokens)
-    assert make_stage(backbone, 16).ranks is None
+    assert stage_of(backbone).ranks is None

@@ -10,7 +10,7 @@ import pytest
 from cases import thinned
 from closeness import assert_close
 from tiny import random_params
-from training_setup import VOCAB, tiny_config, training_arch
+from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
 from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
@@ -19,7 +19,6 @@ from medusa_jax.interop import hf
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
-from medusa_jax.training.stage import make_stage
 
 pytestmark = pytest.mark.usefixtures("x64")
 ARCH = training_arch(n_layers=2)
@@ -63,7 +62,7 @@ def only_what_heads_read(frozen):
 def test_the_loss_and_its_gradient_are_the_trainers(name):
     """The trainer runs the backbone by itself; the functions get its states and three entries of it."""
     cfg, functions, frozen, batch = problem(name)
-    stage = make_stage(cfg, 1)
+    stage = stage_of(cfg, 1)
     params = functions.init(jax.random.key(0), frozen)
     rng = np.random.default_rng(2)
     params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params)

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from closeness import assert_close
 from safetensors.numpy import save_file
-from training_setup import tiny_config
+from training_setup import stage_of, texts_of, tiny_config
 
+from medusa_jax.commands.train import override
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import trainer
-from medusa_jax.training.data import features, prepare
+from medusa_jax.training import checks, trainer
+from medusa_jax.training.data import features
 
 TAPS, L = (0, 0, 1), 1
 N = 24
@@ -117,10 +118,11 @@ def test_training_from_them_is_training_from_our_own_states(states, model, tmp_p
 def rows_of(source, tmp_path):
     """The batch of all rows of a source."""
     cfg = config(source, tmp_path / "rows")
-    prepare.choose_features(cfg)
-    [text] = prepare.texts(cfg)
+    cfg = checks.settle(cfg, cfg.model.arch, make_mesh())
+    [text] = texts_of(cfg)
     frozen = {"backbone": backbone()[1]}
-    rows = features.cached(cfg, make_mesh(), text, None, frozen, "")
+    cache = features.Cache(cfg.data, "", [], stage_of(cfg), frozen, make_mesh())
+    rows = cache.rows(text, 8)
     return cfg, rows.batch(0, rows.rows)
 
 
@@ -143,54 +145,46 @@ def test_files_that_are_wrong_are_refused(tmp_path):
     T = len(tokens)
     good = {"hidden_states": np.zeros((T, 4, 16), np.float32), "token_ids": tokens}
     good["loss_mask"] = counted.astype(np.int64)
-
-    def refused(match, number=0, **changes):
-        folder = tmp_path / "bad"
-        folder.mkdir(exist_ok=True)
-        arrays = {key: x for key, x in (good | changes).items() if x is not None}
-        save_file(arrays, folder / f"hs_{number}.safetensors")
-        with pytest.raises(UserError, match=match) as error:
-            rows_of(folder, tmp_path)
-        assert "\n" not in str(error.value)
-
-    refused("a key that is not known: 'extra'", extra=tokens)
-    refused("should have the keys hidden_states and one of", token_ids=None)
-    refused("should have the keys hidden_states and one of", input_ids=tokens)
-    refused(
-        r"'hidden_states' .* is float32\[\d+, 48\]",
-        hidden_states=np.zeros((T, 48), np.float32),
-    )
-    refused(
-        "'hidden_states' .* not .*, n, D",
-        hidden_states=np.zeros((T + 1, 4, 16), np.float32),
-    )
-    refused("'token_ids' .* whole numbers", token_ids=tokens.astype(np.float32))
-    refused("loss_mask in .* of 1 and 0", loss_mask=np.full(T, 2))
-    refused("loss_mask in .* of 1 and 0", loss_mask=np.ones(T + 1, int))
-    refused("has no loss_mask, and neither", loss_mask=None)
-    refused("has 3 hidden states of size 16 .* need 4 of 16: 3 tapped",
-            hidden_states=np.zeros((T, 3, 16), np.float32))  # fmt: skip
-    refused("vocabulary has 64", token_ids=tokens + 64)
-    refused("not finite", hidden_states=np.full((T, 4, 16), np.inf, np.float32))
-    write_dataset(tmp_path / "bad", [{"input_ids": [1, 2], "loss_mask": [1, 1]}])
-    refused("row 0 of its dataset have different tokens", loss_mask=None)
-    (tmp_path / "bad" / "hs_0.safetensors").unlink()
-    refused("has no row 5 of", number=5, loss_mask=None)
-
-
-def test_configurations_that_contradict_them(states, tokens, tmp_path):
-    cfg = config(states, tmp_path)
-    for change, match in (
-        ({"cache_features": "float8"}, "leave data.cache_features empty"),
-        ({"source": f"{states},{tokens}"}, "for all of data.source and data.eval_source"),
-        ({"eval_source": tokens}, "for all of data.source and data.eval_source"),
+    flat, long = np.zeros((T, 48), np.float32), np.zeros((T + 1, 4, 16), np.float32)
+    few, endless = np.zeros((T, 3, 16), np.float32), np.full((T, 4, 16), np.inf, np.float32)
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for match, changes in (
+        ("a key that is not known: 'extra'", {"extra": tokens}),
+        ("should have the keys hidden_states and one of", {"token_ids": None}),
+        ("should have the keys hidden_states and one of", {"input_ids": tokens}),
+        (r"'hidden_states' .* is float32\[\d+, 48\]", {"hidden_states": flat}),
+        ("'hidden_states' .* not .*, n, D", {"hidden_states": long}),
+        ("has 3 hidden states of size 16 .* need 4 of 16", {"hidden_states": few}),
+        ("not finite", {"hidden_states": endless}),
+        ("'token_ids' .* whole numbers", {"token_ids": tokens.astype(np.float32)}),
+        ("vocabulary has 64", {"token_ids": tokens + 64}),
+        ("loss_mask in .* of 1 and 0", {"loss_mask": np.full(T, 2)}),
+        ("loss_mask in .* of 1 and 0", {"loss_mask": np.ones(T + 1, int)}),
+        ("has no loss_mask, and neither", {"loss_mask": None}),
     ):
-        cfg = config(states, tmp_path)
-        for name, value in change.items():
-            setattr(cfg.data, name, value)
+        arrays = {key: x for key, x in (good | changes).items() if x is not None}
+        save_file(arrays, folder / "hs_0.safetensors")
         with pytest.raises(UserError, match=match):
-            prepare.choose_features(cfg)
+            rows_of(folder, tmp_path)
+    write_dataset(folder, [{"input_ids": [1, 2], "loss_mask": [1, 1]}])
+    with pytest.raises(UserError, match="row 0 of its dataset have different tokens"):
+        rows_of(folder, tmp_path)
+    (folder / "hs_0.safetensors").rename(folder / "hs_5.safetensors")
+    with pytest.raises(UserError, match="has no row 5 of"):
+        rows_of(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("data.cache_features", "float8", "leave data.cache_features empty"),
+        ("data.eval_source", "elsewhere", "for all of data.source and data.eval_source"),
+        ("train.stage", "medusa2", "medusa1, not medusa2"),
+    ],
+)
+def test_configurations_that_contradict_them(states, tmp_path, field, value, match):
     cfg = config(states, tmp_path)
-    cfg.train.stage = "medusa2"
-    with pytest.raises(UserError, match="medusa1, not medusa2"):
-        prepare.choose_features(cfg)
+    override(cfg, field, value)
+    with pytest.raises(UserError, match=match):
+        checks.settle(cfg, cfg.model.arch, make_mesh())

@@ -68,22 +68,6 @@ def test_a_claim_ends_with_its_process(tmp_path):
         pass
 
 
-def test_one_process_of_a_program_holds_the_claim(tmp_path, monkeypatch):
-    with hosts.locked(tmp_path):
-        monkeypatch.setattr(hosts.jax, "process_index", lambda: 1)
-        with hosts.locked(tmp_path):
-            pass
-
-
-def test_a_directory_that_cannot_be_claimed(tmp_path):
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(UserError, match="cannot be written to"),
-        hosts.locked(tmp_path / "file"),
-    ):
-        pass
-
-
 def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     """There the environment says nothing: JAX is asked, and knows of no others, or of late ones."""
     asked, answer = [], ValueError("no pod")
@@ -162,7 +146,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     if processes[0].returncode == hosts.LOST:
         last = errors[0].strip().splitlines()[-1]
         assert last.startswith("error: another process of this run is lost"), errors[0]
-        assert "resume from what was saved last" in last
+        assert "resume from the last checkpoint" in last
     else:
         assert processes[0].returncode == -signal.SIGABRT, errors
         assert "stopped sending heartbeats" in errors[0]
@@ -240,7 +224,7 @@ import numpy as np
 from medusa_jax import hosts
 from medusa_jax.interop.fingerprint import sample_bytes
 from medusa_jax.sharding import make_mesh, local_rows
-from medusa_jax.training.step import microbatches, local_numbers
+from medusa_jax.training.placement import local_numbers, microbatches
 
 hosts.join(dict(a.removeprefix("--").split("=") for a in sys.argv[1:]))
 whole = np.arange(16)[:, None] * np.ones((1, 3), int)

@@ -21,6 +21,7 @@ from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import export, losses
@@ -123,7 +124,7 @@ def test_two_stages_and_an_export_bound_to_the_new_backbone(tokens, stage_1, tmp
     assert len(log[0]["loss"]) == 3 and np.isscalar(log[0]["lm_loss"])
     assert len(records(tmp_path, "eval")) == 1
     arch, trained = hf.load_backbone(str(tmp_path / "export"), mesh)
-    print_of = hf.fingerprint(arch, trained)
+    print_of = fingerprint(arch, trained)
     folder = str(tmp_path / "export" / "heads")
     _, params, meta = heads_io.load_heads(folder, arch, mesh, fingerprint=print_of)
     assert meta["base"]["fingerprint"] == print_of
@@ -161,16 +162,15 @@ def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
     cfg.heads = HeadsConfig(drafter="hydra", n_heads=2)
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     heads = drafter.init(jax.random.key(4), Backbone(Llama(cfg.model.arch), params))
-    base = own_heads.base_record(cfg.model.arch, hf.fingerprint(cfg.model.arch, params))
+    base = own_heads.base_record(cfg.model.arch, fingerprint(cfg.model.arch, params))
     recipe = {"steps": 7}
     own_heads.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
-    cfg.train.heads_path = str(tmp_path)
-    loaded = load_heads(cfg, cfg.model.arch, base, make_mesh())
+    loaded = load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, loaded[0], heads)
     assert loaded[1] == {"steps": 7}
     cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
     with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
-        load_heads(cfg, cfg.model.arch, base, make_mesh())
+        load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
 
 
 def test_an_export_keeps_the_models_own_ends(tmp_path):

@@ -211,21 +211,6 @@ def test_head_loss_is_equation_1(lm_head, targets, scale):
     assert_close((value, grads), (expected, expected_grads))
 
 
-def test_labels_may_weigh_less_without_a_teacher():
-    _, backbone, drafter, params, batch = heads_problem()
-    counts = losses.pair_counts(batch, (2, 3, 4))
-
-    @partial(jax.jit, static_argnums=0)
-    def loss(weight):
-        targets = losses.HeadTargets(label_weight=weight)
-        objective = losses.HeadObjective(drafter, 5, 0.8, targets)
-        return losses.head_loss(
-            params, backbone, objective, losses.StepInputs(batch, counts)
-        )[0]
-
-    assert_close(loss(0.25), 0.25 * loss(1.0))
-
-
 def test_noise_on_hidden_states_needs_a_key():
     """Uniform in +-noise / sqrt(L d) (Hydra 6.1), and only where the heads read."""
     _, backbone, drafter, params, batch = heads_problem()

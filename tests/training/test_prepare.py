@@ -5,14 +5,14 @@ import os
 
 import numpy as np
 import pytest
-from training_setup import tiny_config
+from training_setup import texts_of, tiny_config
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import encode_conversation
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import prepare
-from medusa_jax.training.data.rows import ARRAYS
+from medusa_jax.training.data.tokenise import Encoder, parse_turns
 
 
 def text_config(vicuna, workdir, source, **data):
@@ -24,7 +24,7 @@ def text_config(vicuna, workdir, source, **data):
 
 
 def directory_of(cfg):
-    return prepare.token_directory(cfg, cfg.data.source, cfg.data)
+    return prepare.token_directory(cfg.data.source, cfg.data, cfg.model, cfg.workdir)
 
 
 def samples_of(directory):
@@ -77,7 +77,7 @@ FORMS = [
 def test_forms_of_conversations(vicuna, record, form):
     """Ids and counted tokens of the same conversation as messages, and its form in words."""
     tokenizer = load_tokenizer(vicuna)
-    encode = prepare.Encoder(tokenizer, DataConfig(chat_template="vicuna"))
+    encode = Encoder(tokenizer, DataConfig(chat_template="vicuna"))
     want = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
     if form == "instruction, input, output" and record["input"]:
         want[0]["content"] = "What is\n\na tree?"
@@ -127,26 +127,6 @@ def test_what_is_taken_is_said_once(vicuna, tmp_path, capsys, name, kind):
     assert said.count(f"2 samples skipped (2 x unknown role 'tool', first in {where})") == 1
 
 
-def test_bytes_that_are_no_text_are_skipped_by_their_line(vicuna, tmp_path, capsys):
-    """And those of Latin-1; a file with nothing else is refused."""
-    good, source = json.dumps({"text": "A tree is a graph."}).encode(), tmp_path / "a.jsonl"
-    latin = '{"text": "grüße"}'.encode("latin-1")
-    source.write_bytes(b"\n".join([good, latin, b"\0" * 9, b"{", good, latin]))
-    assert len(samples_of(directory_of(text_config(vicuna, tmp_path, source)))) == 2
-    said = capsys.readouterr().err
-    assert (
-        "4 samples skipped (3 x not UTF-8, first in line 2; 1 x broken JSON, first" in said
-    )
-    source.write_bytes(latin)
-    with pytest.raises(UserError, match=r"none of the 1 .*not UTF-8, first in line 1"):
-        directory_of(text_config(vicuna, tmp_path, source))
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_bytes("grüße".encode("latin-1"))
-    with pytest.raises(UserError, match=r"1 x not UTF-8, first in .*a\.txt"):
-        directory_of(text_config(vicuna, tmp_path, folder))
-
-
 def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     tokenizer = load_tokenizer(vicuna)
@@ -157,33 +137,22 @@ def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):
     assert said.strip() == "for i in range(10):\n    print(i)</s>"
 
 
-def test_bad_lines_are_skipped_and_reported(vicuna, tmp_path, capsys):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-    talk = json.dumps({"messages": turns})
-    lines = [talk, '{"messages": [', '{"messages": []}', talk, '{"other": 1}', "[1]"]
-    source = tmp_path / "talk.jsonl"
-    source.write_text("\n".join(lines))
-    cfg = text_config(vicuna, tmp_path, source, chat_template="vicuna", seq_len=256)
-    assert len(samples_of(directory_of(cfg))) == 2
-    said = capsys.readouterr().err
-    assert "2 of 6 samples used" in said
-    assert "4 samples skipped" in said and "1 x broken JSON" in said
-
-
-def test_a_bad_sample_is_named_by_its_line(vicuna, tmp_path, capsys):
+def test_bad_samples_are_skipped_and_named_by_their_line(vicuna, tmp_path, capsys):
     """The first of each kind, blank lines counted; none ends the run, however strange, but all do."""
-    good = json.dumps({"text": "A tree is a graph without cycles."})
-    lines = ["", good, "{broken", "", good, "[" * 9000 + "]" * 9000, '{"text": "\\ud800"}']
+    good = json.dumps({"text": "A tree is a graph without cycles."}).encode()
+    latin = '{"text": "grüße"}'.encode("latin-1")
+    deep, surrogate = b"[" * 9000 + b"]" * 9000, b'{"text": "\\ud800"}'
+    lines = [b"", good, b"{broken", latin, b"\0" * 9, good, deep, surrogate, b'{"a": 1}']
     source = tmp_path / "talk.jsonl"
-    source.write_text("\n".join(lines))
+    source.write_bytes(b"\n".join(lines))
     assert len(samples_of(directory_of(text_config(vicuna, tmp_path, source)))) == 2
     said = capsys.readouterr().err
-    assert "2 x broken JSON, first in line 3;" in said
-    assert "unpaired surrogate, which is not a valid character, first in line 7)" in said
-    source.write_text("\n\n{broken\n")
-    with pytest.raises(
-        UserError, match=r"none of the 1 samples .*1 x broken JSON, first in line 3"
-    ):
+    assert "2 of 8 samples used" in said and "6 samples skipped" in said
+    assert "2 x broken JSON, first in line 3" in said
+    assert "2 x not UTF-8, first in line 4" in said
+    assert "unpaired surrogate, which is not a valid character, first in line 8" in said
+    source.write_bytes(b"\n\n{broken\n")
+    with pytest.raises(UserError, match=r"none of the 1 .*broken JSON, first in line 3"):
         directory_of(text_config(vicuna, tmp_path, source))
     whole = tmp_path / "talk.json"
     whole.write_text(json.dumps([json.loads(good), {"text": 3}]))
@@ -255,20 +224,21 @@ def test_text_lines_and_files(vicuna, tmp_path):
 def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     first = directory_of(cfg)
-    monkeypatch.setattr(prepare, "tokenise", None)
+    monkeypatch.setattr(prepare, "TEXT", "no.such.module")
     assert directory_of(cfg) == first
 
 
-@pytest.mark.parametrize("name", ARRAYS)
-def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path, name):
+def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path):
     """A block that a disk lost reads as zeros, which are tokens."""
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     cfg.model.arch.vocab_size = 400
-    file = os.path.join(directory_of(cfg), name)
-    prepare.texts(cfg)
+    file = os.path.join(directory_of(cfg), "tokens.npy")
+    texts_of(cfg)
     np.save(file, np.zeros_like(np.load(file)))
-    with pytest.raises(UserError, match=rf"{name} is damaged .*; delete .*, so that it is"):
-        prepare.texts(cfg)
+    with pytest.raises(
+        UserError, match=r"tokens\.npy is damaged .*; delete .*, so that it"
+    ):
+        texts_of(cfg)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +251,7 @@ def test_what_was_tokenised_is_held_to_its_checksums(vicuna, sharegpt, tmp_path,
 )
 def test_sources_that_are_not_there(vicuna, tmp_path, source, data, words):
     with pytest.raises(UserError, match=words):
-        directory_of(text_config(vicuna, tmp_path, source, **data))
+        texts_of(text_config(vicuna, tmp_path, source, **data))
 
 
 def test_a_hub_id_without_network_names_it(vicuna, tmp_path, monkeypatch):
@@ -297,12 +267,53 @@ def test_a_hub_id_without_network_names_it(vicuna, tmp_path, monkeypatch):
         directory_of(text_config(vicuna, tmp_path, "who/what"))
 
 
-def test_hub_datasets_are_read_by_grain(vicuna, sharegpt, tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    with open(sharegpt, encoding="utf-8") as file:
-        table = datasets.Dataset.from_list(json.load(file))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: table)
-    cfg = text_config(
-        vicuna, tmp_path, "who/what", chat_template="vicuna", seq_len=256, max_samples=3
+# Turns: their roles and fields, and why some are skipped.
+
+
+def share(*turns):
+    return [{"from": who, "value": text} for who, text in turns]
+
+
+def test_parse_turns():
+    good = share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c"))
+    assert parse_turns(good) == (
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "",
     )
-    assert len(samples_of(directory_of(cfg))) == 3
+    system = share(("system", "s"), ("user", "a"), ("chatgpt", "b"))
+    assert [m["role"] for m in parse_turns(system)[0]] == ["system", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ([], "no answered user turn"),
+        (["x"], "unknown role None"),
+        (share(("human", "a")), "no answered user turn"),
+        (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
+        (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
+        (share(("human", "a"), ("gpt", " ")), "an empty assistant turn"),
+        (share(("human", "a"), ("gpt", 3)), "a turn without 'value'"),
+        (share(("human", "a"), ("system", "s"), ("gpt", "c")), "roles do not alternate"),
+    ],
+)
+def test_parse_turns_says_why_not(record, reason):
+    assert parse_turns(record) == ([], reason)
+
+
+@pytest.mark.parametrize(
+    ("user", "assistant"),
+    [("user", "assistant"), ("User", " MODEL "), ("human", "gpt"), ("prompter", "bot")],
+)
+def test_turns_of_other_roles_and_fields(user, assistant):
+    """Fields that a table fills with None do not count as given."""
+    turns = [
+        {"role": "developer", "content": "s"},
+        {"role": user, "value": [{"type": "text", "text": "a"}], "content": None},
+        {"from": assistant, "content": "b", "role": None, "reasoning_content": "t"},
+    ]
+    roles = ["system", "user", "assistant"]
+    want = [{"role": role, "content": text} for role, text in zip(roles, "sab")]
+    want[2]["reasoning_content"] = "t"
+    assert parse_turns(turns) == (want, "")
+    assert parse_turns([{"role": "user", "content": [1]}])[1]

@@ -11,23 +11,7 @@ from medusa_jax.commands import train as cli
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data.preview import COUNTED, RESET, painted, preview
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
-
-
-class Pipe(Terminal):
-    def isatty(self):
-        return False
-
-
-class Ascii(Pipe):
-    encoding = "ascii"
+from medusa_jax.training.data.preview import mark_counted, preview
 
 
 def config(vicuna, source, **data):
@@ -39,8 +23,8 @@ def config(vicuna, source, **data):
     return cfg
 
 
-def shown(cfg, kind=Pipe):
-    out = kind()
+def shown(cfg):
+    out = io.StringIO()
     preview(cfg, out)
     return out.getvalue()
 
@@ -71,21 +55,11 @@ def test_what_the_assistant_says_is_marked_and_nothing_else(vicuna, sharegpt):
     assert f"next-token targets: {counted}" in shown(cfg)
 
 
-def test_colours_on_a_terminal_only(vicuna, sharegpt, monkeypatch):
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    said = shown(config(vicuna, sharegpt), Terminal)
-    assert f"{COUNTED} A tree is a graph without cycles.</s>{RESET}" in said
-    assert "⟦" not in said
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in shown(config(vicuna, sharegpt), Terminal)
-    assert "[[ A tree" in shown(config(vicuna, sharegpt), Ascii)
-
-
 def test_line_breaks_inside_an_answer_are_seen(vicuna):
     tokenizer = load_tokenizer(vicuna)
     ids = tokenizer.encode("a é\nb")
     counted = [False, *[True] * (len(ids) - 1)]
-    assert painted(tokenizer, ids, counted, "<", ">").count("↵>\n<b>") == 1
+    assert mark_counted(tokenizer, ids, counted).count("↵⟧\n⟦b⟧") == 1
 
 
 def test_a_cut_sample_is_shown_cut_and_unusable_ones_are_skipped(vicuna, tmp_path):

@@ -1,6 +1,5 @@
-"""What a run tells: the log after a resume, its clock."""
+"""The log of a run after a resume, its clock, and what else the records go to."""
 
-import json
 import sys
 import time
 from types import SimpleNamespace
@@ -9,27 +8,43 @@ import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.log import curves, run_log
-from medusa_jax.training.log.curves import read_log, series
-from medusa_jax.training.log.run_log import RunLog
+from medusa_jax.training.log import curves
+from medusa_jax.training.log.run_log import RunLog, finite, read_log
+
+
+def opened(workdir, start=0, **options):
+    log = RunLog(str(workdir), start, 10, 8)
+    log.open(**options)
+    return log
+
+
+def log_some(workdir, **options):
+    log = opened(workdir, **options)
+    for step in range(1, 6):
+        log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
+    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
+    return log
 
 
 def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
-    log = RunLog(str(tmp_path), 0, 10, 8)
-    for step in range(1, 6):
-        log.train(step, {"loss": [1.0 / step], "lr": 0.1})
-    log.close()
+    log_some(tmp_path).close()
     with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 6, "lo')  # cut off by a kill
-    log = RunLog(str(tmp_path), 3, 10, 8)
-    log.train(4, {"loss": [9.0], "lr": 0.1})
+    log = opened(tmp_path, 3)
+    log.train(4, {"loss": [9.0, np.inf], "lr": 0.1})
     log.close()
-    records = [json.loads(line) for line in (tmp_path / "log.jsonl").open()]
-    assert [r["step"] for r in records] == [1, 2, 3, 4] and records[-1]["loss"] == [9.0]
+    records = read_log(tmp_path / "log.jsonl")
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    assert records[-1]["loss"] == [9.0, None]
+
+
+def test_finite_writes_null():
+    record = {"a": float("nan"), "b": [1.0, float("inf")], "c": 3, "d": True}
+    assert finite(record) == {"a": None, "b": [1.0, None], "c": 3, "d": True}
 
 
 def test_time_aside_does_not_count(tmp_path):
-    log = RunLog(str(tmp_path), 0, 10, 8)
+    log = opened(tmp_path)
     with log.paused():
         time.sleep(0.2)
     log.train(1, {"loss": 1.0})
@@ -41,83 +56,41 @@ def test_curves_by_head():
     records = [
         {"step": 1, "kind": "train", "loss": [3.0, 4.0], "lm_loss": 2.0},
         {"step": 5, "kind": "eval", "loss": [2.0, 3.0]},
-        {"step": 9, "kind": "train", "loss": [1.0, 2.0], "lm_loss": 1.5},
+        {"step": 9, "kind": "train", "loss": [None, 2.0], "lm_loss": 1.5},
     ]
-    assert series(records, "train", ("loss", "lm_loss")) == {
-        "head 1": ([1, 9], [3.0, 1.0]),
+    found = curves.series(records, "train", ("loss", "lm_loss"))
+    assert np.isnan(found["head 1"][1].pop())
+    assert found == {
+        "head 1": ([1, 9], [3.0]),
         "head 2": ([1, 9], [4.0, 2.0]),
         "backbone": ([1, 9], [2.0, 1.5]),
     }
-    assert series(records, "eval", ("loss",))["head 2"] == ([5], [3.0])
-    assert series(records[:1], "train", ("lr",)) == {}
-    bad = [{"step": 2, "kind": "train", "loss": [None, 1.0]}]
-    assert np.isnan(series(bad, "train", ("loss",))["head 1"][1][0])
-
-
-def drawn(monkeypatch, records, path):
-    """The axes of the picture."""
-    kept = []
-    save = curves.save_figure
-    monkeypatch.setattr(
-        curves, "save_figure", lambda f, path: kept.append(f) or save(f, path)
-    )
-    curves.draw_run(records, path)
-    return kept[0].axes
-
-
-def test_no_panel_is_empty(tmp_path, monkeypatch):
-    """Five figures, as a backbone's training has them: five panels, whatever the grid."""
-    names = ("lm_loss", "lm_top1", "lm_top5", "lr", "gradient_norm")
-    records = [
-        {"step": step, "kind": "train"} | dict.fromkeys(names, 1.0 / step)
-        for step in range(1, 4)
-    ]
-    axes = drawn(monkeypatch, records, tmp_path / "curves.png")
-    assert [len(a.lines) for a in axes] == [1] * 5
-
-
-def test_long_curves_are_smoothed(tmp_path, monkeypatch):
-    """Thick and between the neighbours; the learning rate stays as it is."""
-    records = [
-        {"step": step, "kind": "train", "loss": [float(step % 2)], "lr": 0.1}
-        for step in range(1, 42)
-    ]
-    loss, rate = drawn(monkeypatch, records, tmp_path / "curves.png")
-    raw, smooth = loss.lines
-    assert len(rate.lines) == 1 and raw.get_linewidth() < smooth.get_linewidth()
-    assert list(raw.get_ydata()) == [float(step % 2) for step in range(1, 42)]
-    assert smooth.get_ydata()[20] == pytest.approx(1 / 3) and smooth.get_ydata()[0] == 0.5
-    assert len(loss.get_legend_handles_labels()[1]) == 1
-    bad = curves.smoothed([1.0, float("nan"), 3.0])
-    assert bad == [1.0, 2.0, 3.0]
-    assert np.isnan(curves.smoothed([float("nan")] * 3)).all()
-
-
-def log_some(workdir, **options):
-    log = RunLog(str(workdir), 0, 10, 8, **options)
-    for step in range(1, 6):
-        log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
-    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
-    return log
+    assert curves.series(records, "eval", ("loss",))["head 2"] == ([5], [3.0])
+    assert curves.series(records[:1], "train", ("lr",)) == {}
 
 
 def test_a_picture_at_every_evaluation(tmp_path, capsys):
-    log = log_some(tmp_path, curves=True)
-    picture = (tmp_path / "curves.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    log.train(6, {"loss": [5.0, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
-    log.close()
+    """A panel per logged figure, none empty; the run goes on without matplotlib."""
+    kept, save = [], curves.save_figure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            curves, "save_figure", lambda f, path: kept.append(f) or save(f, path)
+        )
+        log = log_some(tmp_path, curves=True)
+        picture = (tmp_path / "curves.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert [len(axes.lines) > 0 for axes in kept[0].axes] == [True] * 4
+        log.train(6, {"loss": [5.0, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
+        log.close()
     assert (tmp_path / "curves.png").read_bytes() != picture
-    assert len(read_log(tmp_path / "log.jsonl")) == 7
     assert "accepted_length_tree 1.6" in capsys.readouterr().err
 
-
-def test_a_run_goes_on_without_pictures(tmp_path, capsys, monkeypatch):
     def fails(*_):
         raise UserError("drawing charts needs matplotlib")
 
-    monkeypatch.setattr(run_log, "draw_run", fails)
-    log_some(tmp_path, curves=True).close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(curves, "draw_run", fails)
+        log_some(tmp_path, curves=True).close()
     assert capsys.readouterr().err.count("no curves.png: drawing charts needs") == 1
 
 
@@ -151,34 +124,30 @@ def test_weights_and_biases_only_when_asked_for(tmp_path, monkeypatch):
                                   "train/top1/head_1": 0.1, "train/top1/head_2": 0.2,
                                   "train/lr": 0.1})  # fmt: skip
     assert fake.finished == 2
-
-
-def test_weights_and_biases_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
-        RunLog(str(tmp_path), 0, 10, 8, wandb="mine")
+        opened(tmp_path, wandb="mine")
 
 
 def test_a_full_disk_is_one_sentence_and_closing_says_no_other(tmp_path):
     """The log's file and TensorBoard's, neither of which can be written any more."""
-    log = RunLog(str(tmp_path), 0, 10, 8)
+    log = opened(tmp_path)
     for sink in ("board", "file"):
+        full = open("/dev/full", "wb" if sink == "board" else "w")  # noqa: SIM115
         if sink == "board":
-            log.board.writer._py_recordio_writer._writer = open("/dev/full", "wb")  # noqa: SIM115
+            log.sinks[0].writer._py_recordio_writer._writer = full
         else:
-            log.file = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
+            log.file = full
         with pytest.raises(UserError, match="could not be written: No space left on"):
             log.evaluation(1, {"loss": [1.0], "lr": 0.1})
     log.close()
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
-    for start, losses in (
-        (0, [3.0, 2.0, 9.0]),
-        (2, [1.0]),
-    ):  # stopped after 3, resumed from 2
+    # Stopped after 3, resumed from 2.
+    for start, losses in ((0, [3.0, 2.0, 9.0]), (2, [1.0])):
         (tmp_path / str(start)).mkdir()
-        log = RunLog(str(tmp_path / str(start)), start, 10, 8)
+        log = opened(tmp_path / str(start), start)
         for step, loss in enumerate(losses, start + 1):
             log.train(step, {"loss": [loss, 0.5], "lr": 0.1})
         log.close()

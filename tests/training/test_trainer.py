@@ -11,28 +11,22 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from training_setup import tiny_config
+from training_setup import abstract_batch, groups_of, stage_of, tiny_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import load_heads
-from medusa_jax.interop.hf import fingerprint, load_backbone
+from medusa_jax.interop.hf import load_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
-from medusa_jax.training.stage import make_stage
-from medusa_jax.training.step import (
-    abstract_batch,
-    compile_step,
-    init_state,
-    make_step,
-    microbatches,
-)
+from medusa_jax.training.placement import compile_step, microbatches
+from medusa_jax.training.trainer import Evaluator, init_state, make_step
 
 
 def records(workdir, kind="train"):
@@ -68,10 +62,9 @@ def test_a_backbone_learns_and_is_exported(backbone, tokens):
     arch, params = load_backbone(str(workdir / "export"), make_mesh())
     assert arch.d_model == 16 and (workdir / "best" / "model.safetensors").exists()
     cfg = tiny_config(tokens)
-    stage = make_stage(cfg, 40)
     rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
-    cfg.data.eval_samples = 12
-    again = trainer.Evaluator(cfg, stage, make_mesh(), rows)({"backbone": params}, {})
+    evaluator = Evaluator(stage_of(cfg, 40), make_mesh(), rows, 8, 12)
+    again = evaluator({"backbone": params}, {})
     assert_close(again["loss"], held_out[1]["loss"])
 
 
@@ -141,9 +134,9 @@ def test_eagle_learns_and_its_export_decodes(
 def pieces(cfg, tokens):
     """Everything that one step needs."""
     mesh = make_mesh(cfg.mesh)
-    stage = make_stage(cfg, 10)
+    stage = stage_of(cfg, 10)
     schedule = make_schedule(cfg.optim, 10)
-    groups = trained_groups(cfg)
+    groups = groups_of(cfg)
     optimizer = make_optimizer(cfg.optim, groups, 10)
     frozen = {}
     if "backbone" not in groups:
@@ -214,44 +207,28 @@ def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
     run_cfg = tiny_config(tokens, steps=4)
     run(run_cfg, tmp_path)
     cfg.optim.lr = 1e30  # the first update ruins the weights
-    with pytest.raises(UserError, match=r"3 steps in a row .* checkpoint \d+ is good"):
+    with pytest.raises(UserError, match="3 steps in a row"):
         run(cfg, tmp_path)
     assert "update skipped" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     """And says so, field by field; its end is not the result of a shorter run."""
-    run(tiny_config(tokens, steps=4), tmp_path)
+    run(tiny_config(tokens, steps=4), tmp_path / "run")
     with pytest.raises(UserError, match="at step 4, beyond the 2 of this run"):
-        run(tiny_config(tokens, steps=2), tmp_path)
-    other = tiny_config(tokens, steps=4, eval_every=2)
+        run(tiny_config(tokens, steps=2), tmp_path / "run")
+    shutil.copytree(tokens, tmp_path / "moved")
+    other = tiny_config(str(tmp_path / "moved"), steps=4, eval_every=2)
     other.data.seed = 1
     with pytest.raises(UserError, match=r"another configuration \(data.seed: 0 -> 1\):"):
-        run(other, tmp_path)
+        run(other, tmp_path / "run")
     other.data.seed = 0
-    capsys.readouterr()
-    run(other, tmp_path)
-    assert (
-        "changed since it was started: train.eval_every: 8 -> 2" in capsys.readouterr().err
-    )
-    assert resume.changes(other) == {}  # what the next start is compared with
-
-
-@pytest.mark.wide
-def test_text_may_move_and_rates_may_change(tokens, tmp_path, capsys):
-    run(tiny_config(tokens, steps=4), tmp_path / "run")
-    shutil.copytree(tokens, tmp_path / "moved")
-    other = tiny_config(str(tmp_path / "moved"), steps=8)
-    other.optim.lr = 1e-3
     capsys.readouterr()
     run(other, tmp_path / "run")
     said = [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
-    assert [line.split(": ")[1] for line in said] == [
-        "data.source",
-        "optim.lr",
-        "train.steps",
-    ]
-    assert said[1].endswith("optim.lr: 0.005 -> 0.001")
+    assert [line.split(": ")[1] for line in said] == ["data.source", "train.eval_every"]
+    assert said[1].endswith("train.eval_every: 8 -> 2")
+    assert resume.changes(other) == {}  # what the next start is compared with
     np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
     with pytest.raises(UserError, match="made with another text"):
         run(other, tmp_path / "run")

@@ -1,26 +1,13 @@
 """Tree growth equals exhaustive search, and replaying the walk predicts what decoding measures."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trees import all_trees
 
 from medusa_jax.tree import growth as fit
-from medusa_jax.tree.tree import Tree
-
-
-def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:
-    """Every prefix-closed set of `size` paths."""
-    paths = [
-        p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)
-    ]
-    trees = []
-    for chosen in itertools.combinations(paths, size):
-        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
-            trees.append(Tree.from_choices(chosen))
-    return trees
+from medusa_jax.tree.tree import Order, Tree
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -30,22 +17,6 @@ def test_joint_growth_equals_exhaustive_search(size: int) -> None:
     best = max(fit.expected_tokens(tuples, tree) for tree in all_trees(3, 3, size))
     grown = Tree.from_choices(fit.joint_growth(tuples, size))
     assert fit.expected_tokens(tuples, grown) == pytest.approx(best, abs=1e-12)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_product_growth_equals_exhaustive_search(size: int) -> None:
-    accuracy = np.array([[0.5, 0.2, 0.1], [0.4, 0.25, 0.05], [0.3, 0.1, 0.1]])
-
-    def worth(tree: Tree) -> float:
-        return sum(
-            float(np.prod([accuracy[d, r] for d, r in enumerate(path)]))
-            for path in tree.choices
-        )
-
-    best = max(worth(tree) for tree in all_trees(3, 3, size))
-    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
-        best
-    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,7 +44,7 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
     texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(texts: list[fit.Recorded]) -> fit.Order:
+    def grow(texts: list[fit.Recorded]) -> Order:
         return fit.order_by_steps(texts, 4, copies=False)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]

@@ -1,7 +1,9 @@
 """Compile the decode loop of a model of shapes only, for any device."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +12,15 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
-from medusa_jax.config import LlamaConfig
+from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.devices.collectives import collectives, sent_by_kind
-from medusa_jax.evaluate.compiled.cycles import Cost, kernels, of_all_layers, step_costs
-from medusa_jax.evaluate.compiled.reads import bytes_read
 from medusa_jax.evaluate.compiled.targets import Target
-from medusa_jax.evaluate.compiled.text import Program, read_program
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.hlo.collectives import collectives, sent_by_kind
+from medusa_jax.hlo.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
+from medusa_jax.hlo.program import Program, read_program
+from medusa_jax.hlo.warnings import step_warnings
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import (
@@ -30,7 +32,7 @@ from medusa_jax.sharding import (
     replicated,
     shapes_with,
 )
-from medusa_jax.training.dry import memory_of
+from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree
 
 
@@ -137,42 +139,79 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     Raises:
       UserError: the mesh does not fit.
     """
-    few = dataclasses.replace(case.config, n_layers=case.compiled_layers)
+    n_layers, few = case.config.n_layers, case.compiled_layers
+    config = dataclasses.replace(case.config, n_layers=few)
     mesh = make_mesh(case.mesh, case.target.devices)
     compiled, variables, state = compiled_loop(
-        few,
-        drafter,
-        tree,
-        mesh,
-        case.batch,
-        case.context,
-        case.dtype,
-        case.acceptance,
+        config, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance,
         case.storage,
-    )
+    )  # fmt: skip
     text = compiled.as_text() or ""
     program = read_program(text)
+    has_cycles = case.target.bytes_per_cycle > 0
     peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
     costs = step_costs(program, *peaks, case.filters)
-    more = case.config.n_layers - few.n_layers
-    layer = bytes_on_device((variables["backbone"]["layers_0"], state.cache.layers[0]))
-    backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
-    weights = bytes_on_device((backbone, variables["heads"] if tree.depth else {}))
-    weights += more * bytes_on_device(variables["backbone"]["layers_0"])
+    backbone, cache = variables["backbone"], state.cache.layers[0]
+    read = {name: x for name, x in backbone.items() if name != "embed_tokens"}
+    weights = bytes_on_device((read, variables["heads"] if tree.depth else {}))
+    weights += (n_layers - few) * bytes_on_device(backbone["layers_0"])
     sent = sent_by_kind(collectives(text))
+    memory = dry.memory_of(compiled)["total_bytes"]
+    memory += (n_layers - few) * bytes_on_device((backbone["layers_0"], cache))
     return Step(
-        stages=of_all_layers(costs, few.n_layers, case.config.n_layers)
-        if case.target.bytes_per_cycle
-        else {},
+        stages=of_all_layers(costs, few, n_layers) if has_cycles else {},
         weights=weights,
-        memory=memory_of(compiled)["total_bytes"] + more * layer,
-        kernels=round(kernels(costs, few.n_layers, case.config.n_layers)),
-        read=round(bytes_read(program, costs, few.n_layers, case.config.n_layers))
-        if not case.target.bytes_per_cycle
-        else 0,
-        sent={k: v * case.config.n_layers / few.n_layers for k, v in sent.items()},
+        memory=memory,
+        kernels=round(kernels(costs, few, n_layers)),
+        read=0 if has_cycles else round(bytes_read(program, costs, few, n_layers)),
+        sent={kind: n * n_layers / few for kind, n in sent.items()},
         program=program,
         costs=costs,
-        cache_numbers=bytes_on_device(state.cache.layers[0][0])
-        // jnp.dtype(case.dtype).itemsize,
+        cache_numbers=bytes_on_device(cache[0]) // jnp.dtype(case.dtype).itemsize,
     )
+
+
+def compile_training(
+    cfg: Config, target: Target, mesh: tuple[int, int, int], layers: int = 0
+) -> dict[str, Any]:
+    """Memory and traffic of each device for the recipe's step.
+
+    Args:
+      mesh: of the target's devices; one axis may be -1.
+      layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
+        that of these layers.
+
+    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `stored_bytes` those of
+      a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
+
+    Raises:
+      UserError: sizes that do not fit together.
+    """
+
+    def of(n_layers: int) -> tuple[Config, dry.Shapes]:
+        few = copy.deepcopy(cfg)
+        few.model.path = few.train.heads_path = ""
+        few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
+        few.mesh, few.dry_run = mesh, True
+        return few, dry.step_shapes(few, target.devices)
+
+    def stored(n_layers: int) -> int:
+        return sum(dry.sizes(of(n_layers)[1])["stored"].values())
+
+    n_layers = cfg.model.arch.n_layers
+    compiled = min(layers or n_layers, n_layers)
+    few, shapes = of(compiled)
+    program = dry.compile_step(*shapes)
+    found = dry.figures(few, program)
+    return {
+        "target": target.name,
+        "device": target.chip.title,
+        "estimated": True,
+        "layers": compiled,
+        "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
+        "sent_bytes": found["sent_bytes"],
+        "stored_bytes": stored(n_layers),
+        "warnings": step_warnings(
+            read_program(program.as_text() or ""), cfg.train.dtype, target.platform
+        ),
+    }

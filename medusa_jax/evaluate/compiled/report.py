@@ -6,9 +6,9 @@ from typing import Any
 
 from medusa_jax.evaluate.compiled.programs import Case, Step, compile_step
 from medusa_jax.evaluate.compiled.targets import Target
-from medusa_jax.evaluate.compiled.warnings import warnings_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.hlo.warnings import warnings_of
 from medusa_jax.tree.tree import Tree
 
 
@@ -19,7 +19,7 @@ def measure(case: Case, drafter: Drafter, tree: Tree) -> tuple[Step, Step]:
 
 
 def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
-    """The object that `--json` prints, unrounded. Cycles, ratios and shares are None but on a TPU."""
+    """The object that `--json` prints, unrounded. Only TPUs have cycles, ratios and shares, else None."""
     target = case.target
     ratio = None
     if plain.cycles is not None and step.cycles is not None:
@@ -47,6 +47,7 @@ def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
         },
         "kernels": step.kernels,
         "read_bytes": step.read or None,
+        "sent_bytes": step.sent,
         "memory_bytes": step.memory,
         "warnings": defects(case, plain, step),
     }
@@ -54,38 +55,41 @@ def as_json(case: Case, plain: Step, step: Step) -> dict[str, Any]:
 
 def defects(case: Case, *steps: Step) -> list[str]:
     """The named warnings of these steps, each line once."""
-    found = [
-        line
-        for step in steps
-        for line in warnings_of(
-            step.program,
-            step.costs,
-            case.config.vocab_size,
-            step.cache_numbers,
-            case.target.platform,
-        )
-    ]
-    return list(dict.fromkeys(found))
+    vocab_size, platform = case.config.vocab_size, case.target.platform
+    found: dict[str, None] = {}
+    for s in steps:
+        lines = warnings_of(s.program, s.costs, vocab_size, s.cache_numbers, platform)
+        found |= dict.fromkeys(lines)
+    return list(found)
 
 
 def as_text(case: Case, plain: Step, step: Step) -> str:
-    """What the command prints without `--json`: of each figure the digits that are known."""
-    target, lines = case.target, []
+    """The text that the command prints without `--json`: of each figure the digits that are known."""
+    target, lines, drafted = case.target, [], step is not plain
     if plain.cycles is not None and step.cycles is not None:
         rows = [
-            _row("plain", plain, plain, target),
-            _row("with drafts", step, plain, target),
+            (
+                name,
+                two_digits(cycles / 1e6),
+                two_digits(cycles / plain.cycles),
+                two_digits(1e3 * cycles / target.chip.clock),
+                two_digits(one.share_of_bound(target) or 0),
+            )
+            for name, one in (("plain", plain), ("with drafts", step))
+            if (cycles := one.cycles) is not None
         ]
         header = ("estimated", "million cycles", "of plain", "ms", "of the weight-read bound")  # fmt: skip
-        lines += [markdown_table(header, rows), "", _stages(step.stages), ""]
+        stages = [(name, two_digits(n / 1e6)) for name, n in step.stages.items()]
+        by_stage = markdown_table(("stage", "estimated million cycles"), stages)
+        lines += [markdown_table(header, rows), "", by_stage, ""]
     kind = "operations" if target.platform == "tpu" else "kernels"
     counted = two_digits if case.within else "{:,}".format
-    without = f"; plain {counted(plain.kernels)}" if step is not plain else ""
-    lines.append(_line("memory per device", _gigabytes(step.memory, target)))
+    without = f"; plain {counted(plain.kernels)}" if drafted else ""
+    lines.append(_line("memory per device", _of_memory(step.memory, target)))
     lines.append(_line(f"{kind} a step", counted(step.kernels) + without))
     if step.read:
         share = two_digits(step.read / step.weights)
-        without = f"; plain {_size(plain.read)}" if step is not plain else ""
+        without = f"; plain {_size(plain.read)}" if drafted else ""
         lines.append(
             _line("read a step", f"{_size(step.read)}, {share} of the weights{without}")
         )
@@ -98,48 +102,16 @@ def as_text(case: Case, plain: Step, step: Step) -> str:
 
 
 def training_text(target: Target, found: Mapping[str, Any]) -> str:
-    """What the command prints of a training step."""
+    """The text that the command prints about a training step, from the object of `--json`."""
     return "\n".join(
         [
-            _line("memory per device", _gigabytes(found["memory_bytes"], target)),
-            _line("counted by hand", _size(found["counted_bytes"])),
+            _line("memory per device", _of_memory(found["memory_bytes"], target)),
+            _line("stored", _size(found["stored_bytes"])),
             _line("sent an update", _sent(found["sent_bytes"])),
             f"layers compiled    {found['layers']}",
             *(f"warning: {line}" for line in found["warnings"]),
         ]
     )
-
-
-def training_json(target: Target, found: Mapping[str, Any]) -> dict[str, Any]:
-    """`as_json` of a training step, of which the text has no cycles that could be added up."""
-    nothing = {"cycles": None, "share_of_bound": None}
-    return {
-        "target": target.name,
-        "device": target.chip.title,
-        "estimated": True,
-        "plain": nothing,
-        "step": nothing | {"ratio": None, "stages": {}},
-        "kernels": None,
-        "memory_bytes": found["memory_bytes"],
-        "counted_bytes": found["counted_bytes"],
-        "warnings": found["warnings"],
-    }
-
-
-def _row(name: str, step: Step, plain: Step, target: Target) -> tuple[str, ...]:
-    assert step.cycles is not None and plain.cycles is not None
-    return (
-        name,
-        two_digits(step.cycles / 1e6),
-        two_digits(step.cycles / plain.cycles),
-        two_digits(1e3 * step.cycles / target.chip.clock),
-        two_digits(step.share_of_bound(target) or 0),
-    )
-
-
-def _stages(stages: Mapping[str, float]) -> str:
-    rows = [(name, two_digits(cycles / 1e6)) for name, cycles in stages.items()]
-    return markdown_table(("stage", "estimated million cycles"), rows)
 
 
 def two_digits(x: float) -> str:
@@ -161,7 +133,7 @@ def _size(n: float) -> str:
     return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{two_digits(n / 1e6)} MB"
 
 
-def _gigabytes(size: float, target: Target) -> str:
+def _of_memory(size: float, target: Target) -> str:
     if not target.chip.memory:
         return _size(size)
     fits = "" if size <= target.chip.memory else ": does NOT fit"

@@ -1,8 +1,7 @@
-"""What a GGUF file says: metadata, and tensors in blocks that are unpacked when they are read.
+"""Read GGUF files: metadata, and tensors in blocks that are unpacked when they are read.
 
-The header is read here, because `gguf.GGUFReader` looks past the end of a truncated file without
-noticing (a damaged length of an array keeps it busy for ever) and takes four seconds for a
-vocabulary of 49,152. Block types and what they hold are the `gguf` package's.
+The header is read here, since `gguf.GGUFReader` reads past the end of a truncated file (a damaged length of an array
+keeps it busy for ever) and takes four seconds for a vocabulary of 49,152. The `gguf` package knows the block types.
 
 Layout (version 2 and 3): magic, version, number of tensors, number of metadata entries; entries of
 key, type and value; for each tensor name, dimensions (the fastest first), block type and offset;
@@ -11,7 +10,6 @@ the tensors, aligned.
 
 import functools
 import math
-import os
 import re
 import struct
 from dataclasses import dataclass
@@ -53,7 +51,7 @@ class BlockTensor:
     start: int
 
     def read(self) -> np.ndarray:
-        """The blocks, read and not mapped: what is mapped counts as this process's memory while it is open."""
+        """The blocks, read instead of mapped: mapped pages count as this process's memory."""
         try:
             flat = np.fromfile(self.file, np.uint8, self.blocks.size, offset=self.start)
             return flat.reshape(self.blocks.shape)
@@ -69,17 +67,17 @@ class BlockTensor:
         return self._unpack(self.read()).reshape(self.shape)
 
     def unpacked_rows(self, rows: Any) -> np.ndarray:
-        """Some rows of a matrix, likewise: a slice or an array of their numbers."""
+        """`unpacked` of some rows of a matrix, a slice or an array of their numbers."""
         return self._unpack(self.read()[rows]).reshape(-1, self.shape[-1])
 
     def damaged(self) -> UserError:
-        """Of a tensor with values that are not finite, which no model has."""
+        """The error for values that are not finite, which no model has."""
         return UserError(
             f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
         )
 
     def _unpack(self, blocks: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):  # what a damaged scale makes of its block
+        with np.errstate(all="ignore"):  # a damaged scale overflows
             values = _package().dequantize(blocks, self.kind)
         if not np.isfinite(values).all():
             raise self.damaged()
@@ -88,58 +86,56 @@ class BlockTensor:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file's metadata by key, and its tensors by name."""
+    """A file's metadata by key, and its tensors by name.
+
+    The getters of metadata return `default` where the file lacks the key.
+
+    Raises:
+      UserError: no such key and no default, or a value of another type.
+    """
 
     path: str
     metadata: dict[str, Any]
     tensors: dict[str, BlockTensor]
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A count from the metadata; `default` where the file does not say.
-
-        Raises:
-          UserError: no such key and no default, or a value that is no count.
-        """
+        """A whole number from 0 on."""
         value = self._get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise UserError(f"{self.path}: {key} is {value!r}, not a count")
+        if type(value) is not int or value < 0:
+            raise self._wrong(key, "a count")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number from the metadata, else as `whole`."""
+        """A finite number above 0."""
         value = self._get(key, default)
-        if (
-            not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or isinstance(value, bool)
-            or value <= 0
-        ):
-            raise UserError(f"{self.path}: {key} is {value!r}, not a positive number")
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._wrong(key, "a positive number")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string from the metadata, else as `whole`."""
+        """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise UserError(f"{self.path}: {key} is {value!r}, not a string")
+            raise self._wrong(key, "a string")
         return value
 
     def items(self, key: str, kind: type, default: list | None = None) -> list:
-        """A list of `kind` from the metadata, else as `whole`."""
+        """A list of values of one type."""
         value = self._get(key, default)
-        if not isinstance(value, list) or not all(type(item) is kind for item in value):
-            raise UserError(f"{self.path}: {key} is no list of {kind.__name__}")
+        if not isinstance(value, list) or any(type(item) is not kind for item in value):
+            raise self._wrong(key, f"a list of {kind.__name__}")
         return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A yes or no from the metadata."""
-        return bool(self.metadata.get(key, default))
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.metadata.get(key, default)
         if value is None:
             raise UserError(f"{self.path} does not say {key}")
         return value
+
+    def _wrong(self, key: str, kind: str) -> UserError:
+        return UserError(
+            f"{self.path}: {key} should be {kind}, not {self.metadata[key]!r:.80}"
+        )
 
 
 def split_files(path: str) -> list[str]:
@@ -156,12 +152,11 @@ def split_files(path: str) -> list[str]:
 
 
 def read_gguf(path: str) -> GGUFFile:
-    """Read the header of a GGUF file, of any of those of a split model; tensors are mapped into memory.
+    """Read the header of a GGUF file, or of all files of a split model; tensors are mapped into memory.
 
     Raises:
-      UserError: unreadable, truncated or damaged, of another version, with blocks of a type
-        that the `gguf` package does not unpack; a file of a split model that is missing or of another model;
-        or that package is not installed.
+      UserError: unreadable, truncated or damaged; another version; blocks of a type that the `gguf` package does not
+        unpack; a file of a split model is missing or belongs to another model; the package is not installed.
     """
     files = split_files(path)
     parts = [_read(file) for file in files]
@@ -173,51 +168,48 @@ def read_gguf(path: str) -> GGUFFile:
                 f"{part.path} is file {place[0] + 1} of {place[1]} of a split model, which its name does not "
                 "say: it should end in -00001-of-00003.gguf, for example"
             )
-        if twice := sorted(tensors.keys() & part.tensors.keys()):
-            raise UserError(f"{part.path} is damaged: tensor {twice[0]!r} occurs twice")
-        tensors |= part.tensors
+        _add(tensors, part.tensors, part.path)
     return GGUFFile(path, parts[0].metadata, tensors)
 
 
+def _add(table: dict[str, Any], entries: dict[str, Any], path: str) -> None:
+    """Add entries to a table, in which no key may occur twice."""
+    if twice := sorted(table.keys() & entries.keys()):
+        raise UserError(f"{path} is damaged: {twice[0]!r} occurs twice")
+    table |= entries
+
+
 def _read(path: str) -> GGUFFile:
-    """One file."""
+    """Read one file."""
     try:
-        if os.path.getsize(path) < 24:
-            raise UserError(f"{path} is truncated: it is shorter than a GGUF header")
         # Slices of a plain view cost a third of those of a memmap.
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is truncated: it is empty") from error
     cursor = _Cursor(path, data)
     magic = bytes(cursor.take(4, "the header"))
-    if magic != MAGIC:
-        raise UserError(f"{path} is no GGUF file: it begins with {magic!r}, not {MAGIC!r}")
     version = cursor.scalar("I", "the header")
-    if version not in VERSIONS:
-        # A big-endian file shows its version in the upper bytes.
-        kind = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
+    # A big-endian file shows its version in the upper bytes.
+    if magic != MAGIC or version not in VERSIONS:
         raise UserError(
-            f"{path} is a GGUF file {kind}; versions 2 and 3, little-endian, are read"
+            f"{path} is no little-endian GGUF file of version 2 or 3: it begins with {magic!r}, {version}"
         )
     n_tensors = cursor.scalar("Q", "the header")
     n_entries = cursor.scalar("Q", "the header")
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
         key = cursor.string("a metadata key")
-        if key in metadata:
-            raise UserError(f"{path} is damaged: the metadata key {key!r} occurs twice")
-        metadata[key] = cursor.value(cursor.scalar("I", key), key)
+        _add(metadata, {key: cursor.value(cursor.scalar("I", key), key)}, path)
     described = [_describe(cursor) for _ in range(n_tensors)]
-    alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise UserError(f"{path} is damaged: general.alignment is {alignment!r}")
+    file = GGUFFile(path, metadata, {})
+    alignment = file.whole("general.alignment", 32) or 1
     start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, BlockTensor] = {}
     for name, shape, number, offset in described:
-        if name in tensors:
-            raise UserError(f"{path} is damaged: tensor {name!r} occurs twice")
-        tensors[name] = _map_tensor(path, data, name, shape, number, start + offset)
-    return GGUFFile(path, metadata, tensors)
+        tensor = _map_tensor(path, data, name, shape, number, start + offset)
+        _add(file.tensors, {name: tensor}, path)
+    return file
 
 
 class _Cursor:
@@ -248,17 +240,17 @@ class _Cursor:
         if kind == STRING:
             return self.string(what)
         if kind == FLOAT32:
-            # 1e-05, as its publisher wrote it, and not 9.999999747378752e-06.
+            # 1e-05, as its publisher wrote it, instead of 9.999999747378752e-06.
             return float(str(np.float32(self.scalar("f", what))))
         if kind in SCALARS:
             return self.scalar(SCALARS[kind], what)
-        if kind != ARRAY:
-            raise UserError(f"{self.path} is damaged: {what} is of unknown type {kind}")
-        of, count = self.scalar("I", what), self.scalar("Q", what)
+        of, count = (
+            (self.scalar(code, what) for code in "IQ") if kind == ARRAY else (kind, 0)
+        )
         if of == STRING:
             return [self.string(what) for _ in range(count)]
         if of not in SCALARS:
-            raise UserError(f"{self.path}: {what} is a list of unknown type {of}")
+            raise UserError(f"{self.path} is damaged: {what} is of unknown type {of}")
         kind_of = np.dtype(SCALARS[of]).newbyteorder("<")
         return self.take(count * kind_of.itemsize, what).view(kind_of).tolist()
 
@@ -281,19 +273,13 @@ def _map_tensor(
 ) -> BlockTensor:
     """The tensor whose blocks begin at byte `start`."""
     package = _package()
-    try:
-        kind = package.GGMLQuantizationType(number)
-    except ValueError as error:
+    if not _can_unpack(number):
         raise UserError(
             f"{path}: tensor {name!r} is stored in blocks of type {number}, which the installed "
-            "gguf package does not know"
-        ) from error
-    per_block, block_bytes = package.GGML_QUANT_SIZES[kind]
-    if not _can_unpack(kind):
-        raise UserError(
-            f"{path}: tensor {name!r} is stored in blocks of type {kind.name}, which the gguf "
-            "package does not unpack"
+            "gguf package does not unpack"
         )
+    kind = package.GGMLQuantizationType(number)
+    per_block, block_bytes = package.GGML_QUANT_SIZES[kind]
     if shape[-1] % per_block or not math.prod(shape):
         raise UserError(
             f"{path} is damaged: tensor {name!r} of shape {list(shape)} is not made of blocks of "
@@ -308,13 +294,14 @@ def _map_tensor(
 
 
 @functools.cache
-def _can_unpack(kind: Any) -> bool:
-    """Whether the package has a way from this block type to numbers; asked with one block."""
+def _can_unpack(number: int) -> bool:
+    """Whether the package converts this block type to numbers; tried with one block."""
     package = _package()
-    block = np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), np.uint8)
     try:
+        kind = package.GGMLQuantizationType(number)
+        block = np.zeros((1, package.GGML_QUANT_SIZES[kind][1]), np.uint8)
         package.dequantize(block, kind)
-    except NotImplementedError:
+    except (ValueError, NotImplementedError):
         return False
     return True
 

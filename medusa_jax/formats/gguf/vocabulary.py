@@ -190,7 +190,9 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
             settings[name] = tokens[number]
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     adds_bos = sentencepiece or _splitting(file).adds_bos
-    settings["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", adds_bos)
+    settings["add_bos_token"] = bool(
+        file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    )
     key = "tokenizer.chat_template"
     keys = {"default": key} | {n: f"{key}.{n}" for n in file.items(f"{key}s", str, [])}
     found = {name: file.text(key, "") for name, key in keys.items()}
@@ -289,7 +291,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
         byte_fallback=True,
     )
     backend = Tokenizer(model)
-    prefixed = file.flag("tokenizer.ggml.add_space_prefix", True)
+    prefixed = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
     blanks = normalizers.Replace(" ", "▁")
     steps = [normalizers.Prepend("▁"), blanks] if prefixed else [blanks]
     backend.normalizer = normalizers.Sequence(steps)

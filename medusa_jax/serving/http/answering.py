@@ -1,4 +1,4 @@
-"""One call on its way: from the server's thread to the event loop, and an end for every case."""
+"""One call on its way from the server's thread to the event loop, whole or as a stream."""
 
 import asyncio
 import contextlib
@@ -8,22 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import Request as HttpRequest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from medusa_jax.errors import UserError
-from medusa_jax.serving.echo import empty_answer
+from medusa_jax.serving.http.fields import Refused
 from medusa_jax.serving.http.metrics import Metrics
-from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.replies import Reply
 from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooCostly, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
-# One prompt is scored at a time: what others wait for is the device.
-SCORER = ThreadPoolExecutor(1, "scoring")
-# Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without wait
-# for no thread meanwhile.
+# Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without
+# constraints wait for no thread meanwhile.
 COMPILER = ThreadPoolExecutor(1, "constraints")
 
 
@@ -32,39 +28,18 @@ class Gone(Exception):
 
 
 class Answering:
-    """The requests of one call, submitted together.
-
-    As a context: what has not ended by its exit is cancelled, so that no slot works in vain.
-
-    Args:
-      stops: holds what ends this call early, as long as the context lasts.
-      empty: no token is asked for.
-    """
+    """The requests of one call, submitted together. Leaving the context cancels the unfinished ones."""
 
     def __init__(
-        self,
-        server: Server,
-        requests: Sequence[Request],
-        metrics: Metrics,
-        stops: set[Callable[[], Any]],
-        empty: bool = False,
+        self, server: Server, requests: Sequence[Request], metrics: Metrics
     ) -> None:
         self._server, self._requests, self._metrics = server, requests, metrics
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
         self._open = set(range(len(requests)))
-        self._stops, self._empty = stops, empty
-        self._handles: list[Handle] = []
         self._left = False
-
-    def stop(self) -> None:
-        """End the call: the next delta is that the server ends."""
-        self._queue.put_nowait((0, Stopped("the server is ending")))
+        self._handles: list[Handle] = []
 
     async def __aenter__(self) -> "Answering":
-        if self._empty:
-            for index, request in enumerate(self._requests):
-                self._queue.put_nowait((index, empty_answer(request)))
-            return self
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, delta: Delta | Stopped) -> None:
@@ -81,10 +56,10 @@ class Answering:
                 self._cancel()
 
         n = len(self._requests) if constrained else 0
-        try:  # in a thread: a long text takes its time to be tokenised
+        try:  # in a thread, since tokenising a long text takes time
             with self._server.preparing(n):
                 await loop.run_in_executor(COMPILER if constrained else None, submit)
-        except asyncio.CancelledError:  # what waits for its thread is not begun
+        except asyncio.CancelledError:  # `submit` may still be waiting for its thread
             self._left = True
             self._cancel()
             raise
@@ -95,21 +70,19 @@ class Answering:
             raise Refused(429, str(error), code="queue_full", retry_after=1) from error
         except Stopped as error:
             raise Refused(503, str(error), code="closed", retry_after=5) from error
-        self._stops.add(self.stop)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stops.discard(self.stop)
         self._cancel()
 
     def _cancel(self) -> None:
-        """Cancel what has not ended, if it is submitted."""
+        """Cancel the unfinished requests, if they were submitted."""
         for index in self._open if self._handles else ():
             self._handles[index].cancel()
             self._metrics.cancelled.inc()
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What comes, by choice, until all have ended.
+        """Yield the number of a choice and its next delta until all choices have ended.
 
         Raises:
           Refused: the server ended first, or a constraint met a limit.
@@ -127,10 +100,10 @@ class Answering:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The outcome of `work`, which ends at once where the client goes away.
+    """Return the result of `work`, which is cancelled when the client leaves.
 
     Raises:
-      Gone: it did.
+      Gone: the client left.
     """
 
     async def gone() -> None:
@@ -149,28 +122,11 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def whole_answer(
-    request: HttpRequest, answering: Answering, reply: Reply, seconds: float
-) -> None:
-    """Wait for every choice of a call that does not stream.
-
-    Raises:
-      Refused: it took too long.
-      Gone: the client has left.
-    """
-
-    async def collect() -> None:
-        async for index, delta in answering.deltas():
-            reply.take(index, delta)
-
-    await unless_gone(request.receive, within(seconds, collect()))
-
-
 async def within(seconds: float, work: Awaitable[T]) -> T:
-    """The outcome of `work`.
+    """Return the result of `work`.
 
     Raises:
-      Refused: it took too long.
+      Refused: it took longer.
     """
     try:
         return await asyncio.wait_for(work, seconds)
@@ -180,15 +136,14 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
 
 
 class EventStream:
-    """Server-sent events, as an ASGI response: each delta as it comes, `[DONE]` at the end.
+    """Server-sent events as an ASGI response: each delta as it comes, then `[DONE]`.
 
-    A client that goes away, or that does not read for too long, ends it.
+    It ends early, and frees the slots, when the client leaves.
 
     Args:
-      answering: entered already; it is left here.
-      seconds: how long an answer may take.
-      read_seconds: how long a client may leave it unread.
-      ended: called with the status.
+      answering: entered already; the stream leaves it.
+      seconds: most that an answer may take.
+      ended: called with the status at the end.
     """
 
     def __init__(
@@ -196,43 +151,33 @@ class EventStream:
         answering: Answering,
         reply: Reply,
         seconds: float,
-        read_seconds: float,
         ended: Callable[[int], None],
     ) -> None:
         self._answering, self._reply = answering, reply
-        self._seconds, self._read_seconds, self._ended = seconds, read_seconds, ended
+        self._seconds, self._ended = seconds, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
-
-        async def put(message: Message) -> None:
-            async with asyncio.timeout(
-                self._read_seconds
-            ):  # cheaper than `wait_for`'s task
-                await send(message)
-
         try:
-            await unless_gone(receive, self._stream(put))
-        except TimeoutError:  # it does not read: nothing more can be said; an OSError, too
-            status = 408
+            await unless_gone(receive, self._stream(send))
         except (Gone, OSError):
             status = 499
         finally:
             await self._answering.__aexit__()
             self._ended(status)
 
-    async def _stream(self, put: Send) -> None:
+    async def _stream(self, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),  # a proxy in front must not hold pieces back
         ]
-        await put({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
 
         async def event(data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
             body = f"data: {text}\n\n".encode(errors="replace")
-            await put({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             for piece in self._reply.first():
@@ -248,11 +193,10 @@ class EventStream:
                 except TimeoutError:
                     message = f"no whole answer within {self._seconds:g} seconds"
                     raise Refused(504, message, code="timeout") from None
-                self._reply.take(index, delta)
                 await event(self._reply.piece(index, delta))
             for piece in self._reply.last():
                 await event(piece)
             await event("[DONE]")
         except Refused as error:  # the status is out already
             await event(error.body())
-        await put({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

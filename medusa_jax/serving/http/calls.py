@@ -3,22 +3,21 @@
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.results import bias_of
+from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import PLAIN, ending_turns
-from medusa_jax.interop.chat import SPECIALS, encode_turns, template_source
+from medusa_jax.evaluate.conversation import ending_turns
+from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
 from medusa_jax.serving.batch import MOST_BEST
-from medusa_jax.serving.http.fields import NEUTRAL, Fields
-from medusa_jax.serving.http.formats import asked_constraint
+from medusa_jax.serving.http.fields import NEUTRAL, Fields, Refused, Values
 from medusa_jax.serving.http.messages import read_messages
-from medusa_jax.serving.http.refused import Refused
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 from medusa_jax.whole_files import Json
@@ -28,22 +27,40 @@ MOST_CHOICES, MOST_STOPS = 16, 16
 # New tokens of a completion that does not say; a chat goes on until it ends.
 COMPLETION_TOKENS = 16
 # Variables of chat templates that `chat_template_kwargs` cannot set.
-OURS = {"messages", "tools", "add_generation_prompt", *SPECIALS}
+RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIALS}
+# Options of a body that does not say, and bounds of those that are real numbers.
+DEFAULTS = Options(temperature=1.0)
+NUMBERS = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "epsilon": (0, 1),
+    "delta": (0, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (1e-3, 1e3),
+}
+# vLLM's names of constraints: alone as guided_..., and within `structured_outputs`.
+GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+ANYTHING = (dict, list, str, bool)
+# Other fields of `structured_outputs`, with the values that ask for nothing.
+STRUCTURED: Values = dict.fromkeys(
+    ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
+    (False,),
+) | {"structural_tag": (), "whitespace_pattern": ()}
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a body asks for.
+    """A checked body.
 
     Attributes:
       requests: one for each choice.
-      stream: pieces as they come, not a whole answer.
-      usage: streaming ends with the counts of tokens.
-      seed: that of all choices, drawn if none was given.
-      chat: of `/v1/chat/completions`.
-      calls: the form of the tool calls that an answer may hold; None: it is text.
-      echo: for each request the text of its prompt, which comes first; (): it does not.
-      empty: no token is to be generated.
+      stream: answer in pieces as they come.
+      usage: end a stream with the counts of tokens.
+      seed: of all choices; drawn if none was given.
+      chat: whether it came to `/v1/chat/completions`.
+      calls: form of the tool calls that the answer may hold; None: it is text.
     """
 
     requests: list[Request]
@@ -52,135 +69,25 @@ class Call:
     seed: int
     chat: bool
     calls: CallForm | None = None
-    echo: Sequence[str] = ()
-    empty: bool = False
-
-
-def _stops(fields: Fields) -> tuple[str, ...]:
-    stop = fields.take("stop", (str, list), "a string or a list of strings", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    if len(stop) > MOST_STOPS or any(not isinstance(s, str) or not s for s in stop):
-        raise Refused(
-            400, f"'stop' should be up to {MOST_STOPS} strings, none empty", "stop"
-        )
-    return tuple(stop)
-
-
-def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
-    given = fields.take("logit_bias", (dict,), "numbers by token id", {})
-    try:
-        biases = bias_of(given)
-    except UserError as error:
-        raise Refused(400, str(error), "logit_bias") from error
-    if any(not -100 <= bias <= 100 for _, bias in biases):
-        raise Refused(400, "'logit_bias' should be numbers from -100 to 100", "logit_bias")
-    return biases
-
-
-def _stop_ids(fields: Fields, model: Model) -> frozenset[int]:
-    size, problem = model.config.vocab_size, "token ids of the vocabulary"
-    found = fields.take("stop_token_ids", (list,), problem, [])
-    if not all(type(i) is int and 0 <= i < size for i in found):
-        raise fields.refused("stop_token_ids", f"should be {problem} 0..{size - 1}")
-    return frozenset(found)
-
-
-def _common(
-    fields: Fields, name: str, model: Model, limit: Callable[[], int], chat: bool
-) -> tuple[Options, dict[str, Any], int]:
-    """Options, what else requests have in common, and how many choices a prompt gets."""
-    asked = fields.take("model", (str,), "text", name)
-    if asked != name:
-        raise Refused(404, f"there is no model {asked!r} here", "model", "model_not_found")
-    n = fields.whole("n", 1, 1, MOST_CHOICES)
-    seed = fields.take("seed", (int,), "a whole number", None)
-    most = limit()
-    options: dict[str, Any] = {
-        "max_new_tokens": max(1, most),
-        "temperature": float(fields.number("temperature", 1.0, 0, 2)),
-        "top_p": float(fields.number("top_p", 1.0, 0, 1)),
-        "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
-        "min_p": float(fields.number("min_p", 0.0, 0, 1)),
-        "epsilon": float(fields.number("epsilon", 0.09, 0, 1)),
-        "delta": float(fields.number("delta", 0.3, 0, 100)),
-        "seed": secrets.randbits(32) if seed is None else seed % 2**32,
-        "stop": _stops(fields),
-        "presence_penalty": float(fields.number("presence_penalty", 0.0, -2, 2)),
-        "frequency_penalty": float(fields.number("frequency_penalty", 0.0, -2, 2)),
-        "repetition_penalty": float(fields.number("repetition_penalty", 1.0, 1e-3, 1e3)),
-        "logit_bias": _biases(fields),
-        "constraint": asked_constraint(fields, chat),
-    }
-    rest: dict[str, Any] = {
-        "drafts": fields.flag("drafts", True),
-        "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
-        "stop_ids": _stop_ids(fields, model),
-        "min_tokens": fields.whole("min_tokens", 0, 0, max(1, most)),
-    }
-    if fields.flag("ignore_eos"):
-        options["eos_ids"] = ()
-    if chat:
-        best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
-        options["logprobs"] = best if fields.flag("logprobs") else None
-        if best and options["logprobs"] is None:
-            raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
-    else:
-        options["logprobs"] = fields.whole("logprobs", None, 0, MOST_BEST)
-    try:
-        return Options(**options), rest, n
-    except UserError as error:
-        raise Refused(400, str(error)) from error
-
-
-def _streaming(fields: Fields) -> tuple[bool, bool]:
-    stream = fields.flag("stream")
-    more = fields.inside("stream_options", {"continuous_usage_stats": (False,)})
-    usage = more.flag("include_usage")
-    more.flag("include_obfuscation")
-    return stream, usage
-
-
-def _limit(
-    fields: Fields, names: tuple[str, ...], default: int, least: int = 1
-) -> Callable[[], int]:
-    def read() -> int:
-        given = [fields.whole(name, None, least, 2**31 - 1) for name in names]
-        return next((n for n in given if n is not None), default)
-
-    return read
-
-
-def _call(
-    fields: Fields, prompts: list[Any], common: tuple[Options, Json, int], **more: Any
-) -> Call:
-    options, rest, n = common
-    if len(prompts) * n > MOST_CHOICES:
-        raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
-    for name in ("ignore_eos", "min_tokens"):
-        # The constraint may leave no token but an end.
-        if options.constraint is not None and fields.body.get(name):
-            raise fields.refused(name, "does not go together with tools or a constraint")
-    stream, usage = _streaming(fields)
-    fields.finish()
-    requests = [Request(p, options, i, **rest) for p in prompts for i in range(n)]
-    return Call(requests, stream, usage, options.seed, **more)
 
 
 def completion_call(
     body: Any, name: str, model: Model, check: Callable[[str | list[int]], None]
 ) -> Call:
-    """What a body of `/v1/completions` asks of the model of that name.
+    """Read a body of `/v1/completions`.
 
     Args:
-      check: raises where a prompt is too long to be tokenised.
+      name: of the model.
+      check: raises if a prompt is too long to be tokenised.
 
     Raises:
       Refused: a field that is not understood.
     """
     fields = Fields(body, {**NEUTRAL, "add_special_tokens": (True,)})
-    echo = fields.flag("echo")
-    limit = _limit(fields, ("max_tokens",), COMPLETION_TOKENS, least=int(not echo))
-    common = _common(fields, name, model, limit, chat=False)
+    most = fields.whole("max_tokens", COMPLETION_TOKENS, 1, 2**31 - 1)
+    options = _options(fields, name, most)
+    logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
+    options = dataclasses.replace(options, logprobs=logprobs)
     problem = "text, token ids, or a list of one of these"
     prompt = fields.take("prompt", (str, list), problem, "")
     single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
@@ -188,21 +95,15 @@ def completion_call(
     for one in prompts:
         ids = isinstance(one, list) and all(type(i) is int for i in one)
         if not (ids or isinstance(one, str)):
-            raise Refused(400, f"'prompt' should be {problem}", "prompt")
+            raise fields.refused("prompt", f"should be {problem}")
         check(one)
     if not prompts:
-        raise Refused(400, "'prompt' is an empty list", "prompt")
+        raise fields.refused("prompt", "is an empty list")
     try:
         tokens = [model.encode(one) for one in prompts]  # once, not for each choice
     except UserError as error:
         raise Refused(400, str(error), "prompt") from error
-    texts: list[str] = []
-    if echo:
-        for given, read in zip(prompts, tokens):
-            check(read)
-            own = given if isinstance(given, str) else model.tokenizer.decode(read)
-            texts += [own] * common[2]
-    return _call(fields, tokens, common, chat=False, echo=texts, empty=limit() == 0)
+    return _call(fields, model, tokens, options, chat=False)
 
 
 def chat_call(
@@ -213,25 +114,33 @@ def chat_call(
     most_new: int,
     check: Callable[[str | list[int]], None],
 ) -> Call:
-    """What a body of `/v1/chat/completions` asks for.
+    """Read a body of `/v1/chat/completions`.
 
     Args:
-      name: what the model is called.
-      template: the chat template, "" for the tokenizer's own, or "plain": turns one after the
-        other with an empty line between, for models that have none.
+      name: of the model.
+      template: the chat template; "" for the tokenizer's own, or "plain": turns one after the
+        other with an empty line between, for models without a template.
+      most_new: most tokens of an answer.
       check: as for `completion_call`.
 
     Raises:
       Refused: a field that is not understood, or a conversation that the template refuses.
     """
     fields = Fields(body, {**NEUTRAL, "add_special_tokens": (False,)})
-    limit = _limit(fields, ("max_completion_tokens", "max_tokens"), most_new)
-    options, rest, n = _common(fields, name, model, limit, chat=True)
+    names = ("max_completion_tokens", "max_tokens")
+    limits = [fields.whole(name, None, 1, 2**31 - 1) for name in names]
+    most = next((n for n in limits if n is not None), most_new)
+    options = _options(fields, name, most, _response_format(fields))
+    best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
+    if fields.flag("logprobs"):
+        options = dataclasses.replace(options, logprobs=best)
+    elif best:
+        raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
     turns, tools, form = read_messages(fields), asked_tools(fields), None
     tokenizer, more = model.tokenizer, _variables(fields, model, template, bool(tools))
     try:
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
-            options, form = with_tools(options, tools, model, template)
+            options, form = _with_tools(options, tools, model, template)
         if template == PLAIN:
             text = "\n\n".join(turn["content"] for turn in turns)
             check(text)
@@ -242,28 +151,163 @@ def chat_call(
             options = ending_turns(model, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error
-    return _call(fields, [prompt], (options, rest, n), chat=True, calls=form)
+    return _call(fields, model, [prompt], options, chat=True, calls=form)
+
+
+def _options(
+    fields: Fields, name: str, most: int, constraint: tuple[str, Json] | None = None
+) -> Options:
+    """Read the options that both endpoints know.
+
+    Args:
+      most: new tokens of an answer.
+      constraint: that of `response_format`.
+    """
+    asked = fields.text("model", name)
+    if asked != name:
+        raise Refused(404, f"there is no model {asked!r} here", "model", "model_not_found")
+    options: Json = {
+        name: float(fields.number(name, getattr(DEFAULTS, name), *bounds))
+        for name, bounds in NUMBERS.items()
+    }
+    seed = fields.take("seed", (int,), "a whole number", None)
+    options |= {
+        "max_new_tokens": most,
+        "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
+        "seed": secrets.randbits(32) if seed is None else seed % 2**32,
+        "stop": _stops(fields),
+        "logit_bias": _biases(fields),
+        "constraint": _constraint(fields, constraint),
+    }
+    if fields.flag("ignore_eos"):
+        options["eos_ids"] = ()
+    try:
+        return Options(**options)
+    except UserError as error:
+        raise Refused(400, str(error)) from error
+
+
+def _call(
+    fields: Fields, model: Model, prompts: list[Any], options: Options, **more: Any
+) -> Call:
+    """Read the remaining fields; every prompt gets `n` choices."""
+    n = fields.whole("n", 1, 1, MOST_CHOICES)
+    if len(prompts) * n > MOST_CHOICES:
+        raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
+    size, problem = model.config.vocab_size, "token ids of the vocabulary"
+    stop_ids = fields.take("stop_token_ids", (list,), problem, [])
+    if not all(type(i) is int and 0 <= i < size for i in stop_ids):
+        raise fields.refused("stop_token_ids", f"should be {problem} 0..{size - 1}")
+    asked: Json = {
+        "drafts": fields.flag("drafts", True),
+        "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
+        "stop_ids": frozenset(stop_ids),
+        "min_tokens": fields.whole("min_tokens", 0, 0, options.max_new_tokens),
+    }
+    for name in ("ignore_eos", "min_tokens"):
+        # The constraint may leave no token but an end.
+        if options.constraint is not None and fields.body.get(name):
+            raise fields.refused(name, "does not go together with tools or a constraint")
+    stream = fields.flag("stream")
+    streaming = fields.inside("stream_options", {"continuous_usage_stats": (False,)})
+    usage = streaming.flag("include_usage")
+    streaming.flag("include_obfuscation")
+    fields.finish()
+    requests = [Request(p, options, i, **asked) for p in prompts for i in range(n)]
+    return Call(requests, stream, usage, options.seed, **more)
+
+
+def _stops(fields: Fields) -> tuple[str, ...]:
+    stop = fields.take("stop", (str, list), "a string or a list of strings", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MOST_STOPS or any(not isinstance(s, str) or not s for s in stop):
+        raise fields.refused("stop", f"should be up to {MOST_STOPS} strings, none empty")
+    return tuple(stop)
+
+
+def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
+    given = fields.take("logit_bias", (dict,), "numbers by token id", {})
+    try:
+        biases = bias_of(given)
+    except UserError as error:
+        raise Refused(400, str(error), "logit_bias") from error
+    if any(not -100 <= bias <= 100 for _, bias in biases):
+        raise fields.refused("logit_bias", "should be numbers from -100 to 100")
+    return biases
+
+
+def _constraint(fields: Fields, asked: tuple[str, Json] | None) -> Constraint | None:
+    """Read vLLM's constraints.
+
+    Args:
+      asked: name and value of one that was read already.
+
+    Raises:
+      Refused: a constraint that cannot be served, or two of them.
+    """
+    found = [asked] if asked else []
+    for name, kind in GUIDED.items():
+        value = fields.take(f"guided_{name}", ANYTHING, "a constraint", None)
+        if value is not None:
+            found.append((f"guided_{name}", {kind: value}))
+    inside = fields.inside("structured_outputs", STRUCTURED)
+    for name, kind in {**GUIDED, "json_object": "json_object"}.items():
+        value = inside.take(name, ANYTHING, "a constraint", None)
+        if value is not None and value is not False:
+            found.append(("structured_outputs", {kind: value}))
+    if len(found) > 1:
+        names = " and ".join(repr(name) for name, _ in found)
+        raise Refused(400, f"an answer has one constraint, not {names}", found[1][0])
+    for name, given in found:
+        try:
+            return constraint_of(given)
+        except UserError as error:
+            raise Refused(400, str(error), name) from error
+    return None
+
+
+def _response_format(fields: Fields) -> tuple[str, Json] | None:
+    """Read OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
+    name = "response_format"
+    given = fields.inside(name)
+    kind = given.take("type", ANYTHING, "a type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        problem = "should be of type text, json_object, or json_schema with a 'json_schema'"
+        raise fields.refused(name, problem)
+    if kind == "text":
+        return None
+    holder = given
+    if kind == "json_schema" and "schema" not in given.body:
+        holder = given.inside("json_schema")
+        holder.text("name"), holder.text("description"), holder.flag("strict")
+    schema = holder.take("schema", ANYTHING, "a JSON schema", None)
+    if kind == "json_object" and schema in (None, {}, True):
+        return name, {"json_object": True}
+    if schema is None:
+        raise fields.refused(name, "has no 'schema' in 'json_schema'")
+    return name, {"json_schema": schema}
 
 
 def _variables(fields: Fields, model: Model, template: str, tools: bool) -> Json:
-    """What a body gives the chat template in addition, such as Qwen's `enable_thinking`."""
-    given = fields.take("chat_template_kwargs", (dict,), "an object", {})
+    """Read the variables of the chat template, such as Qwen's `enable_thinking`."""
+    name = "chat_template_kwargs"
+    given = fields.take(name, (dict,), "an object", {})
     plain = template == PLAIN or not given
     source = "" if plain else template_source(model.tokenizer, template, tools)
-    known = set(re.findall(r"[^\W\d]\w*", source)) - OURS
-    if unknown := next((name for name in given if name not in known), None):
+    known = set(re.findall(r"[^\W\d]\w*", source)) - RESERVED
+    if unknown := next((one for one in given if one not in known), None):
         problem = f"the chat template has no variable {unknown!r} to be set"
-        raise Refused(400, f"'chat_template_kwargs': {problem}", "chat_template_kwargs")
+        raise Refused(400, f"{name!r}: {problem}", name)
     return dict(given)
 
 
-def with_tools(
+def _with_tools(
     options: Options, tools: Tools | None, model: Model, template: str
 ) -> tuple[Options, CallForm | None]:
-    """Options whose text may call these tools, and the form of the calls.
+    """Return options whose text may call these tools, and the form of the calls.
 
     Raises:
-      Refused: the template knows none, or the text has another constraint.
+      Refused: the template knows no tools, or the text has another constraint.
     """
     if template == PLAIN:
         raise Refused(400, "the model has no chat template, which tools need", "tools")

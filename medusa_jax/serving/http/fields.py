@@ -1,4 +1,4 @@
-"""The fields of a call's JSON objects, each understood or refused by its name, at every depth."""
+"""The fields of a call's JSON objects: each one is read or refused by its name, at every depth."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from medusa_jax.errors import did_you_mean
-from medusa_jax.serving.http.refused import Refused
 
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Values = MappingProxyType({})
@@ -14,7 +13,8 @@ NOTHING: Values = MappingProxyType({})
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
 IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
-# Fields of OpenAI's and vLLM's requests that are not built: what asks for nothing, besides null.
+# Fields of OpenAI's and vLLM's requests that are not built, with the values (besides null) that ask
+# for nothing.
 NEUTRAL: Values = {
     name: values
     for names, *values in (
@@ -23,10 +23,8 @@ NEUTRAL: Values = {
         ("continue_final_message early_stopping echo include_stop_str_in_output", False),
         ("return_token_ids return_tokens_as_token_ids use_beam_search", False),
         ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
-        (
-            "guided_whitespace_pattern prediction prompt_logprobs reasoning_effort request_id",
-        ),
-        ("thinking_token_budget truncate_prompt_tokens web_search_options",),
+        ("guided_whitespace_pattern prediction prompt_logprobs reasoning_effort",),
+        ("request_id thinking_token_budget truncate_prompt_tokens web_search_options",),
         ("bad_words documents functions logits_processors", []),
         ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
         ("best_of length_penalty", 1),
@@ -40,15 +38,46 @@ NEUTRAL: Values = {
 }
 
 
+class Refused(Exception):
+    """A call that gets an error instead of an answer.
+
+    Attributes:
+      status: of HTTP.
+      param: the field at fault, if any.
+      code: a name for programs.
+      retry_after: seconds to wait before trying again; 0: trying again does not help.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that OpenAI's clients expect."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        about = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": about}
+
+
 class Fields:
-    """The fields of an object, each read once; `finish` refuses unread ones, also of objects within.
+    """The fields of an object. `finish` refuses those that were not read, in inner objects too.
 
     Args:
       neutral: names that are not built, with the values that ask for nothing.
-      where: its place in the call, for messages; "" is the call itself.
+      where: path of the object in the call, for messages; "" is the call itself.
 
     Raises:
-      Refused: the body is no object.
+      Refused: the body is not an object.
     """
 
     def __init__(self, body: Any, neutral: Values, where: str = "") -> None:
@@ -57,10 +86,10 @@ class Fields:
             raise Refused(400, f"{what} should be a JSON object", where or None)
         self.body, self._where, self._neutral = body, where, neutral
         self._place = f" in {where!r}" if where else ""
-        self._read, self._within = set() if where else {*IGNORED}, list[Fields]()
+        self._read, self._inside = set() if where else {*IGNORED}, list[Fields]()
 
     def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
-        """The value of a field; null and absence are the default."""
+        """Return a field's value; the default if it is null or absent."""
         self._read.add(name)
         value = self.body.get(name)
         if value is None:
@@ -71,15 +100,15 @@ class Fields:
         return value
 
     def text(self, name: str, default: Any = "") -> Any:
-        """Text."""
+        """Return a string."""
         return self.take(name, (str,), "text", default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """true or false."""
+        """Return true or false."""
         return self.take(name, (bool,), "true or false", default)
 
     def number(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """A number from `low` to `high`."""
+        """Return a number from `low` to `high`."""
         value = self.take(name, (int, float), "a number", default)
         if value is not None and not low <= value <= high:
             most = f"from {low} to {high}" if high < math.inf else f"at least {low}"
@@ -87,31 +116,31 @@ class Fields:
         return value
 
     def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """A whole number from `low` to `high`."""
+        """Return a whole number from `low` to `high`."""
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)
 
     def inside(self, name: str, neutral: Values = NOTHING) -> "Fields":
-        """The fields of an object within; absence is an empty one."""
+        """Return the fields of an inner object; none if it is absent."""
         return self._inner(self.take(name, (dict,), "an object", {}), name, neutral)
 
     def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["Fields"]:
-        """The fields of each object of a list within; absence is an empty one."""
+        """Return the fields of each object of a list; [] if it is absent."""
         found = enumerate(self.take(name, (list,), what, []))
         return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
 
     def _inner(self, value: Any, name: str, neutral: Values) -> "Fields":
         where = f"{self._where}.{name}".lstrip(".")
-        self._within.append(Fields(value, neutral, where))
-        return self._within[-1]
+        self._inside.append(Fields(value, neutral, where))
+        return self._inside[-1]
 
     def refused(self, name: str, problem: str) -> Refused:
-        """The error of a field."""
+        """Return the error of a field."""
         return Refused(400, f"{name!r}{self._place} {problem}", name)
 
     def finish(self) -> None:
-        """Refuse what is unknown, and what is known but cannot be done."""
-        for one in self._within:
+        """Refuse unknown fields, and known ones that ask for something that is not built."""
+        for one in self._inside:
             one.finish()
         for name, value in self.body.items():
             if name in self._read:

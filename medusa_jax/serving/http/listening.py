@@ -1,10 +1,6 @@
-"""The listening side: connections with deadlines, a limit on them, and a shutdown with one."""
+"""The listening side: connections with deadlines, and a limit on their number."""
 
 import asyncio
-import fcntl
-import socket
-import struct
-import termios
 from functools import partial
 from typing import Any
 
@@ -19,10 +15,10 @@ BACKLOG = 128
 
 
 def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Server:
-    """What serves an application of `make_app` on given sockets (`run`).
+    """Return the server of an application of `make_app` on given sockets (`run`).
 
     Args:
-      drain: seconds that running answers have to end after SIGTERM; then they get 503.
+      drain: seconds that running answers have to end after SIGTERM.
     """
     protocol: Any = partial(Connection, limits=limits)
     config = uvicorn.Config(
@@ -31,34 +27,19 @@ def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Se
         ws="none",
         log_level="warning",
         backlog=BACKLOG,
-        timeout_graceful_shutdown=drain + 1,
+        timeout_graceful_shutdown=drain,
         timeout_keep_alive=limits.idle_seconds,
         h11_max_incomplete_event_size=64 * 1024,
     )
-    return Listener(config, app, drain)
-
-
-class Listener(uvicorn.Server):
-    """uvicorn's server, which would answer 500 to calls that outlast the shutdown."""
-
-    def __init__(self, config: uvicorn.Config, app: Starlette, drain: float) -> None:
-        super().__init__(config)
-        self._app, self._drain = app, drain
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing new and end what runs."""
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._drain, self._app.state.stop)
-        await super().shutdown(sockets)
-        timer.cancel()
+    return uvicorn.Server(config)
 
 
 class Connection(H11Protocol):
     """One connection of HTTP/1.1, with deadlines that uvicorn lacks.
 
-    A client that has begun a request, or just connected, must send the head of it in time. One that
-    takes nothing of what it is sent for too long loses its connection. Where too many are open, the
-    oldest that waits for its client is closed, so that the newest is answered.
+    A client that has begun a request, or has just connected, must send the head in time. A client that
+    takes nothing of its answer for too long loses its connection. Where too many are open, the oldest
+    one that waits for its client is closed, so that the newest is answered.
     """
 
     def __init__(self, *args: Any, limits: Limits, **more: Any) -> None:
@@ -70,9 +51,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(
-            0
-        )  # `pause_writing` as soon as anything is unsent
+        transport.set_write_buffer_limits(0)  # `pause_writing` with the first unsent byte
         self._watch_head()
         others: list[Any] = [c for c in self.connections if not c.transport.is_closing()]
         if len(others) > self._limits.connections:
@@ -110,25 +89,17 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._watch_unread()
+        self._watch_unread(None)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread:
             self._unread.cancel()
 
-    def _unsent(self) -> int:
-        """Bytes that the client has not taken, be they here or with the kernel."""
-        link = self.transport.get_extra_info("socket")
-        [queued] = struct.unpack(
-            "i", fcntl.ioctl(link.fileno(), termios.TIOCOUTQ, bytes(4))
-        )
-        return self.transport.get_write_buffer_size() + queued
-
-    def _watch_unread(self, before: int | None = None) -> None:
-        unsent = self._unsent()
+    def _watch_unread(self, before: int | None) -> None:
+        unsent = self.transport.get_write_buffer_size()
         if before is not None and unsent >= before:
-            self.transport.abort()  # nothing was taken since; `close` would wait for it
+            self.transport.abort()  # `close` would wait for the client
         else:
             seconds = self._limits.read_seconds
             self._unread = self.loop.call_later(seconds, self._watch_unread, unsent)

@@ -4,21 +4,19 @@ import codecs
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from medusa_jax.api import Result
 from medusa_jax.interop.token_bytes import TokenBytes
 from medusa_jax.interop.tokenizer import Tokenizer
-from medusa_jax.serving.echo import Echo
 from medusa_jax.serving.http.calls import Call
 from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
+from medusa_jax.whole_files import Json
 
 
 class Vocabulary:
-    """Single tokens as log-probabilities name them; the likely ones are named again and again.
+    """Names single tokens for log-probabilities, with a cache.
 
     Attributes:
       least_tokens: as `TokenBytes.least_tokens`.
@@ -37,7 +35,7 @@ class Vocabulary:
         self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """A different name for each of some tokens; the first ones have their texts.
+        """Return a different name for each of some tokens; the first ones have their texts.
 
         Others have the same text, or are parts of characters: "bytes:\\xf0\\x9f", as at OpenAI.
         """
@@ -50,10 +48,9 @@ class Vocabulary:
             found[token_id] = next(free, f"token_id:{token_id}")
         return found
 
-    def dropped(self, token_ids: Iterable[int]) -> str:
-        """The space that decoding drops at the beginning of a text with these tokens, or ""."""
-        first = next((i for i in token_ids if i not in self.skipped), None)
-        if first is None or self.name(first)[1][:1] != [0x20]:
+    def dropped(self, first: int) -> str:
+        """Return the space that decoding drops at the beginning of a text with this token, or ""."""
+        if self.name(first)[1][:1] != [0x20]:
             return ""
         return "" if self._decode([first]).startswith(" ") else " "
 
@@ -67,125 +64,92 @@ class Offsets:
         self._at: int | None = None  # nothing yet
 
     def push(self, token_ids: Iterable[int]) -> list[int]:
-        """The places of the next tokens; parts of a character have that of the character."""
+        """Return the places of the next tokens; a part of a character has the character's."""
         places = []
         for token_id in token_ids:
             places.append(self._at or 0)
             if token_id not in self._vocabulary.skipped:
                 text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
                 if self._at is None:
-                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
+                    text = text.removeprefix(self._vocabulary.dropped(token_id))
                 self._at = (self._at or 0) + len(text)
         return places
 
 
-@dataclass
 class Reply:
-    """The answer to one call, as it is put together.
+    """The answer to one call while it is put together.
 
     Attributes:
       endings: by choice, once it has ended.
-      readers: by choice, what tells tool calls from text.
-      echoes: by choice, the prompts that come first; none: they do not.
+      readers: by choice, the separators of tool calls from text; none if the answer is text.
     """
 
-    call: Call
-    vocabulary: Vocabulary
-    model: str
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-    endings: dict[int, Ending] = field(default_factory=dict)
-    readers: list[CallReader] = field(default_factory=list)
-    echoes: list[Echo] = field(default_factory=list)
+    def __init__(self, call: Call, vocabulary: Vocabulary, model: str) -> None:
+        self.call, self.vocabulary = call, vocabulary
+        kind = "chat.completion" if call.chat else "text_completion"
+        number = ("chatcmpl-" if call.chat else "cmpl-") + secrets.token_hex(12)
+        self._head: Json = {
+            "id": number,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.endings: dict[int, Ending] = {}
+        self.readers = [CallReader(call.calls) for _ in call.requests if call.calls]
+        self._offsets = [Offsets(vocabulary) for _ in call.requests]
 
-    def __post_init__(self) -> None:
-        self.id = ("chatcmpl-" if self.call.chat else "cmpl-") + secrets.token_hex(12)
-        if self.call.calls:
-            self.readers = [CallReader(self.call.calls) for _ in self.call.requests]
-        self._begun: set[int] = set()
-        self._offsets = [Offsets(self.vocabulary) for _ in self.call.requests]
+    def whole(self) -> Json:
+        """Return the object of a call that does not stream."""
+        choices = [self._choice(i, self.endings[i]) for i in range(len(self.call.requests))]
+        return self._head | {"choices": choices, "usage": self.usage()}
 
-    def take(self, index: int, delta: Delta) -> None:
-        """A piece of choice `index`."""
-        if delta.ending:
-            self.endings[index] = delta.ending
+    def _choice(self, index: int, ending: Ending) -> Json:
+        result = ending.result
+        said: Json = {"text": result.text}
+        if self.call.chat:
+            said = {"message": self._message(index, result)}
+        logprobs, reason = self._logprobs(result, index), self._finish_reason(index, ending)
+        ended = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index} | said | ended | {"medusa": self._stats(ending)}
 
-    def whole(self) -> dict[str, Any]:
-        """The object of a call that does not stream."""
-        choices = []
-        for index in range(len(self.call.requests)):
-            ending = self.endings[index]
-            result, text = ending.result, ending.result.text
-            said: dict[str, Any] = {"text": text}
-            if self.call.chat:
-                said = {"message": self._message(index, result)}
-            before = None
-            if self.echoes:
-                before = self._logprobs(self.echoes[index], index)
-                space = self.vocabulary.dropped(result.token_ids)
-                said = {"text": self.echoes[index].text + space + text}
-            logprobs = self._logprobs(result, index)
-            if before:
-                logprobs = {
-                    k: [*old, *(logprobs or {}).get(k, [])] for k, old in before.items()
-                }
-            choices.append(
-                {"index": index}
-                | said
-                | {
-                    "logprobs": logprobs,
-                    "finish_reason": self._finish_reason(index, ending),
-                    "medusa": self._stats(ending),
-                }
-            )
-        return self._object("", choices) | {"usage": self.usage()}
-
-    def first(self) -> list[dict[str, Any]]:
-        """What a stream begins with: the role of each choice of a chat, or its prompt."""
-        if not self.call.chat:
-            return [
-                self._piece(i, {"text": echo.text}, self._logprobs(echo, i))
-                for i, echo in enumerate(self.echoes)
-            ]
+    def first(self) -> list[Json]:
+        """Return the beginning of a stream: the role of each choice of a chat."""
         delta = {"role": "assistant", "content": ""}
-        return [
-            self._piece(i, {"delta": delta}, None) for i in range(len(self.call.requests))
-        ]
+        numbers = range(len(self.call.requests)) if self.call.chat else ()
+        return [self._piece(i, {"delta": delta}, None) for i in numbers]
 
-    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
-        """What a stream sends of a delta."""
-        said: dict[str, Any] = {"text": delta.text}
+    def piece(self, index: int, delta: Delta) -> Json:
+        """Return the event of a delta."""
+        said: Json = {"text": delta.text}
         if self.call.chat:
             said = {"delta": self._delta(index, delta)}
-        elif self.echoes and delta.token_ids and index not in self._begun:
-            said = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
-            self._begun.add(index)
         asked = self.call.requests[index].options.logprobs is not None
         piece = self._piece(index, said, self._logprobs(delta, index) if asked else None)
-        more: dict[str, Any] = {"parts": delta.parts, "tokens": len(delta.token_ids)}
+        own: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
+        [choice] = piece["choices"]
         if delta.ending:
-            reason = self._finish_reason(index, delta.ending)
-            piece["choices"][0]["finish_reason"] = reason
-            more |= self._stats(delta.ending)
-        piece["choices"][0]["medusa"] = more
+            self.endings[index] = delta.ending
+            choice["finish_reason"] = self._finish_reason(index, delta.ending)
+            own |= self._stats(delta.ending)
+        choice["medusa"] = own
         return piece
 
-    def last(self) -> list[dict[str, Any]]:
-        """What a stream ends with."""
+    def last(self) -> list[Json]:
+        """Return the end of a stream: the counts of tokens, if they were asked for."""
         if not self.call.usage:
             return []
-        return [self._object(".chunk", []) | {"usage": self.usage()}]
+        return [self._event([]) | {"usage": self.usage()}]
 
-    def usage(self) -> dict[str, Any]:
-        """The counts of tokens; a prompt of several choices counts once."""
-        results = [self.endings[i].result for i in sorted(self.endings)]
+    def usage(self) -> Json:
+        """Return the counts of tokens; a prompt of several choices counts once."""
+        endings = self.endings.values()
         # Choices are numbered from 0 for each prompt (`calls._call`).
         firsts = [self.endings[i] for i, r in enumerate(self.call.requests) if r.id == 0]
         read = sum(ending.result.prompt_tokens for ending in firsts)
-        made = sum(result.new_tokens for result in results)
+        made = sum(ending.result.new_tokens for ending in endings)
+        accepted = sum(ending.accepted_drafts for ending in endings)
+        drafted = sum(ending.drafted for ending in endings)
         reused = sum(ending.reused_tokens for ending in firsts)
-        accepted = sum(ending.accepted_drafts for ending in self.endings.values())
-        drafted = sum(ending.drafted for ending in self.endings.values())
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
@@ -197,48 +161,43 @@ class Reply:
             },
         }
 
-    def _message(self, index: int, result: Result) -> dict[str, Any]:
-        """The message of a whole choice."""
+    def _message(self, index: int, result: Result) -> Json:
+        """Return the message of a whole choice."""
         text, calls = result.text, []
         if self.readers:
             cut = result.finish_reason != "stop"
             text, _ = self.readers[index].push(text, ended=True, cut=cut)
             calls = self.readers[index].calls
         content = text.strip() or None if calls else text
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
         return message | ({"tool_calls": calls} if calls else {})
 
-    def _delta(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The message's part that is new."""
-        if not self.readers:
-            return {"content": delta.text} if delta.text else {}
-        ending = delta.ending
-        cut = bool(ending and ending.result.finish_reason != "stop")
-        said, calls = self.readers[index].push(delta.text, ending is not None, cut)
-        return ({"content": said} if said else {}) | (
-            {"tool_calls": calls} if calls else {}
-        )
+    def _delta(self, index: int, delta: Delta) -> Json:
+        """Return the new part of the message."""
+        text, calls, ending = delta.text, list[Json](), delta.ending
+        if self.readers:
+            cut = bool(ending and ending.result.finish_reason != "stop")
+            text, calls = self.readers[index].push(text, ending is not None, cut)
+        content = {"content": text} if text else {}
+        return content | ({"tool_calls": calls} if calls else {})
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
-        return finish_reason(ending, bool(self.readers and self.readers[index].calls))
+        """Return OpenAI's word, which has none for a full context."""
+        if ending.result.finish_reason != "stop":
+            return "length"
+        return "tool_calls" if self.readers and self.readers[index].calls else "stop"
 
-    def _piece(self, index: int, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+    def _piece(self, index: int, said: Json, logprobs: Json | None) -> Json:
         choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
         more = {"usage": None} if self.call.usage else {}  # the last one has the counts
-        return self._object(".chunk", [choice]) | more
+        return self._event([choice]) | more
 
-    def _object(self, part: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion" + part if self.call.chat else "text_completion"
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
+    def _event(self, choices: list[Json]) -> Json:
+        part = {"object": "chat.completion.chunk"} if self.call.chat else {}
+        return self._head | part | {"choices": choices}
 
-    def _stats(self, ending: Ending) -> dict[str, Any]:
-        """Our own field of a choice that has ended; docs/serving.md explains it."""
+    def _stats(self, ending: Ending) -> Json:
+        """Return our own field of a choice that has ended (docs/serving.md)."""
         result = ending.result
         return {
             "seed": self.call.seed,
@@ -255,45 +214,33 @@ class Reply:
             "reused_tokens": ending.reused_tokens,
         }
 
-    def _logprobs(self, of: Result | Delta | Echo, index: int = 0) -> dict[str, Any] | None:
-        """OpenAI's form of log-probabilities, which the two endpoints do not share."""
+    def _logprobs(self, of: Result | Delta, index: int = 0) -> Json | None:
+        """Return log-probabilities in OpenAI's form, which the two endpoints do not share."""
         if of.logprobs is None or of.top_logprobs is None:
             return None
         tokens = zip(of.token_ids, of.logprobs, of.top_logprobs)
-        if not self.call.chat:
-            names, likeliest = [], []
-            for token_id, logprob, top in tokens:
-                # The token itself comes last where it is none of the likeliest.
-                by_id = {**dict(top or ()), token_id: logprob}
-                named = self.vocabulary.names(by_id)
-                names.append(named[token_id])
-                likeliest.append(
-                    None if top is None else {named[i]: p for i, p in by_id.items()}
-                )
+        if self.call.chat:
             return {
-                "tokens": names,
-                "token_logprobs": of.logprobs,
-                "top_logprobs": likeliest,
-                "text_offset": self._offsets[index].push(of.token_ids),
+                "content": [
+                    self._entry(i, p) | {"top_logprobs": [self._entry(*one) for one in top]}
+                    for i, p, top in tokens
+                ],
+                "refusal": None,
             }
+        names, likeliest = [], []
+        for token_id, logprob, top in tokens:
+            # The token itself comes last where it is none of the likeliest.
+            by_id = {**dict(top), token_id: logprob}
+            named = self.vocabulary.names(by_id)
+            names.append(named[token_id])
+            likeliest.append({named[i]: p for i, p in by_id.items()})
+        return {
+            "tokens": names,
+            "token_logprobs": list(of.logprobs),
+            "top_logprobs": likeliest,
+            "text_offset": self._offsets[index].push(of.token_ids),
+        }
 
-        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
-            token, spelling = self.vocabulary.name(token_id)
-            return {"token": token, "logprob": logprob, "bytes": spelling}
-
-        content = [
-            entry(i, p) | {"top_logprobs": [entry(*other) for other in top or ()]}
-            for i, p, top in tokens
-        ]
-        return {"content": content, "refusal": None}
-
-
-def finish_reason(ending: Ending, calls: bool = False) -> str:
-    """As OpenAI has it, which knows no "context".
-
-    Args:
-      calls: whether the answer calls tools.
-    """
-    if ending.result.finish_reason != "stop":
-        return "length"
-    return "tool_calls" if calls else "stop"
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        token, spelling = self.vocabulary.name(token_id)
+        return {"token": token, "logprob": logprob, "bytes": spelling}

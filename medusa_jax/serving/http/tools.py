@@ -11,8 +11,8 @@ from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tool_chat import CallForm
-from medusa_jax.serving.http.fields import Fields
-from medusa_jax.serving.http.refused import Refused
+from medusa_jax.serving.http.fields import Fields, Refused
+from medusa_jax.whole_files import Json
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # What a call begins with, up to its arguments.
@@ -31,7 +31,7 @@ class Tools:
       many: whether several may be.
     """
 
-    given: list[dict[str, Any]]
+    given: list[Json]
     callable: dict[str, Any]
     must: bool
     many: bool
@@ -137,116 +137,98 @@ def _chosen(choice: Fields) -> tuple[str, list[str]]:
 
 @dataclass
 class CallReader:
-    """Separates calls from text while it grows; arguments are streamed.
+    """Separates tool calls from a text that grows.
 
     Attributes:
       form: of the calls.
-      calls: those so far, in OpenAI's form; at the limit of an answer the last may not be whole. What
-        ends before its arguments is dropped, as it is neither a call nor text.
+      calls: those so far, in OpenAI's form. An answer that reaches its limit may cut the arguments of
+        the last one; one that is cut before its arguments is dropped, as neither call nor text.
     """
 
     form: CallForm
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[Json] = field(default_factory=list)
     _held: str = ""
-    _within: str = "text"  # or "name", "arguments", "end" of a call
+    _within: str = "text"  # or "call", or "plain": no call can come any more
 
     def push(
         self, text: str, ended: bool = False, cut: bool = False
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """What is new: text that is no call, and pieces of calls in OpenAI's form.
+    ) -> tuple[str, list[Json]]:
+        """Return the new text outside calls, and the calls that are whole now, for a stream.
 
         Args:
-          cut: it ended at a limit, so that its last characters may begin a call.
+          cut: the answer reached its limit, so its last characters may begin a call.
         """
         self._held += text
-        said, pieces = "", list[dict[str, Any]]()
-        begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
-        go_on = True
-        while go_on:
+        said, before = "", len(self.calls)
+        going_on = True
+        while going_on:
             if self._within == "text":
-                before, go_on = self._text_before(begin, ended and not cut)
-                # What is between two calls is no text.
-                said += before if before.strip() or not self.calls else ""
-            elif self._within == "name":
-                head = HEAD.match(self._held)
-                if head and head[2] == self.form.arguments:
-                    self._begin(head[1], pieces)
-                    self._within, self._held = "arguments", self._held[head.end() :]
-                elif self._may_become_head():
-                    go_on = False
-                elif go_on := ended or bool(end and end in self._held):  # no call
-                    found = self._held.partition(end) if end else (self._held, "", "")
-                    said += begin + found[0] + found[1]
-                    self._within, self._held = "text" if begin else "no call", found[2]
-            elif self._within == "arguments":
-                go_on = self._arguments(pieces)
-            elif self._within == "end":
-                if go_on := bool(end and end in self._held):
-                    self._within, self._held = "text", self._held.partition(end)[2]
+                more, going_on = self._text(ended and not cut)
+                # Blanks between two calls are not text.
+                said += more if more.strip() or not self.calls else ""
+            elif self._within == "call":
+                more, going_on = self._call(ended)
+                said += more
             else:
-                said, self._held, go_on = said + self._held, "", False
-        return said, pieces
+                said, self._held, going_on = said + self._held, "", False
+        calls = enumerate(self.calls[before:], before)
+        return said, [{"index": index, **call} for index, call in calls]
 
-    def _may_become_head(self) -> bool:
-        """Whether what is held is a head without its end."""
-        text, start = "".join(self._held.split()), '{"name":"'
-        name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
-        assert name
-        rest = text[len(start) + name.end() :]
-        return start.startswith(
-            text[: len(start)]
-        ) and f'","{self.form.arguments}":'.startswith(rest)
-
-    def _text_before(self, begin: str, ended: bool) -> tuple[str, bool]:
-        """Text up to a call, taken from what is held; whether a call begins after it."""
+    def _text(self, ended: bool) -> tuple[str, bool]:
+        """Take the text before the next call; also return whether a call begins after it."""
+        begin = self.form.begin.rstrip("\n")
         if not begin:  # a call is the whole text
             if self._held:
-                self._within = "name" if self._held.startswith("{") else "no call"
+                self._within = "call" if self._held.startswith("{") else "plain"
             return "", bool(self._held)
         before, found, rest = self._held.partition(begin)
         if found:
-            self._within, self._held = "name", rest
+            self._within, self._held = "call", rest
             return before, True
-        keep = 0 if ended else _beginning(self._held, begin)
-        new = self._held[: len(self._held) - keep]
+        held = 0 if ended else _shared_end(self._held, begin)
+        new = self._held[: len(self._held) - held]
         if not new.strip() and self.calls:
             return "", False  # perhaps another call comes
         self._held = self._held[len(new) :]
         return new, False
 
-    def _begin(self, name: str, pieces: list[dict[str, Any]]) -> None:
-        number = f"call_{secrets.token_hex(12)}"
-        pieces.append(
-            {
-                "index": len(self.calls),
-                "id": number,
-                "type": "function",
-                "function": {"name": name, "arguments": ""},
-            }
-        )
-        function = {"name": name, "arguments": ""}
-        self.calls.append({"id": number, "type": "function", "function": function})
-
-    def _arguments(self, pieces: list[dict[str, Any]]) -> bool:
-        """Take arguments from what is held; whether that was their end."""
-        function, index = self.calls[-1]["function"], len(self.calls) - 1
-        so_far = function["arguments"]
-        new = self._held if so_far else self._held.lstrip()
-        if "}" in new:
+    def _call(self, ended: bool) -> tuple[str, bool]:
+        """Take a call, or text that only looked like one; also return whether to go on."""
+        begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
+        head = HEAD.match(self._held)
+        closed = end in self._held  # true of an empty mark
+        if head and head[2] == self.form.arguments:
+            arguments, rest = self._held[head.end() :], ""
             try:
-                _, size = json.JSONDecoder().raw_decode(so_far + new)
-                new, self._within = new[: size - len(so_far)], "end"
+                _, size = json.JSONDecoder().raw_decode(arguments)
+                arguments, rest = arguments[:size], arguments[size:]
+                closed = end in rest
             except (ValueError, RecursionError):
-                pass  # they go on
-        self._held = "" if self._within == "arguments" else self._held.lstrip()[len(new) :]
-        function["arguments"] += new
-        if new and pieces and pieces[-1]["index"] == index:
-            pieces[-1]["function"]["arguments"] += new
-        elif new:
-            pieces.append({"index": index, "function": {"arguments": new}})
-        return self._within == "end"
+                closed = False
+            if not (closed or ended):
+                return "", False
+            function = {"name": head[1], "arguments": arguments}
+            number = f"call_{secrets.token_hex(12)}"
+            self.calls.append({"id": number, "type": "function", "function": function})
+            self._held = rest.partition(end)[2] if end else ""
+            self._within = "text"
+            return "", bool(begin)
+        if self._may_become_head() or not ((closed and end) or ended):
+            return "", False
+        text, mark, rest = self._held.partition(end) if end else (self._held, "", "")
+        self._within, self._held = "text" if begin else "plain", rest
+        return begin + text + mark, True
+
+    def _may_become_head(self) -> bool:
+        """Whether the held text is the beginning of a head."""
+        text, start = "".join(self._held.split()), '{"name":"'
+        name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
+        assert name
+        rest = text[len(start) + name.end() :]
+        key = f'","{self.form.arguments}":'
+        return start.startswith(text[: len(start)]) and key.startswith(rest)
 
 
-def _beginning(text: str, mark: str) -> int:
-    """Length of the longest end of a text that a mark begins with."""
+def _shared_end(text: str, mark: str) -> int:
+    """Return the length of the longest end of a text that a mark begins with."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -17,11 +17,12 @@ writes them and the others wait. The processes of a run compute the rows of thei
 import collections
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -31,19 +32,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from medusa_jax import hosts
-from medusa_jax.config import Config
+from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.progress import Progress
 from medusa_jax.sharding import PyTree, local_rows
-from medusa_jax.training.data.given_states import GivenRows
+from medusa_jax.training.data.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.data.rows import Rows, TokenRows
-from medusa_jax.training.hidden_store import STORED, encode, stored_width
-from medusa_jax.training.log.progress import Progress
-from medusa_jax.training.partition import heads_taps, hidden_width
+from medusa_jax.training.placement import microbatches
+from medusa_jax.training.stage import Stage
 from medusa_jax.whole_files import read_array, replacing, write_array
-
-# (frozen variables, batch of [B, T] arrays) -> hidden states [B, T, E].
-Hidden = Callable[[PyTree, PyTree], jax.Array]
 
 SHARD_BYTES = 256 * 2**20
 # Disk space left free for checkpoints.
@@ -76,6 +74,8 @@ class CachedRows(Rows):
         row_bytes = self.shape[0] * width * np.dtype(self.stored).itemsize
         self.shard_rows = max(1, min(self.rows, SHARD_BYTES // row_bytes))
         self.bytes = self.rows * row_bytes
+        # Shard s holds rows s * shard_rows and on.
+        self.shards = range(-(-self.rows // self.shard_rows))
         self._open: dict[int, Shard] = {}
 
     def path(self, shard: int, kind: str = "hidden") -> str:
@@ -86,14 +86,10 @@ class CachedRows(Rows):
         return (min(self.shard_rows, self.rows - shard * self.shard_rows), *self.shape)
 
     @property
-    def shards(self) -> range:
-        """Shard s holds rows s * shard_rows and on."""
-        return range(-(-self.rows // self.shard_rows))
-
-    @property
     def missing(self) -> list[int]:
-        """Shards without a file."""
-        return [s for s in self.shards if not os.path.exists(self.path(s))]
+        """Shards without a file, as seen by process 0."""
+        absent = np.array([not os.path.exists(self.path(s)) for s in self.shards])
+        return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
 
     def counts(self, vocab_size: int) -> np.ndarray:
         return self.source.counts(vocab_size)
@@ -105,7 +101,7 @@ class CachedRows(Rows):
     def _hidden(self, number: int) -> np.ndarray:
         shard, inside = divmod(number, self.shard_rows)
         if shard not in self._open:
-            self._open[shard] = self._opened(shard)
+            self._open[shard] = self._open_shard(shard)
         hidden, crc, checked = self._open[shard]
         row = np.asarray(hidden[inside])
         # Once per row, at 3 GiB/s: a third of a millisecond for 1 MB.
@@ -118,7 +114,7 @@ class CachedRows(Rows):
             checked[inside] = True
         return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
 
-    def _opened(self, shard: int) -> Shard:
+    def _open_shard(self, shard: int) -> Shard:
         path, sums = self.path(shard), self.path(shard, "crc32")
         try:
             hidden = read_array(path, "r")
@@ -135,23 +131,20 @@ class CachedRows(Rows):
         return Shard(hidden, crc, np.zeros(len(hidden), bool))
 
     def write(self, shard: int, batches: Iterable[np.ndarray]) -> None:
-        """One file from arrays [rows, T, W] that hold its rows and no less, whole or not at all.
+        """One file from arrays [rows, T, W] that hold at least its rows, complete or not at all.
 
         Not through a memory map, where a full disk kills the process.
         """
         shape = self.shape_of(shard)
-        header = {
-            "descr": np.dtype(self.stored).str,
-            "fortran_order": False,
-            "shape": shape,
-        }
+        dtype = np.dtype(self.stored)
+        header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
         crc: list[int] = []
         with replacing(self.path(shard)) as new:
             with open(new, "wb") as file:
                 np.lib.format.write_array_header_1_0(file, header)
                 for hidden in batches:
                     for row in hidden[: shape[0] - len(crc)]:
-                        row = np.ascontiguousarray(row).view(self.stored)
+                        row = np.ascontiguousarray(row).view(dtype)
                         crc.append(zlib.crc32(row.data))
                         file.write(row.data)
             assert len(crc) == shape[0]
@@ -159,66 +152,98 @@ class CachedRows(Rows):
             write_array(self.path(shard, "crc32"), np.array(crc, np.uint32))
 
 
-def cached(
-    cfg: Config, mesh: Mesh, rows: TokenRows, hidden: Hidden, frozen: PyTree, fingerprint: str,
-    limit: int | None = None,
-) -> Rows:  # fmt: skip
-    """Rows with hidden states; computes those that are neither given nor on disk.
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Makes and finds the hidden states of a run's texts.
 
-    Args:
-      limit: use only the first `limit` rows (of text that is not shuffled).
-      fingerprint: of the backbone (`interop.hf.fingerprint`).
-
-    Raises:
-      UserError: the disk is too small; gives the required size.
+    Attributes:
+      workdir: has the directories, unless `data.features_path` is set.
+      made_by: everything that the states depend on but the text, `data` and the stage's taps: the type of
+        the computation, the model, its fingerprint (`interop.fingerprint`).
     """
-    if rows.states:
-        norm_D = np.asarray(hosts.on_host(frozen["backbone"]["norm"]["scale"]), np.float32)
-        return GivenRows(rows, norm_D, cfg.model.arch.rms_eps, hidden_width(cfg))
-    count = min(rows.rows, limit or rows.rows)
-    cfg_bytes = json.dumps([*key_of(cfg, rows, fingerprint), count]).encode()
-    digest = hashlib.sha256(cfg_bytes).hexdigest()[:12]
-    home = cfg.data.features_path or os.path.join(cfg.workdir, "features")
-    directory = os.path.join(home, digest)
-    kind, D = cfg.data.cache_features, cfg.model.arch.d_model
-    found = CachedRows(
-        rows, count, directory, stored_width(kind, D, hidden_width(cfg)), kind
-    )
-    if not _missing(found):
-        if hosts.first():
-            inform(f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}")
-        return found
-    waiting = f"hidden states: another run is writing {directory}, waiting for it"
-    with hosts.locked(directory, waiting):
-        missing = _missing(found)  # another run may have written them
-        if missing:
+
+    data: DataConfig
+    workdir: str
+    made_by: list[object]
+    stage: Stage
+    frozen: PyTree
+    mesh: Mesh
+
+    def rows(self, text: TokenRows, size: int, limit: int | None = None) -> Rows:
+        """The rows of a text with hidden states; computes those that are neither given nor on disk.
+
+        Args:
+          size: rows of a pass.
+          limit: use only the first `limit` rows (of text that is not shuffled).
+
+        Raises:
+          UserError: the disk is too small; gives the required size.
+        """
+        arch, width = self.stage.arch, self.stage.width
+        if text.states:  # seam: files of another program in `data.source`
+            given = importlib.import_module("medusa_jax.training.data.given_states")
+            norm_D = hosts.on_host(self.frozen["backbone"]["norm"]["scale"])
+            rows: Rows = given.GivenRows(text, norm_D, arch.rms_eps, width)
+            return rows
+        count = min(text.rows, limit or text.rows)
+        digest = hashlib.sha256(json.dumps([*self.key(text), count]).encode()).hexdigest()
+        home = self.data.features_path or os.path.join(self.workdir, "features")
+        directory = os.path.join(home, digest[:12])
+        kind = self.data.cache_features
+        stored = stored_width(kind, arch.d_model, width)
+        found = CachedRows(text, count, directory, stored, kind)
+        if not found.missing:
             if hosts.first():
+                inform(
+                    f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}"
+                )
+            return found
+        waiting = f"hidden states: another run is writing {directory}, waiting for it"
+        with hosts.locked(directory, waiting):
+            missing = found.missing  # another run may have written them
+            if missing and hosts.first():
                 announce(found, missing)
-            size = cfg.train.batch_size // cfg.train.accumulation
-            encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
-            compute(found, missing, mesh, size, encoded, frozen)
-    multihost_utils.sync_global_devices(f"hidden states {digest}")  # the last file exists
-    return found
+            if missing:
+                self.compute(found, missing, size)
+        multihost_utils.sync_global_devices(
+            f"hidden states {digest}"
+        )  # the last file exists
+        return found
 
+    def key(self, text: TokenRows) -> list[object]:
+        """Everything that the hidden states depend on; the text by its content."""
+        content = hashlib.sha256()
+        for array in (text.tokens, text.starts):
+            content.update(np.ascontiguousarray(array).data)
+        data, taps = self.data, self.stage.taps
+        key = [content.hexdigest(), data.seq_len, data.packing, data.cache_features]
+        return [*key, *self.made_by, *([taps] if taps else [])]
 
-def _missing(found: CachedRows) -> list[int]:
-    """Shards without a file, as seen by process 0."""
-    absent = np.isin(found.shards, found.missing)
-    return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
+    def compute(self, found: CachedRows, missing: list[int], size: int) -> None:
+        """Run the backbone over the rows of the missing shards, `size` at a time."""
+        names, local = ("tokens", "positions", "segment_ids"), local_rows(self.mesh, size)
+        kind, D, hidden = found.kind, self.stage.arch.d_model, self.stage.hidden
+        assert hidden is not None
+        encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
+        done = (len(found.shards) - len(missing)) * found.shard_rows
+        with Progress("hidden states", found.rows, "row", done, hosts.first()) as bar:
 
+            def batches(shard: int) -> Iterator[np.ndarray]:
+                first = shard * found.shard_rows
+                end = min(first + found.shard_rows, found.rows)
+                for at in range(first, end, size):
+                    numbers = np.minimum(at + local, found.rows - 1)
+                    rows = [found.source.row(int(i)) for i in numbers]
+                    batch = {name: np.stack([row[name] for row in rows]) for name in names}
+                    placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
+                    yield hosts.on_host(encoded(self.frozen, placed))
+                    bar.update(min(size, end - at))
 
-def key_of(cfg: Config, rows: TokenRows, fingerprint: str) -> list[object]:
-    """Everything that the hidden states depend on; the text by its content."""
-    text = hashlib.sha256()
-    for array in (rows.tokens, rows.starts):
-        text.update(np.ascontiguousarray(array).data)
-    data = rows.cfg
-    return [
-        text.hexdigest(), data.seq_len,
-        data.packing, data.cache_features, cfg.train.dtype,
-        dataclasses.asdict(cfg.model), fingerprint,
-        *([heads_taps(cfg)] if heads_taps(cfg) else []),
-    ]  # fmt: skip
+            for shard in missing:
+                if hosts.first():
+                    found.write(shard, batches(shard))
+                else:
+                    collections.deque(batches(shard), maxlen=0)
 
 
 def announce(found: CachedRows, missing: list[int]) -> None:
@@ -239,37 +264,3 @@ def announce(found: CachedRows, missing: list[int]) -> None:
             f"{free / 2**30:.1f} GiB are free: use fewer bits, fewer samples "
             "(data.max_samples), another data.features_path, or no cache"
         )
-
-
-def compute(
-    found: CachedRows,
-    missing: list[int],
-    mesh: Mesh,
-    batch_rows: int,
-    encoded: Hidden,
-    frozen: PyTree,
-) -> None:
-    """Run the backbone over the rows of the missing shards, `batch_rows` at a time."""
-    from medusa_jax.training.step import microbatches
-
-    names = ("tokens", "positions", "segment_ids")
-    local = local_rows(mesh, batch_rows)
-    done = (len(found.shards) - len(missing)) * found.shard_rows
-    with Progress("hidden states", found.rows, "row", done, hosts.first()) as bar:
-
-        def batches(shard: int) -> Iterator[np.ndarray]:
-            first = shard * found.shard_rows
-            end = min(first + found.shard_rows, found.rows)
-            for at in range(first, end, batch_rows):
-                numbers = np.minimum(at + local, found.rows - 1)
-                rows = [found.source.row(int(i)) for i in numbers]
-                batch = {name: np.stack([row[name] for row in rows]) for name in names}
-                placed = jax.tree.map(lambda x: x[0], microbatches(mesh, batch, 1))
-                yield hosts.on_host(encoded(frozen, placed))
-                bar.update(min(batch_rows, end - at))
-
-        for shard in missing:
-            if hosts.first():
-                found.write(shard, batches(shard))
-            else:
-                collections.deque(batches(shard), maxlen=0)

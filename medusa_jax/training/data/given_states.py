@@ -13,65 +13,45 @@ type (`data.cache_features`). Nothing is copied. The files do not identify their
 
 import dataclasses
 import os
-import re
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from medusa_jax.config import Config
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.training.data.rows import Rows, TokenRows
 
-FILE = re.compile(r"hs_(\d+)\.safetensors")
 HIDDEN, TOKENS, MASK = "hidden_states", ("token_ids", "input_ids"), "loss_mask"
 # Type in the files -> `data.cache_features`.
 KINDS = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
-def files_in(source: str) -> dict[int, str]:
-    """The files of a source by their numbers, ascending; {} if it holds no hidden states."""
-    for directory in (source, os.path.join(source, HIDDEN)):
-        if os.path.isdir(directory):
-            names = {
-                int(m[1]): name
-                for name in os.listdir(directory)
-                if (m := FILE.fullmatch(name))
-            }
-            if names:
-                return {i: os.path.join(directory, names[i]) for i in sorted(names)}
-    return {}
+def stored_type(sources: dict[str, dict[int, str]], asked: str) -> str:
+    """`data.cache_features` for hidden states of these sources, as they are stored.
 
-
-def choose_type(cfg: Config, sources: list[str]) -> None:
-    """Set `data.cache_features` to the type of the sources' hidden states, if they hold any.
+    Args:
+      sources: the files of each source by their numbers; {} if it holds none.
+      asked: the configured type, "" for any.
 
     Raises:
-      UserError: only some do, their types differ, or the field has another value.
+      UserError: some source holds none, their types differ, or another one is asked for.
     """
-    given = [files_in(name) for name in sources]
-    if not any(given):
-        return
-    if cfg.train.stage != "medusa1":
-        raise UserError(
-            f"data.source holds hidden states, of a backbone that does not change: train.stage "
-            f"medusa1, not {cfg.train.stage}"
-        )
-    if not all(given):
-        raise UserError(
-            "hidden states are given for all of data.source and data.eval_source or for none; "
-            f"{sources[given.index({})]} has no hs_*.safetensors"
-        )
-    firsts = [next(iter(files.values())) for files in given]
+    for source, files in sources.items():
+        if not files:
+            raise UserError(
+                "hidden states are given for all of data.source and data.eval_source or for none; "
+                f"{source} has no hs_*.safetensors"
+            )
+    firsts = [next(iter(files.values())) for files in sources.values()]
     kinds = {path: KINDS[Sample.open(path).hidden.dtype] for path in firsts}
-    kind, asked = kinds[firsts[0]], cfg.data.cache_features
+    kind = kinds[firsts[0]]
     if len(set(kinds.values())) > 1 or asked not in ("", kind):
         raise UserError(
             f"hidden states are read as they are stored: {kinds}; leave data.cache_features empty"
         )
-    cfg.data.cache_features = kind
+    return kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +167,7 @@ class GivenRows(Rows):
     def __init__(self, source: TokenRows, norm_D: np.ndarray, eps: float, width: int):
         super().__init__(source.cfg, source.shuffle)
         self.source, self.rows, self.crc = source, source.rows, source.crc
+        norm_D = norm_D.astype(np.float32)
         self.norm_D, self.eps, self.width = norm_D, eps, width
         kind = source.cfg.cache_features
         self.dtype = ml_dtypes.bfloat16 if kind == "bfloat16" else np.dtype(np.float32)

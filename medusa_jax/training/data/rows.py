@@ -27,6 +27,8 @@ from medusa_jax.whole_files import checksum, read_array, write_array
 
 ARRAYS = ("tokens.npy", "counted.npy", "doc_starts.npy")
 REPORT = "report.json"
+# The arrays of a row and their types.
+ROW = {"tokens": "int32", "positions": "int32", "segment_ids": "int32", "counted": "bool"}
 # Rows that first-fit packing keeps open at once.
 OPEN_ROWS = 64
 
@@ -94,7 +96,7 @@ class MixedRows(Rows):
         return np.sum([text.counts(vocab_size) for text in self.texts], axis=0)
 
 
-def mixed(texts: Sequence[Rows]) -> Rows:
+def mix(texts: Sequence[Rows]) -> Rows:
     """The rows of all texts."""
     return MixedRows(texts) if len(texts) > 1 else texts[0]
 
@@ -118,33 +120,23 @@ class TokenRows(Rows):
         super().__init__(cfg, shuffle)
         self.directory, self.states = directory, states
         arrays, self.crc = token_arrays(directory)
-        tokens = arrays.get("tokens.npy")
-        if tokens is None or not tokens.size:
+        self.tokens = arrays.get("tokens.npy", np.zeros(0, np.int32))
+        size, starts = self.tokens.size, arrays.get("doc_starts.npy", np.zeros(1))
+        if not size:
             raise UserError(f"{directory} has no tokens.npy with at least one token")
-        self.tokens = tokens
-        size = tokens.size
         if int(self.tokens.max()) >= vocab_size or int(self.tokens.min()) < 0:
             raise UserError(
                 f"{directory}/tokens.npy has token ids up to {int(self.tokens.max())}, but the "
                 f"model's vocabulary has {vocab_size}: prepare it with the model's tokenizer"
             )
         self.counted = arrays.get("counted.npy")
-        if self.counted is not None and self.counted.size != size:
-            raise UserError(f"{directory}/counted.npy and tokens.npy differ in length")
-        if self.counted is not None and not (
-            self.counted.dtype == bool or 0 <= self.counted.min() <= self.counted.max() <= 1
+        if self.counted is not None and (
+            self.counted.size != size or not np.isin(self.counted, (0, 1)).all()
         ):
-            raise UserError(f"{directory}/counted.npy may hold 1 and 0 only")
-        starts = arrays.get("doc_starts.npy")
-        self.starts = (
-            np.zeros(1, np.int64) if starts is None else np.asarray(starts, np.int64)
-        )
-        if (
-            not self.starts.size
-            or self.starts[0] != 0
-            or np.any(np.diff(self.starts) < 0)
-            or self.starts[-1] > size
-        ):
+            raise UserError(f"{directory}/counted.npy should have {size} values, 1 or 0")
+        self.starts = np.asarray(starts, np.int64)
+        edges = np.append(self.starts, size)
+        if edges[0] != 0 or np.any(np.diff(edges) < 0):
             raise UserError(
                 f"{directory}/doc_starts.npy must rise from 0 to at most {size}"
             )
@@ -183,10 +175,7 @@ class TokenRows(Rows):
 
     def _assemble(self, spans: list[tuple[int, int]]) -> dict[str, np.ndarray]:
         T = self.cfg.seq_len
-        row = {
-            name: np.zeros(T, np.int32) for name in ("tokens", "positions", "segment_ids")
-        }
-        row["counted"] = np.zeros(T, bool)
+        row = {name: np.zeros(T, kind) for name, kind in ROW.items()}
         filled = 0
         for segment, (begin, end) in enumerate(spans, start=1):
             place = slice(filled, filled + int(end - begin))

@@ -5,7 +5,7 @@ import os
 import jax
 import numpy as np
 
-from medusa_jax.config import Config
+from medusa_jax.config import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, check_ids, covered, most_frequent
@@ -15,22 +15,25 @@ from medusa_jax.whole_files import read_array, write_array
 FILE = "draft_vocab.npy"
 
 
-def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
+def draft_vocab(
+    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = ""
+) -> np.ndarray:
     """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
 
     Chosen at the first start; a resumed run reads them from its workdir.
 
+    Args:
+      source: token counts (`data.draft_vocab_from`); "": those of `rows`.
+
     Raises:
       UserError: counts that are unreadable or have the wrong size.
     """
-    vocab_size, n = cfg.model.arch.vocab_size, cfg.heads.draft_vocab
-    path = os.path.join(cfg.workdir, FILE)
+    n, path = heads.draft_vocab, os.path.join(workdir, FILE)
     if os.path.exists(path):
         ids = read_array(path)
-        check_ids(ids, cfg.heads, vocab_size, path)
+        check_ids(ids, heads, vocab_size, path)
         return ids
     text_counts_V = rows.counts(vocab_size)
-    source = cfg.data.draft_vocab_from
     counts_V = read_counts(source, vocab_size) if source else text_counts_V
     ids = most_frequent(counts_V, n)
     if jax.process_index() == 0:
@@ -38,7 +41,7 @@ def draft_vocab(cfg: Config, rows: Rows) -> np.ndarray:
     inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
     inform(
         f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
-        f"{100 * covered(counts_V, n):.2f}% of what they were chosen by"
+        f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
     )
     return ids
 

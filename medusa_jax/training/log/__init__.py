@@ -1,1 +1,1 @@
-"""What a run tells: the progress line, log.jsonl, TensorBoard, curves."""
+"""Logs of a run: the progress line, log.jsonl, and optional sinks."""

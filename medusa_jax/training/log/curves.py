@@ -1,7 +1,6 @@
 """`<workdir>/curves.png`: losses, accuracies, learning rate and estimates of a run so far."""
 
-import contextlib
-import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,19 +19,7 @@ CHARTS = (
     ("estimated accepted length", ("accepted_length_chain", "accepted_length_tree"), False),
 )
 
-# Curves with more points are smoothed, with windows of a twentieth of them.
-SMOOTHED = 20
-
 Points = dict[str, tuple[list[float], list[float]]]
-
-
-def read_log(path: Path) -> list[Json]:
-    """Records of log.jsonl, without lines cut off by a kill; none if there is no file."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    return records
 
 
 def series(records: Sequence[Json], kind: str, fields: Sequence[str]) -> Points:
@@ -42,39 +29,26 @@ def series(records: Sequence[Json], kind: str, fields: Sequence[str]) -> Points:
     {"head 1": ([1], [3]), "head 2": ([1], [4])}.
     """
     found: Points = {}
-    for record in records:
-        for field in fields if record.get("kind") == kind else ():
-            value = record.get(field)
-            if value is None:
-                continue
-            several = isinstance(value, list)
-            values = value if several else [value]
-            for i, x in enumerate(values, start=1):
-                label = f"head {i}" if several else field.removeprefix("accepted_length_")
-                if field.startswith("lm_") or (several and len(values) == 1):
-                    label = "backbone"
-                steps, curve = found.setdefault(label, ([], []))
-                steps.append(record["step"])
-                curve.append(float("nan") if x is None else x)  # a skipped step
+    logged = [
+        (r["step"], field, r[field])
+        for r in records
+        for field in fields
+        if r.get("kind") == kind and r.get(field) is not None
+    ]
+    for step, field, value in logged:
+        several = isinstance(value, list)
+        for i, x in enumerate(value if several else [value], start=1):
+            label = f"head {i}" if several else field.removeprefix("accepted_length_")
+            if field.startswith("lm_") or (several and len(value) == 1):
+                label = "backbone"
+            steps, curve = found.setdefault(label, ([], []))
+            steps.append(step)
+            curve.append(math.nan if x is None else x)  # a skipped step
     return found
 
 
-def smoothed(curve: Sequence[float]) -> list[float]:
-    """Moving average over a twentieth of the curve; NaN is left out.
-
-    Example: 41 points: point 20 becomes the mean of 19, 20 and 21, point 0 that of 0 and 1.
-    """
-    half = max(len(curve) // (2 * SMOOTHED), 1)
-    windows = (curve[max(i - half, 0) : i + half + 1] for i in range(len(curve)))
-    finite = ([x for x in window if x == x] for window in windows)
-    return [sum(window) / len(window) if window else float("nan") for window in finite]
-
-
 def draw_run(records: Sequence[Json], path: str | Path) -> Path:
-    """Draw a chart per logged metric: lines for training, dots for held-out text.
-
-    Long training curves are thin, with a thick smoothed curve.
-    """
+    """Draw a chart per logged metric: lines for training, dots for held-out text."""
     drawn = []
     for title, fields, log in CHARTS:
         train, held_out = (series(records, kind, fields) for kind in ("train", "eval"))
@@ -90,16 +64,7 @@ def draw_run(records: Sequence[Json], path: str | Path) -> Path:
             colour = INK if label == "backbone" else COLOURS[i % len(COLOURS)]
             dots = {"marker": "o", "markersize": 3.5, "linewidth": 0.8, "linestyle": ":"}
             if label in train:
-                steps, curve = train[label]
-                smooth = len(curve) > SMOOTHED and title != "learning rate"
-                raw = {"linewidth": 0.6, "alpha": 0.35} if smooth else {"linewidth": 1.1}
-                axes.plot(
-                    steps, curve, color=colour, label=None if smooth else label, **raw
-                )
-                if smooth:
-                    axes.plot(
-                        steps, smoothed(curve), color=colour, linewidth=1.3, label=label
-                    )
+                axes.plot(*train[label], color=colour, label=label, linewidth=1.1)
             if label in held_out:
                 name = label if label not in train else None
                 axes.plot(*held_out[label], color=colour, label=name, **dots)

@@ -1,57 +1,72 @@
-"""Logs of a run: progress lines, log.jsonl, TensorBoard events, curves.png, W&B."""
+"""Logs of a run: progress lines, log.jsonl, and the optional sinks."""
 
 import contextlib
+import importlib
+import importlib.util
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.training.log.curves import draw_run, read_log
-from medusa_jax.training.log.tensorboard import Board
-from medusa_jax.whole_files import Json, replacing, write_text
+from medusa_jax.whole_files import Json, replacing
+
+# Metrics of a progress line, in this order.
+SHOWN = ("lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr")
+
+
+class Sink(Protocol):
+    """Another log of the scalars."""
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class RunLog:
-    """Writes the records of a run; drops lines of steps after `start` from an existing log.
+    """Writes the records of a run, once it is open; with several processes only one opens it."""
 
-    With several processes only one of them (`write`) writes.
-    """
+    def __init__(self, workdir: str, start: int, total: int, tokens_per_step: int):
+        """Args:
+        start: steps before this start.
+        total: last step of the run.
+        """
+        self.workdir, self.start, self.total = Path(workdir), start, total
+        self.tokens_per_step = tokens_per_step
+        self.clock, self.step, self.rate = time.monotonic(), start, 0.0
+        self.file: TextIO | None = None
+        self.curves = False
+        self.sinks: list[Sink] = []
 
-    def __init__(
-        self, workdir: str, start: int, total: int, tokens_per_step: int, write: bool = True,
-        curves: bool = False, wandb: str = "", config: Json | None = None,
-    ):  # fmt: skip
-        """Open all logs.
+    def open(
+        self, curves: bool = False, wandb: str = "", config: Json | None = None
+    ) -> None:
+        """Open all logs; drops lines of steps after the start from an existing log.
 
         Args:
-          start: steps before this start.
           curves: draw `<workdir>/curves.png` at every evaluation and at the end.
           wandb: name of a Weights & Biases project, "" for none; `config` goes there.
         """
-        self.total, self.tokens_per_step = total, tokens_per_step
-        self.workdir, self.curves = workdir, curves
-        self.clock, self.step, self.rate = time.monotonic(), start, 0.0
-        self.file: TextIO | None = None
-        self.board: Board | None = None
-        self.wandb: Any = None
-        if not write:
-            return
-        path = Path(workdir, "log.jsonl")
-        kept = [r for r in read_log(path) if r.get("step", math.inf) <= start]
+        path, self.curves = self.workdir / "log.jsonl", curves
+        kept = [r for r in read_log(path) if r.get("step", math.inf) <= self.start]
         with replacing(path) as new:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
             self.file.writelines(json.dumps(record) + "\n" for record in kept)
             self.file.flush()
-        with contextlib.suppress(ImportError):  # tensorboardX is optional
-            self.board = Board(workdir, start)
+        # Seams: an installed tensorboardX, the project of `train.wandb`.
+        if importlib.util.find_spec("tensorboardX"):
+            board = importlib.import_module("medusa_jax.training.log.tensorboard")
+            self.sinks.append(board.Board(self.workdir, self.start))
         if wandb:
-            self.wandb = start_wandb(workdir, wandb, config or {})
+            project = importlib.import_module("medusa_jax.training.log.wandb_run")
+            self.sinks.append(project.Project(self.workdir, wandb, config or {}))
 
     def train(self, step: int, record: Json) -> None:
         """Log a training record after `step` updates; print loss, speed and time left."""
@@ -60,31 +75,30 @@ class RunLog:
             fresh = (step - self.step) / max(now - self.clock, 1e-9)
             self.rate = fresh if not self.rate else 0.7 * self.rate + 0.3 * fresh
             self.clock, self.step = now, step
-        if self.file is None:
-            return
-        self._write(step, "train", record)
         left = tqdm.format_interval((self.total - step) / self.rate) if self.rate else "?"
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
-        inform(f"step {step}/{self.total}  {_summary(record)}  {speed}  {left} left")
+        self._write(step, "train", record)
+        self._print(step, record, f"  {speed}  {left} left")
 
     def evaluation(self, step: int, record: Json) -> None:
         """Log an evaluation record."""
-        if self.file is None:
-            return
         self._write(step, "eval", record)
-        if self.board is not None:
-            with self._write_errors():
-                self.board.flush()
-        inform(f"step {step}/{self.total}  held-out {_summary(record)}")
+        with self._write_errors():
+            for sink in self.sinks:
+                sink.flush()
+        self._print(step, record, "", "held-out ")
         self.draw()
 
     def draw(self) -> None:
         """Redraw curves.png; a failure stops only the drawing, not the run."""
-        if not self.curves or self.file is None:
+        if not self.curves:
             return
-        log = Path(self.workdir) / "log.jsonl"
+        # Seam: `train.curves`, by matplotlib.
+        curves = importlib.import_module("medusa_jax.training.log.curves")
         try:
-            draw_run(read_log(log), log.with_name("curves.png"))
+            curves.draw_run(
+                read_log(self.workdir / "log.jsonl"), self.workdir / "curves.png"
+            )
         except (UserError, OSError) as error:
             inform(f"no curves.png: {error}")
             self.curves = False
@@ -97,25 +111,31 @@ class RunLog:
         self.clock += time.monotonic() - begin
 
     def _write(self, step: int, kind: str, record: Json) -> None:
-        assert self.file is not None
-        with self._write_errors():
-            self.file.write(
-                json.dumps(finite({"step": step, "kind": kind, **record})) + "\n"
-            )
-            self.file.flush()
-        if self.board is None and self.wandb is None:
+        if self.file is None:
             return
+        line = json.dumps(finite({"step": step, "kind": kind, **record}))
         scalars = {}
         for name, value in record.items():
-            values = value if isinstance(value, list) else [value]
-            for i, x in enumerate(values, start=1):
-                tag = f"{kind}/{name}" + (f"/head_{i}" if isinstance(value, list) else "")
-                scalars[tag] = x
-        if self.board is not None:
-            with self._write_errors():
-                self.board.add(step, scalars)
-        if self.wandb is not None:
-            self.wandb.log(scalars, step=step)
+            several = isinstance(value, list)
+            for i, x in enumerate(value if several else [value], start=1):
+                scalars[f"{kind}/{name}" + (f"/head_{i}" if several else "")] = x
+        with self._write_errors():
+            self.file.write(line + "\n")
+            self.file.flush()
+            for sink in self.sinks:
+                sink.add(step, scalars)
+
+    def _print(self, step: int, record: Json, end: str, kind: str = "") -> None:
+        if self.file is None:
+            return
+        parts = []
+        for name in SHOWN:
+            value = record.get(name)
+            if isinstance(value, list):
+                parts.append(f"{name} {' '.join(f'{x:.3f}' for x in value)}")
+            elif value is not None:
+                parts.append(f"{name} {value:.4g}")
+        inform(f"step {step}/{self.total}  {kind}{'  '.join(parts)}{end}")
 
     @contextlib.contextmanager
     def _write_errors(self) -> Iterator[None]:
@@ -133,51 +153,25 @@ class RunLog:
         Ignores errors: every record was flushed when written, and a failure was raised then.
         """
         self.draw()
-        for sink in (self.file, self.board):
-            if sink is not None:
-                with contextlib.suppress(OSError):
-                    sink.close()
-        if self.wandb is not None:
-            self.wandb.finish()
+        closing = [sink.close for sink in self.sinks]
+        for close in closing if self.file is None else [self.file.close, *closing]:
+            with contextlib.suppress(OSError):
+                close()
 
 
-def start_wandb(workdir: str, project: str, config: Json) -> Any:
-    """Start or, in a resumed training, continue a Weights & Biases run.
-
-    Raises:
-      UserError: wandb is not installed.
-    """
-    try:
-        import wandb
-    except ImportError:
-        raise UserError(
-            f"train.wandb is {project!r}, but wandb is not installed: pip install wandb"
-        ) from None
-    file = Path(workdir) / "wandb_id"
-    known = file.read_text().strip() if file.exists() else None
-    run = wandb.init(project=project, dir=workdir, config=config, id=known, resume="allow")
-    write_text(file, run.id)
-    return run
+def read_log(path: Path) -> list[Json]:
+    """Records of log.jsonl, without lines cut off by a kill; none if there is no file."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return records
 
 
-def finite(value: object) -> object:
+def finite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON lacks, by null: {"a": [nan]} -> {"a": [None]}."""
     if isinstance(value, dict):
         return {name: finite(x) for name, x in value.items()}
     if isinstance(value, list):
         return [finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary(record: Json) -> str:
-    parts = []
-    for name in ("lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr"):
-        if name in record:
-            value = record[name]
-            text = (
-                " ".join(f"{x:.3f}" for x in value)
-                if isinstance(value, list)
-                else f"{value:.4g}"
-            )
-            parts.append(f"{name} {text}")
-    return "  ".join(parts)

@@ -8,28 +8,56 @@ copied token only once attention, values and output fit together. This term rewa
 """
 
 import math
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.heads.drafter import Backbone, TextRows
+from medusa_jax.errors import UserError
+from medusa_jax.heads.autoregressive import Autoregressive
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.causal import BLOCK, CausalMask, block, grouped, scores, whole_blocks
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.rope import rope_tables, rotate
 from medusa_jax.sharding import Params
 from medusa_jax.training.losses.targets import Batch
 
 
-@runtime_checkable
-class Attends(Protocol):
-    """A drafter whose first layer attends to the text."""
+def check(drafter: Drafter) -> None:
+    """Refuse a drafter without attention over the text.
 
-    def queries_keys(
-        self, params: Params, backbone: Backbone, rows: TextRows
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of that layer."""
+    Raises:
+      UserError: names the drafter.
+    """
+    if not isinstance(drafter, Autoregressive):
+        raise UserError(
+            "train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
+            f"{drafter.name}"
+        )
+
+
+def queries_keys(
+    drafter: Autoregressive, params: Params, backbone: Backbone, rows: TextRows
+) -> tuple[jax.Array, jax.Array]:
+    """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the drafter's first layer.
+
+    Row t is that of `features`: it reads tokens up to t + 1.
+    """
+    hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
+    shape, dtype = drafter.shape, backbone.llama.dtype
+    name = "q_norm" if shape.qk_norm else "q_proj"
+    next_BTD = shift_left(backbone.embed(tokens_BT), 1)
+    read_BTD = drafter.first_input(params, backbone, hidden_BTE)
+    given = (read_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
+    (_, text), found = drafter.run(
+        params, backbone, *given,
+        capture_intermediates=lambda module, _: module.name == name,
+        mutable=["intermediates"],
+    )  # fmt: skip
+    (q,) = found["intermediates"]["layers_0"]["self_attn"][name]["__call__"]
+    q_BTNH = q.reshape(*tokens_BT.shape, shape.n_heads, shape.head_dim)
+    return rotate(q_BTNH, *rope_tables(shape, positions_BT, dtype)), text[0][0]
 
 
 def induction_sum(
@@ -38,8 +66,8 @@ def induction_sum(
     """Sum of -log(mean attention, over the heads, to rows that read the token to predict).
 
     Row t reads tokens up to t + 1 and predicts token t + 2, so it should attend to the rows s <= t whose
-    token s + 1 is that token. Rows without such an s add 0. Of the mean, not of each head: some heads
-    may attend elsewhere.
+    token s + 1 is that token. Rows without such an s add 0. We average over heads before the log,
+    so single heads may attend elsewhere.
 
         token          a b c a b c      row 2 (reads a, predicts b) should attend to row 0 (reads b)
         row            0 1 2 3          row 3 (reads b, predicts c) to row 1 (reads c)

@@ -4,9 +4,10 @@ The sums are computed chunk by chunk in `streamed.py`.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,6 @@ from medusa_jax.heads.layers import shift_left
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
-from medusa_jax.training.hidden_store import decode
-from medusa_jax.training.losses.induction import Attends, induction_sum
 from medusa_jax.training.losses.streamed import (
     Sums,
     Teacher,
@@ -188,12 +187,12 @@ def heads_sums(
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     further = jnp.zeros((), count_K.dtype)
     if targets.induction_weight:
-        assert isinstance(drafter, Attends)
-        layer = drafter.queries_keys(heads, backbone, text)
+        layer = induction().queries_keys(drafter, heads, backbone, text)
         pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
         pairs_BT &= shift_left(scored_BT, 2)
         share = objective.lambda_k(1) / count_K[0]
-        further += targets.induction_weight * share * induction_sum(*layer, batch, pairs_BT)
+        found = induction().induction_sum(*layer, batch, pairs_BT)
+        further += targets.induction_weight * share * found
     for k in range(drafter.n_heads):
 
         def logits(p: PyTree, features: jax.Array, k: int = k) -> jax.Array:
@@ -218,6 +217,11 @@ def heads_sums(
     return loss + further, sums
 
 
+def induction() -> Any:
+    """Seam: `train.induction_weight` asks for this term."""
+    return importlib.import_module("medusa_jax.training.losses.induction")
+
+
 def feature_sum(
     features_BTD: jax.Array, hidden_BTD: jax.Array, mask_BT: jax.Array
 ) -> jax.Array:
@@ -235,9 +239,12 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
 
 def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
     """[B, T, E] of a backbone that does not change: from the batch if they were cached."""
-    if "hidden" in batch:  # data.cache_features
-        D, dtype = backbone.llama.config.d_model, backbone.llama.dtype
-        return decode(batch["hidden"], D, dtype)
+    if "hidden" in batch:  # seam: chosen by `data.cache_features`
+        store = importlib.import_module("medusa_jax.training.data.hidden_store")
+        states_BTE: jax.Array = store.decode(
+            batch["hidden"], backbone.llama.config.d_model, backbone.llama.dtype
+        )
+        return states_BTE
     return backbone.forward(*rows(batch))
 
 

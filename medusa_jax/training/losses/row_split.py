@@ -36,9 +36,9 @@ class RowSplit(NamedTuple):
             return cls(None, ())
         return cls(mesh, tuple(specs))
 
-    def gathered(self, params: list[jax.Array]) -> list[jax.Array]:
+    def gather(self, params: list[jax.Array]) -> list[jax.Array]:
         """Parameters replicated on every device, except over the tensor axis."""
-        return self._placed(params)
+        return self._place(params)
 
     def zeros(self, tree: PyTree) -> PyTree:
         """An accumulator per shard for every leaf: [P, ...]."""
@@ -47,7 +47,7 @@ class RowSplit(NamedTuple):
 
     def gradients(self, params: list[jax.Array]) -> list[jax.Array]:
         """Accumulators for the gradients of the parameters."""
-        return self._placed(self.zeros(params), ROWS)
+        return self._place(self.zeros(params), ROWS)
 
     def split(self, tree: PyTree) -> PyTree:
         """Rows [B, ...] -> [P, B / P, ...]."""
@@ -56,7 +56,7 @@ class RowSplit(NamedTuple):
         n = row_shards(self.mesh)
         return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
 
-    def joined(self, tree: PyTree) -> PyTree:
+    def join(self, tree: PyTree) -> PyTree:
         """The inverse of `split`."""
         if self.mesh is None:
             return tree
@@ -76,9 +76,7 @@ class RowSplit(NamedTuple):
             return tree
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
 
-    def _placed(
-        self, arrays: list[jax.Array], *leading: tuple[str, ...]
-    ) -> list[jax.Array]:
+    def _place(self, arrays: list[jax.Array], *leading: tuple[str, ...]) -> list[jax.Array]:
         if self.mesh is None:
             return arrays
         out = []

@@ -234,7 +234,7 @@ def _streamed(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[jax.Array, Sums]:
     packed, split = pack(rows, plan.chunk), plan.rows
-    params = split.gathered(params)
+    params = split.gather(params)
 
     def sums_of(params: list[jax.Array], block: Rows) -> Sums:
         probs, sums_K = _teacher_probs(plan.teacher, block.teacher_BTD), []
@@ -260,7 +260,7 @@ def _streamed_fwd(
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
     chunk, split = plan.chunk, plan.rows
     packed = pack(rows, chunk)
-    whole = split.gathered(params)
+    whole = split.gather(params)
 
     def added(
         whole: list[jax.Array], block: Rows, d_params: list[jax.Array], sums: Sums
@@ -300,7 +300,7 @@ def _streamed_fwd(
         new = split.each(added)(whole, block, list(carry.params), carry.sums)
         d_features = [
             lax.dynamic_update_slice_in_dim(d, d_chunk, i * chunk, axis=1)
-            for d, d_chunk in zip(carry.features_K, split.joined(new.features_K))
+            for d, d_chunk in zip(carry.features_K, split.join(new.features_K))
         ]
         return new._replace(features_K=d_features)
 

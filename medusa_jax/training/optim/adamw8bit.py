@@ -30,7 +30,7 @@ class Adam8bitState(NamedTuple):
     nu_scale: PyTree
 
 
-def stacked(f: Callable[..., PyTree], rows: list[PyTree]) -> list[PyTree]:
+def in_stacks(f: Callable[..., PyTree], rows: list[PyTree]) -> list[PyTree]:
     """[f(*row) for row in rows], with small arrays of one shape in one call.
 
     f is elementwise (or works on blocks of the last axis); its arguments are trees of arrays. The compiler
@@ -128,7 +128,7 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
                 (m, m_scale), (v, v_scale) = pack(m, signed=True), pack(v, signed=False)
             return step, m, v, m_scale, v_scale
 
-        results = stacked(partial(in_pieces, update_leaf), rows)
+        results = in_stacks(partial(in_pieces, update_leaf), rows)
         treedef = jax.tree.structure(grads)
         steps, *rest = (
             jax.tree.unflatten(treedef, [row[i] for row in results]) for i in range(5)

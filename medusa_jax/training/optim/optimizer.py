@@ -1,5 +1,6 @@
 """Optimizers per group of variables, and schedules."""
 
+import importlib
 import re
 from collections.abc import Callable
 
@@ -10,7 +11,6 @@ from jax.tree_util import KeyPath
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.sharding import PyTree, path_string
-from medusa_jax.training.optim.adamw8bit import adamw8bit
 from medusa_jax.training.partition import Trains
 
 # Muon orthogonalises the updates of hidden matrices; embeddings, LM heads and vectors use AdamW.
@@ -114,8 +114,12 @@ def make_rule(
             schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=first,
             weight_decay=cfg.weight_decay, mask=matrices,
         )  # fmt: skip
-    if name == "adamw8bit":
-        return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
+    if name == "adamw8bit":  # seam: chosen by `optim.name` and `optim.heads_name`
+        packed = importlib.import_module("medusa_jax.training.optim.adamw8bit")
+        rule: optax.GradientTransformation = packed.adamw8bit(
+            schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices
+        )
+        return rule
     return optax.contrib.muon(
         schedule,
         eps=cfg.eps,

@@ -5,8 +5,8 @@ from types import SimpleNamespace as Space
 import pytest
 from files import read_lines
 
-from medusa_jax.evaluate.answers import write_answers
 from medusa_jax.evaluate.race import Run, figures, relation_error
+from research.questions import write_answers
 
 QUESTIONS = [{"question_id": 7, "category": "qa"}, {"question_id": 9, "category": "math"}]
 

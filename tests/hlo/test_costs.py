@@ -5,10 +5,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from medusa_jax.evaluate.compiled import warnings
-from medusa_jax.evaluate.compiled.cycles import kernels, of_all_layers, stage_of, step_costs
-from medusa_jax.evaluate.compiled.reads import bytes_read, kernels_of
-from medusa_jax.evaluate.compiled.text import read_instruction, read_program
+from medusa_jax.hlo import warnings
+from medusa_jax.hlo.costs import (
+    bytes_read,
+    kernels,
+    kernels_of,
+    of_all_layers,
+    stage_of,
+    step_costs,
+)
+from medusa_jax.hlo.program import read_instruction, read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
 LAYER = "jit(decode_loop)/while/body/backbone/jit(_run_layer)/Block"

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 from medusa_jax.config import Config
 from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
-from medusa_jax.training.kept import kept_bytes
-from medusa_jax.training.partition import hidden_width, trained_groups
+from medusa_jax.training.dry import Shapes
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import GroupedBackbone
-from medusa_jax.training.step import Shapes
+from research.kept import kept_bytes
 
 F32 = 4
 # Keys of what only the programs of one platform need.
@@ -59,7 +60,7 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
 
 def has_temporaries(cfg: Config) -> bool:
     """Whether `training_bytes` counts the temporaries of a step."""
-    trained = trained_groups(cfg)
+    trained = trained_groups(cfg.train, cfg.lora)
     return "heads" in trained and (trained.keys() == {"heads"} or cfg.train.remat)
 
 
@@ -67,7 +68,7 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     mesh, arch, t = shapes.mesh, cfg.model.arch, cfg.train
     A, B, T = shapes.batch["tokens"].shape
     rows, tensor, fsdp = B // row_shards(mesh), mesh.shape["tensor"], mesh.shape["fsdp"]
-    joint = not trained_groups(cfg).keys() <= {"heads"}
+    joint = not trained_groups(t, cfg.lora).keys() <= {"heads"}
     wide = jnp.dtype(t.dtype).itemsize
     drafter = make_drafter(cfg.heads, arch).loss_view(t.levels)
     K, shared = drafter.n_heads, cfg.heads.lm_head == "shared"
@@ -124,7 +125,8 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
 
 def _kept(cfg: Config, drafter: Drafter, rows: int, T: int, shapes: Shapes) -> int:
     """What the backward pass of the drafter keeps of `rows` rows, as if no tensor axis split it."""
-    grouped = GroupedBackbone(cfg, None)
+    arch, dtype = cfg.model.arch, jnp.dtype(cfg.train.dtype)
+    grouped = GroupedBackbone(Llama(arch, dtype, taps=drafter.taps), cfg.lora)
     groups = shapes.frozen | shapes.state.params
 
     def features(heads: PyTree, hidden_BTE: jax.Array, groups: PyTree) -> jax.Array:
@@ -132,9 +134,8 @@ def _kept(cfg: Config, drafter: Drafter, rows: int, T: int, shapes: Shapes) -> i
         text = TextRows(hidden_BTE, zeros_BT, zeros_BT, zeros_BT, jax.random.key(0))
         return drafter.features(heads, grouped.drafting(groups), text)
 
-    hidden_BTE = jax.ShapeDtypeStruct(
-        (rows, T, hidden_width(cfg)), jnp.dtype(cfg.train.dtype)
-    )
+    width = arch.d_model * (1 + len(drafter.taps))
+    hidden_BTE = jax.ShapeDtypeStruct((rows, T, width), dtype)
     whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), groups)
     return kept_bytes(features, whole.pop("heads"), hidden_BTE, whole)
 

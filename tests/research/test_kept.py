@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from medusa_jax.training.kept import kept_bytes
+from research.kept import kept_bytes
 
 B, T, D = 2, 8, 16
 X = jax.ShapeDtypeStruct((B, T, D), jnp.bfloat16)

@@ -1,16 +1,18 @@
-"""Cycles of a decode step by stage, from the compiler's estimate for every operation.
+"""Cost of a decode step by stage: the compiler's cycles, kernels, and bytes that the kernels read.
 
-The estimates leave out what is loaded ahead of its use (`copy-start`, `slice-start`): these bytes are
-charged to the operation that reads them, at the chip's peak bandwidth. Kernels of ours are opaque to
-the compiler: the parts of the cost that they state are added up, at peak rates. Operations of the layers that
-are compiled are scaled to all layers of the model.
+The compiler's estimates leave out loads ahead of their use (`copy-start`, `slice-start`): these bytes are
+charged to the operation that reads them, at the chip's peak bandwidth. Our own kernels are opaque to
+the compiler: the parts of the cost that they state are added up, at peak rates. Costs of the compiled
+layers are scaled to all layers of the model.
 """
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from medusa_jax.evaluate.compiled.text import PASSING, Computation, Instruction, Program
+from jax.stages import Compiled
+
+from medusa_jax.hlo.program import PASSING, Instruction, Program, read_program
 
 STAGES = ("draft", "backbone", "attention", "lm_head", "accept", "commit", "sampling")
 # A drafter has layers, attention and LM heads, too: they are its stage's.
@@ -24,6 +26,17 @@ _STATED = re.compile(
 )
 # Transcendental functions of a TPU's vector unit in a cycle: one in each lane.
 LANES = 8 * 128
+_SLICES = ("dynamic-slice", "slice", "gather")
+# Opcodes that launch no kernel.
+_FREE = PASSING | {
+    "parameter",
+    "constant",
+    "while",
+    "conditional",
+    "call",
+    "after-all",
+    "iota",
+}
 _AHEAD = ("copy-start", "slice-start", "dynamic-slice-start")
 
 
@@ -61,9 +74,8 @@ def step_costs(
         return []
 
     def walk(name: str, label: str, times: int) -> Iterator[Cost]:
-        here = program.computations[name]
-        for x in here:
-            own = x.label or label or label_of(here, x)
+        for x in program.computations[name]:
+            own = x.label or label or label_of(program, x)
             if x.opcode == "while":
                 inner = times * max(1, program.trips(x))
                 # Rounds of a known number are run without the condition.
@@ -75,13 +87,12 @@ def step_costs(
             elif x.opcode == "conditional":
                 branches = [list(walk(b, own, times)) for b in x.calls("branch")]
                 unused = any(f in own.split("/") for f in FILTERS if f not in filters)
-                pick = min if unused else max
-                yield from pick(branches, key=price)
+                yield from (min if unused else max)(branches, key=price)
             elif x.opcode == "call":
                 yield from walk(x.calls("to_apply")[0], own, times)
             elif x.opcode in _AHEAD:
                 ahead = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
-                yield Cost(x, label_of(here, x), ahead, times)
+                yield Cost(x, label_of(program, x), ahead, times)
             else:
                 yield Cost(x, own, x.cycles or stated(x), times)
 
@@ -108,26 +119,18 @@ def moved(x: Instruction) -> int:
     return min((a.bytes for a in arrays), default=0)
 
 
-def label_of(here: Computation, x: Instruction) -> str:
-    """The label of an instruction; of one without, that of what reads it, else of what it reads."""
-    if x.label:
-        return x.label
+def label_of(program: Program, x: Instruction) -> str:
+    """The label of an instruction; of one without, that of its reader, else of the maker of its operand."""
     seen, front = {x.name}, [x]
-    while front:  # breadth first, forwards
-        readers = {r.name: r for y in front for r in here.readers.get(y.name, ())}
+    while front and not x.label:  # breadth first, forwards
+        readers = {r.name: r for y in front for r in program.readers.get(y.name, ())}
         front = [r for name, r in readers.items() if name not in seen]
         seen |= readers.keys()
         for reader in front:
             if reader.label and reader.opcode not in PASSING:
                 return reader.label
-    made = here.instructions.get(x.operands[0]) if x.operands else None
-    return label_of_maker(here, made) if made is not None else ""
-
-
-def label_of_maker(here: Computation, x: Instruction) -> str:
-    """The label of an instruction, else of the one that made its first operand, and so on."""
-    while not x.label and x.operands and x.operands[0] in here.instructions:
-        x = here.instructions[x.operands[0]]
+    while not x.label and x.operands and x.operands[0] in program.instructions:
+        x = program.instructions[x.operands[0]]
     return x.label
 
 
@@ -151,18 +154,6 @@ def of_all_layers(costs: list[Cost], compiled: int, n_layers: int) -> dict[str, 
     return {s: found[s] for s in (*STAGES, "other") if found.get(s, 0) > 0}
 
 
-# What does not launch a kernel.
-_FREE = PASSING | {
-    "parameter",
-    "constant",
-    "while",
-    "conditional",
-    "call",
-    "after-all",
-    "iota",
-}
-
-
 def launches(x: Instruction) -> bool:
     """Whether a GPU launches a kernel for it."""
     return x.opcode not in _FREE and not x.opcode.endswith("-done")
@@ -174,12 +165,64 @@ def launched_by(costs: list[Cost]) -> int:
 
 
 def repeats(cost: Cost, compiled: int, n_layers: int) -> float:
-    """Executions in a step of the whole model, of which `compiled` layers are here."""
+    """Executions in a step of the whole model, `compiled` layers of which are in the program."""
     return cost.times * (n_layers / compiled if _LAYER.search(cost.label) else 1)
 
 
 def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
     """Kernels that a GPU launches in a step, with those of `compiled` layers extrapolated."""
+    return sum(repeats(c, compiled, n_layers) for c in costs if launches(c.instruction))
+
+
+def kernels_of(
+    compiled: Compiled, n_layers: int, layers: int = 0, filters: tuple[str, ...] = ()
+) -> tuple[int, int]:
+    """Kernels of a step of a compiled loop of decode steps, and the bytes that they read.
+
+    Args:
+      n_layers: layers of the model.
+      layers: those that the program has; 0: all.
+      filters: as for `step_costs`.
+    """
+    program = read_program(compiled.as_text() or "")
+    costs = step_costs(program, 0.0, filters=filters)
+    sizes = (layers or n_layers, n_layers)
+    return round(kernels(costs, *sizes)), round(bytes_read(program, costs, *sizes))
+
+
+def bytes_read(program: Program, costs: list[Cost], compiled: int, n_layers: int) -> float:
+    """Operands of all kernels of a step, those of `compiled` layers extrapolated to `n_layers`.
+
+    Of an array that a kernel only slices, only the slices count, and an array that it updates in place does
+    not count. Results of earlier kernels are read too, and may come from a cache of the chip.
+    """
     return sum(
-        repeats(cost, compiled, n_layers) for cost in costs if launches(cost.instruction)
+        _operands(program, cost.instruction) * repeats(cost, compiled, n_layers)
+        for cost in costs
+        if launches(cost.instruction)
     )
+
+
+def _operands(program: Program, x: Instruction) -> int:
+    if x.opcode in _SLICES:
+        return x.bytes
+    if x.opcode == "dynamic-update-slice":
+        return program.instructions[x.operands[1]].bytes
+    if x.opcode == "fusion":
+        inside = program.computations[x.calls("calls")[0]]
+        return sum(_used(program, y) for y in inside if y.opcode == "parameter")
+    made = program.instructions
+    return sum(made[name].bytes for name in x.operands if name in made)
+
+
+def _used(program: Program, x: Instruction) -> int:
+    """Bytes that a fusion reads of one of its parameters, or of a bitcast of it."""
+    total = 0
+    for reader in program.readers.get(x.name, ()):
+        if reader.opcode == "bitcast":
+            total += _used(program, reader)
+        elif reader.opcode in _SLICES:
+            total += reader.bytes
+        elif reader.opcode != "dynamic-update-slice" or reader.operands[0] != x.name:
+            total += x.bytes
+    return min(total, x.bytes)

@@ -1,4 +1,4 @@
-"""How far long work is, and how long it still takes."""
+"""Progress bar with the time left."""
 
 import time
 
@@ -6,7 +6,7 @@ from tqdm import tqdm
 
 from medusa_jax.console import inform
 
-# Least seconds between two lines where there is no terminal.
+# Least seconds between two lines without a terminal.
 LINES = 10.0
 
 

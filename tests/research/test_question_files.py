@@ -1,4 +1,4 @@
-"""bench questions on a tiny model: both turns, files that others read, figures that add up."""
+"""questions on a tiny model: both turns, files that others read, figures that add up."""
 
 import json
 
@@ -8,8 +8,8 @@ from files import read_lines, write_lines
 from tiny import write_model
 from tokenizers import Tokenizer, processors
 
-from medusa_jax.commands import bench_questions as bench
 from medusa_jax.evaluate import race
+from research import questions as bench
 
 QUESTIONS = [
     {"question_id": 81, "category": "writing", "turns": ["the cat", "in the"]},

@@ -1,9 +1,8 @@
-"""Read the text of a compiled program (`compiled.as_text()`): instructions, and how often they run."""
+"""Parse the text of a compiled program (`compiled.as_text()`)."""
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,15 +15,16 @@ _CALLED = re.compile(r"(body|condition|to_apply|calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
+_BITS = {"pred": 8, "token": 0}
 # Opcodes that pass values on.
 PASSING = {"bitcast", "get-tuple-element", "tuple", "optimization-barrier"}
 
 
 class Array(NamedTuple):
-    """One array of a result: element type, sizes, and whether it is outside the main memory.
+    """One array of a result.
 
     Attributes:
+      kind: element type.
       space: XLA's memory space: 0 is the main memory, 1 a TPU's vector memory, 5 the host's.
     """
 
@@ -40,9 +40,8 @@ class Array(NamedTuple):
     @property
     def bytes(self) -> int:
         """Bytes without the padding of tiles."""
-        if self.kind in _BYTES:
-            return self.numbers * _BYTES[self.kind]
-        return self.numbers * int(re.sub(r"^f8.*", "8", self.kind).lstrip("sufbe")) // 8
+        bits = re.match(r"[a-z]+(\d+)", self.kind)
+        return self.numbers * (int(bits[1]) if bits else _BITS.get(self.kind, 0)) // 8
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Instruction:
       label: the path of named scopes and modules that it comes from; empty if unknown.
       cycles: the compiler's estimate for one execution; 0 where it gives none.
       called: (role, computation); roles are body, condition, to_apply, calls and branch.
-      rest: attributes as written.
+      rest: operands and attributes as written.
     """
 
     name: str
@@ -65,47 +64,56 @@ class Instruction:
     called: tuple[tuple[str, str], ...]
     rest: str
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all results."""
+        return sum(array.bytes for array in self.results)
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest result."""
+        return max((array.numbers for array in self.results), default=0)
+
     def calls(self, role: str) -> list[str]:
         """Computations that it calls in this role."""
         return [name for kind, name in self.called if kind == role]
 
 
 @dataclass(frozen=True)
-class Computation:
-    """The instructions of a computation in order, by name."""
+class Program:
+    """The instructions of each computation in order, and the entry's name."""
 
-    instructions: dict[str, Instruction] = field(default_factory=dict)
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """All instructions by name; XLA gives none to two of a program."""
+        return {x.name: x for found in self.computations.values() for x in found}
 
     @cached_property
     def readers(self) -> dict[str, list[Instruction]]:
         """The instructions that read each result."""
         found: dict[str, list[Instruction]] = {}
-        for instruction in self:
-            for operand in instruction.operands:
-                found.setdefault(operand, []).append(instruction)
+        for x in self.instructions.values():
+            for operand in x.operands:
+                found.setdefault(operand, []).append(x)
         return found
-
-    def __iter__(self) -> Iterator[Instruction]:
-        return iter(self.instructions.values())
-
-
-@dataclass(frozen=True)
-class Program:
-    """All computations by name, and the entry's name."""
-
-    computations: dict[str, Computation]
-    entry: str
 
     def step_loop(self) -> Instruction | None:
         """The loop with the largest body: the decode loop. None without a loop.
 
         XLA for CUDA moves it out of the entry, into the computation of a graph.
         """
-        loops = [x for c in self.computations.values() for x in c if x.opcode == "while"]
-        return max(loops, key=lambda x: self._size(x.calls("body")[0]), default=None)
+        loops = [x for x in self.instructions.values() if x.opcode == "while"]
+        size = {x.name: len(self.computations[x.calls("body")[0]]) for x in loops}
+        return max(loops, key=lambda x: size[x.name], default=None)
 
-    def _size(self, name: str) -> int:
-        return len(self.computations[name].instructions)
+    def fused(self, x: Instruction) -> list[Instruction]:
+        """The instructions of a fusion, those of fusions within it included; else none."""
+        names = x.calls("calls") if x.opcode == "fusion" else []
+        inside = [y for name in names for y in self.computations[name]]
+        return [z for y in inside for z in (y, *self.fused(y))]
 
     def trips(self, loop: Instruction) -> int:
         """Iterations of a loop that counts from 0 to a constant; 0 if the data decide.
@@ -115,18 +123,14 @@ class Program:
         """
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
-        condition = self.computations[loop.calls("condition")[0]]
-        lines = [x for x in condition if x.opcode not in ("parameter", *PASSING)]
-        if inner := [x for x in lines if x.opcode == "fusion"]:
-            lines += self.computations[inner[0].calls("calls")[0]]
+        condition = self.computations.get(loop.calls("condition")[0], [])
+        lines = [y for x in condition for y in (x, *self.fused(x))]
         compared = [x for x in lines if x.opcode == "compare"]
         bounds = [
             int(found[1])
             for x in lines
             if x.opcode == "constant"
-            and (
-                found := re.match(r"\{?\s*(\d+)\s*\}?$", x.rest.split("),")[0].strip("()"))
-            )
+            and (found := re.match(r"\(\{?\s*(\d+)\s*\}?\)", x.rest))
         ]
         if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in compared[0].rest:
             return 0
@@ -135,21 +139,20 @@ class Program:
 
 def read_program(text: str) -> Program:
     """Parse the text of a compiled program."""
-    found: dict[str, Computation] = {}
+    found: dict[str, list[Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
         if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
             name = head[2]
             entry = name if head[1] else entry
-            found[name] = Computation()
+            found[name] = []
         elif name and " = " in line:
-            instruction = read_instruction(line)
-            found[name].instructions[instruction.name] = instruction
+            found[name].append(read_instruction(line))
     return Program(found, entry)
 
 
 def read_instruction(line: str) -> Instruction:
-    """`  ROOT %name = type opcode(operands), attributes`."""
+    """Parse `  ROOT %name = type opcode(operands), attributes`."""
     left, _, right = line.strip().partition(" = ")
     kind, right = _balanced(right) if right.startswith("(") else _word(right)
     opcode, _, right = right.partition("(")
@@ -173,9 +176,8 @@ def read_instruction(line: str) -> Instruction:
 
 def _array(kind: str, sizes: str, layout: str) -> Array:
     space = re.search(r"S\((\d+)\)", layout)
-    return Array(
-        kind, tuple(int(n) for n in sizes.split(",") if n), int(space[1]) if space else 0
-    )
+    numbers = tuple(int(n) for n in sizes.split(",") if n)
+    return Array(kind, numbers, int(space[1]) if space else 0)
 
 
 def _word(text: str) -> tuple[str, str]:

@@ -1,11 +1,15 @@
-"""`bench questions`: a published question file, all turns, by category and overall.
+"""`python -m research questions`: a published question file, all turns, by category and overall.
 
 Writes a table, a JSON file of all figures and the answers in Spec-Bench's JSONL format. Prompts of
 later turns contain plain decoding's answers to the earlier ones.
 """
 
 import hashlib
+import json
 import platform
+import time
+import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +24,15 @@ from medusa_jax.commands.bench_race import (
 )
 from medusa_jax.commands.flags import Program, generation_options
 from medusa_jax.commands.prompts import prompt_room, questions_of
-from medusa_jax.evaluate.questions import grouped
+from medusa_jax.evaluate.race import Run
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+from medusa_jax.whole_files import Json, write_text
+from research.turns import answered_turns, grouped
 
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
 EXAMPLES = """examples:
-  python -m medusa_jax bench questions --questions question.jsonl --limit 0 --max_new_tokens 1024
-  python -m medusa_jax bench questions --model smollm2 --drafters hydrapp --trees 8 \\
+  python -m research questions --questions question.jsonl --limit 0 --max_new_tokens 1024
+  python -m research questions --model smollm2 --drafters hydrapp --trees 8 \\
       --questions mt_bench.jsonl --limit 16
 """
 COLUMNS: dict[str, Cell] = {
@@ -50,10 +56,8 @@ class Flags(TreeFlags):
 
 def run(flags: Flags) -> int:
     """Answer the file with every drafter and tree, print the table, write the files."""
-    from medusa_jax.evaluate.answers import write_answers
     from medusa_jax.evaluate.conversation import ending_turns, find_template
     from medusa_jax.evaluate.race import rows_of, timed_runs
-    from medusa_jax.evaluate.recording import answered_turns
 
     questions = questions_of(flags, flags.model)
     out, options = out_directory(flags.out), generation_options(flags)
@@ -93,4 +97,52 @@ def run(flags: Flags) -> int:
     return 0
 
 
-main = Program("python -m medusa_jax bench questions", Flags, run, EXAMPLES)
+def answer_line(question: Json, turns: Sequence[Run], name: str) -> Json:
+    """One line of Spec-Bench's answer files, which MT-bench's judges read as well.
+
+    `wall_time` covers prefill and decoding, as in Spec-Bench; `new_tokens` includes the first token,
+    which comes from prefill, and the end-of-text token; a step appends its accepted drafts and one more.
+
+    Args:
+      turns: a run of this engine for each turn.
+    """
+    results = [run.results[0] for run in turns]
+    choice = {
+        "index": 0,
+        "turns": [result.text.strip() for result in results],
+        "decoding_steps": [result.steps for result in results],
+        "new_tokens": [result.new_tokens for result in results],
+        "wall_time": [run.prefill_seconds + run.decode_seconds for run in turns],
+        "accept_lengths": [n for result in results for n in result.accepted_lengths],
+    }
+    known = f"{name}/{question['question_id']}"
+    return {
+        "question_id": question["question_id"],
+        "category": question["category"],
+        "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, known).hex,
+        "model_id": name,
+        "choices": [choice],
+        "tstamp": time.time(),
+    }
+
+
+def write_answers(
+    out: Path,
+    name: str,
+    questions: Sequence[Json],
+    numbers: Sequence[int],
+    runs: Sequence[Run],
+) -> None:
+    """Write NAME.jsonl.
+
+    Args:
+      numbers: the question of each run; a question's turns are in order.
+    """
+    of_question: dict[int, list[Run]] = {}
+    for number, run in zip(numbers, runs, strict=True):
+        of_question.setdefault(number, []).append(run)
+    lines = [answer_line(questions[i], own, name) for i, own in sorted(of_question.items())]
+    write_text(out / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+main = Program("python -m research questions", Flags, run, EXAMPLES)

@@ -1,10 +1,11 @@
-"""The samples of a source, each read when it is used, so that a bad one fails alone."""
+"""Samples of a source, each read when it is used, so that a bad one fails alone."""
 
 import collections
 import glob
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from medusa_jax.whole_files import decode_text, read_text
 # Suffixes of the files of a directory that are read as text, and of single files.
 TEXT_FILES = (".txt", ".md", ".py")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".txt")
+# A sample's hidden states, written by speculators (`given_states.py`).
+STATES = re.compile(r"hs_(\d+)\.safetensors")
 
 
 class Line(NamedTuple):
@@ -24,8 +27,20 @@ class Line(NamedTuple):
     data: bytes
 
 
+def names(source: str) -> list[str]:
+    """The names in `data.source`.
+
+    Raises:
+      UserError: one of them is empty.
+    """
+    found = [name.strip() for name in source.split(",")]
+    if not all(found):
+        raise UserError("data.source is empty: name a file, a directory or a dataset id")
+    return found
+
+
 def read_records(source: str, pack: DataConfig) -> Sequence[object]:
-    """The samples of a source, for `parsed`; those of a directory are its text or parquet files.
+    """The samples of a source, for `parse`; those of a directory are its text or parquet files.
 
     Raises:
       UserError: not readable, or no samples.
@@ -56,8 +71,19 @@ def files_in(directory: str) -> list[Path]:
     return sorted([path for path in files if path.suffix == ".parquet"] or texts)
 
 
+def states_in(source: str, limit: int = 0) -> dict[int, str]:
+    """The first `limit` files of hidden states (0: all) by their numbers; {} if a source holds none."""
+    for directory in (source, os.path.join(source, "hidden_states")):
+        if os.path.isdir(directory):
+            matches = [m for m in map(STATES.fullmatch, os.listdir(directory)) if m]
+            found = sorted((int(m[1]), os.path.join(directory, m[0])) for m in matches)
+            if found:
+                return dict(found[: limit or None])
+    return {}
+
+
 def _json_records(source: str) -> Sequence[object]:
-    """The records of a JSON list, or the lines of JSON lines, whatever the file is called."""
+    """The records of a JSON list, or the lines of JSON lines, under either suffix."""
     try:
         data = Path(source).read_bytes()
     except OSError as error:
@@ -80,7 +106,7 @@ def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
     here = os.path.exists(source)
     is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
     if not here and (is_path or source.count("/") > 1):
-        raise UserError(f"there is no file or token directory {source}")
+        raise UserError(f"no file or token directory {source}")
     import datasets
 
     try:
@@ -98,7 +124,7 @@ def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
     return records.select(range(min(pack.max_samples or len(records), len(records))))
 
 
-def parsed(record: object) -> object:
+def parse(record: object) -> object:
     """The content of a record.
 
     Raises:
@@ -116,23 +142,17 @@ def parsed(record: object) -> object:
         raise UserError("broken JSON") from error
 
 
-def place(record: object, i: int) -> str:
-    """The location of sample i (0-based) of a source: a file, "line 7" or "sample 7"."""
-    if isinstance(record, Line):
-        return f"line {record.number}"
-    return str(record) if isinstance(record, Path) else f"sample {i + 1}"
-
-
-def counts(forms: Iterable[str]) -> str:
-    """ "3 x messages, 1 x text" of the forms of samples."""
-    counts = collections.Counter(forms).most_common()
-    return ", ".join(f"{n} x {form}" for form, n in counts)
-
-
-def skipped(problems: dict[int, str], records: Sequence[object]) -> str:
-    """ "2 x broken JSON, first in line 3" of the reasons by number of sample, ascending."""
+def reasons(problems: dict[int, str], records: Sequence[object]) -> str:
+    """ "2 x broken JSON, first in line 3" of the problems by number of sample, ascending."""
     first = {why: i for i, why in reversed(list(problems.items()))}
+
+    def place(i: int) -> str:
+        record = records[i]
+        if isinstance(record, Line):
+            return f"line {record.number}"
+        return str(record) if isinstance(record, Path) else f"sample {i + 1}"
+
     return "; ".join(
-        f"{n} x {why}, first in {place(records[first[why]], first[why])}"
+        f"{n} x {why}, first in {place(first[why])}"
         for why, n in collections.Counter(problems.values()).most_common()
     )

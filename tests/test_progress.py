@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from medusa_jax.training.log import progress
-from medusa_jax.training.log.progress import Progress
+from medusa_jax import progress
+from medusa_jax.progress import Progress
 
 
 @pytest.fixture

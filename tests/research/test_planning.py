@@ -2,20 +2,23 @@
 
 import dataclasses
 
-import jax
 import pytest
-from test_recipes import load
+from training_setup import ROOT
 
+from medusa_jax.commands import train as cli
 from medusa_jax.devices.chips import find_chip
-from medusa_jax.training import dry, planning
-from medusa_jax.training.stage import make_stage
+from medusa_jax.training import dry
+from research import planning
+
+
+def load(name, *more):
+    config = f"--config={ROOT}/configs/{name}.py"
+    return cli.parse([config, "--workdir=w", "--config.mesh=1,1,1", *more])
 
 
 def flops(name, *more):
     cfg = load(name, *more)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    params = jax.eval_shape(make_stage(cfg, 100).init, key, dry.frozen_shapes(cfg, key))
-    return planning.flops_per_token(cfg, params)
+    return planning.flops_per_token(cfg, dry.step_shapes(cfg).state.params)
 
 
 # Billions of weights that a token is multiplied with: layers of Vicuna-7B, its LM head, five heads.

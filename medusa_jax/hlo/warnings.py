@@ -1,9 +1,9 @@
-"""Named defects of a compiled decode step: what costs more than it need on TPUs and GPUs."""
+"""Known inefficiencies in compiled decode steps on TPUs and GPUs, by name."""
 
 from collections.abc import Sequence
 
-from medusa_jax.evaluate.compiled.cycles import Cost, stage_of
-from medusa_jax.evaluate.compiled.text import PASSING, Computation, Instruction, Program
+from medusa_jax.hlo.costs import Cost, stage_of
+from medusa_jax.hlo.program import PASSING, Instruction, Program
 
 SORT = "sort over the vocabulary"
 COPY = "cache-sized copy"
@@ -62,7 +62,7 @@ def step_warnings(program: Program, dtype: str, platform: str) -> list[str]:
 
     Loops over chunks of the loss end where the counted tokens do.
     """
-    costs = [Cost(x, x.label, 0, 1) for c in program.computations.values() for x in c]
+    costs = [Cost(x, x.label, 0, 1) for x in program.instructions.values()]
     found = warnings_of(program, costs, 0, 2**62, platform)
     wanted = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
     return [line for line in found if line.startswith(wanted)]
@@ -75,7 +75,8 @@ def _where(labels: Sequence[str]) -> str:
 def _defects(
     program: Program, x: Instruction, vocab_size: int, cache_numbers: int, large: int
 ) -> list[str]:
-    largest = max((a.numbers for a in x.results), default=0)
+    inside = [x, *program.fused(x)]
+    products = [y for y in inside if y.opcode in ("convolution", "dot")]
     found = []
     if x.opcode == "sort" and any(vocab_size in a.sizes for a in x.results):
         found.append(SORT)
@@ -87,16 +88,14 @@ def _defects(
         x.opcode.endswith("-start") and any(a.space == 5 for a in x.results)
     ):
         found.append(HOST)
-    inside = [x, *_fused(program, x)]
     # In place it is one kernel for all rows; where its neighbours have another layout, there are copies.
-    scatters = largest >= cache_numbers and any(y.opcode == "scatter" for y in inside)
+    scatters = x.largest >= cache_numbers and any(y.opcode == "scatter" for y in inside)
     if scatters and any(_is_copy(program, y, cache_numbers) for y in _next_to(program, x)):
         found.append(SCATTER)
-    products = [y for y in inside if y.opcode in ("convolution", "dot")]
     sums = not products and any(y.opcode == "reduce" for y in inside)
-    if sums and any(_multiplies(x, y) and y.results[0].numbers >= large for y in inside):
+    if sums and any(_multiplies(x, y) and y.largest >= large for y in inside):
         found.append(ONE_ROW)
-    if any(_is_float32(program, x, y, large) for y in products):
+    if any(_is_float32(program, y, large) for y in products):
         found.append(FLOAT32)
     if x.opcode == "while" and not program.trips(x):
         found.append(LOOP)
@@ -104,71 +103,36 @@ def _defects(
 
 
 def _multiplies(x: Instruction, y: Instruction) -> bool:
-    """Whether `y` of a fusion `x` is the multiplication of a product that is no product any more."""
+    """Whether `y` of a fusion `x` is the multiplication that replaces a matrix product."""
     return y.opcode == "multiply" and (y.label or x.label).endswith("dot_general")
 
 
 def _is_copy(program: Program, x: Instruction, cache_numbers: int) -> bool:
     """Whether it only moves an array of the size of a cache, alone or as a fusion's last part."""
-    last = x
-    if x.opcode == "fusion":
-        last = list(program.computations[x.calls("calls")[0]])[-1]
-    largest = max((a.numbers for a in x.results), default=0)
-    return last.opcode in ("copy", "transpose") and largest >= cache_numbers
+    last = program.computations[x.calls("calls")[0]][-1] if x.opcode == "fusion" else x
+    return last.opcode in ("copy", "transpose") and x.largest >= cache_numbers
 
 
 def _next_to(program: Program, x: Instruction) -> list[Instruction]:
-    """What makes its first operand, and what reads its result, through what only passes values on."""
+    """The maker of its first operand and the readers of its result, through instructions that pass values on."""
     found: list[Instruction] = []
-    for here in program.computations.values():
-        if x.name not in here.instructions:
-            continue
-        maker = here.instructions.get(x.operands[0]) if x.operands else None
-        while maker is not None and maker.opcode in PASSING and maker.operands:
-            maker = here.instructions.get(maker.operands[0])
-        found += [maker] if maker is not None else []
-        readers = list(here.readers.get(x.name, ()))
-        while readers:
-            reader = readers.pop()
-            found.append(reader)
-            if reader.opcode in PASSING:
-                readers += here.readers.get(reader.name, ())
+    maker = program.instructions.get(x.operands[0]) if x.operands else None
+    while maker is not None and maker.opcode in PASSING and maker.operands:
+        maker = program.instructions.get(maker.operands[0])
+    found += [maker] if maker is not None else []
+    readers = list(program.readers.get(x.name, ()))
+    while readers:
+        reader = readers.pop()
+        found.append(reader)
+        if reader.opcode in PASSING:
+            readers += program.readers.get(reader.name, ())
     return found
 
 
-def _fused(program: Program, x: Instruction) -> list[Instruction]:
-    """The instructions of a fusion, and of fusions within it."""
-    if x.opcode != "fusion":
-        return []
-    inside: list[Instruction] = []
-    for name in x.calls("calls"):
-        for y in program.computations[name]:
-            inside += [y, *_fused(program, y)]
-    return inside
-
-
-def _is_float32(program: Program, x: Instruction, product: Instruction, large: int) -> bool:
+def _is_float32(program: Program, product: Instruction, large: int) -> bool:
     """Whether both operands of a product with a kernel are float32."""
-    made = [_maker(program, x, name) for name in product.operands[:2]]
+    made = [program.instructions.get(name) for name in product.operands[:2]]
     arrays = [y.results[0] for y in made if y is not None and y.results]
     if len(arrays) < 2 or max(a.numbers for a in arrays) < large:
         return False
     return all(a.kind == "f32" for a in arrays)
-
-
-def _maker(program: Program, x: Instruction, name: str) -> Instruction | None:
-    """The instruction of that name, in whichever computation of the fusion it is."""
-    for computation in _around(program, x):
-        if name in computation.instructions:
-            return computation.instructions[name]
-    return None
-
-
-def _around(program: Program, x: Instruction) -> list[Computation]:
-    if x.opcode != "fusion":
-        return [c for c in program.computations.values() if x.name in c.instructions]
-    found = [program.computations[name] for name in x.calls("calls")]
-    for computation in list(found):
-        for y in computation:
-            found += _around(program, y) if y.opcode == "fusion" else []
-    return found

@@ -1,0 +1,88 @@
+"""Prompts that follow one another on one cache, such as the turns of a conversation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.api.model import Model
+from medusa_jax.api.results import Options
+from medusa_jax.api.streaming import Chunk, stream_rows
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding import prefill, rows
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.sharding import Params
+
+# Slots of the first cache; every size is a program to compile.
+LEAST_SLOTS = 1024
+# Prompt tokens that are read at once: up to four small pieces rather than a large one that is half empty.
+SMALL, LARGE = 64, prefill.PIECE
+
+
+class Dialogue:
+    """Decodes prompts of which each begins as the last text: only the tokens after that are read.
+
+    Attributes:
+      reused: tokens of the last prompt that the cache already had.
+      state: the row as the last request left it (for the decode loop).
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.reused = 0
+        self.state: DecodeState | None = None
+        self._prompt: Sequence[int] = ()
+        self._made_for: tuple[Engine, rows.Sizes] | None = None
+
+    def stream(
+        self, prompt: Sequence[int], options: Options, **engine_options: Any
+    ) -> Iterator[Chunk]:
+        """As `Model.stream([prompt], options)`. A caller may stop early: the cache stays usable."""
+        own, engine, request = self.model.plan([prompt], options, None, engine_options)
+        variables = self.model.variables_by(engine.acceptance)
+        yield from stream_rows(
+            self.model.tokenizer, own, engine, variables, request, 0.0, kept=self
+        )
+
+    def begin(
+        self, engine: Engine, variables: Params, request: loop.Request
+    ) -> tuple[DecodeState, list[int]]:
+        """Read a prompt from where it differs from the last text; the state, and its cache size."""
+        _, arguments = loop.prefill_arguments(engine, variables, request)
+        _, _, lengths_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
+        sizes = rows.Sizes(output.shape[1], stop_BQW.shape[1:])
+        n, reader = int(lengths_B[0]), engine.depth_only
+        needed = n + int(limit_B[0]) + engine.n_rows
+        slots = loop.power_of_two(needed, max(LEAST_SLOTS, LARGE))
+        prompt = np.array([*request.prompts[0]], np.int32)
+        row = self.state if self._made_for == (engine, sizes) else None
+        # Drafters pair a position with the token after it, so the last shared token is read again.
+        at = self.reused = max(0, self._shared(row, prompt) - 1)
+        if row is None or not at:
+            row = rows.idle(reader, sizes, 1, slots)
+        elif row.cache.slots < slots:
+            row = rows.resized(reader, sizes, 1, slots, row)
+        slots = row.cache.slots
+        row = rows.begin_row(reader, row, sampling, limit_B, max_steps_B, stop_BQW)
+        while at < n:
+            T = SMALL if n - at <= 4 * SMALL else LARGE
+            begin = min(at, slots - T)
+            tokens_BT: Any = np.zeros((1, T + 1), np.int32)
+            here = prompt[begin : begin + T + 1]
+            tokens_BT[0, : len(here)] = here
+            begin_B: Any = np.array([begin], np.int32)
+            piece = prefill.Piece(tokens_BT[:, :-1], tokens_BT[:, 1:], begin_B, lengths_B)
+            row = rows.read_row(reader, variables, row, piece)
+            at = begin + T
+        self._made_for, self._prompt = (engine, sizes), request.prompts[0]
+        return row, [slots]
+
+    def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
+        """The number of tokens at the start of a prompt that a row has in its cache."""
+        if row is None or row.length_B.is_deleted():  # interrupted while a loop began
+            return 0
+        new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
+        text = np.concatenate([self._prompt, new])[: int(row.length_B[0])]
+        n = min(len(text), len(prompt))
+        differs = np.flatnonzero(text[:n] != prompt[:n])
+        return int(differs[0]) if differs.size else n

@@ -1,0 +1,1 @@
+"""Texts of compiled programs: instructions, traffic between devices, costs of a step, defects."""
