@@ -105,7 +105,7 @@ def simulate_devices(n: int) -> None:
 
 # Batch rows are split over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first,
 # as in the device order of a kernel (parts over fsdp, copies over data). In the other order XLA may
-# exchange rows of a product: docs/scaling.md.
+# exchange rows of a product: research/log/.
 ROWS = ("fsdp", "data")
 
 

@@ -11,7 +11,7 @@ R = TypeVar("R")
 # XLA for TPUs takes the product of one row with a kernel as multiplications and a sum on the vector
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
 # On CUDA the host reads the condition of a loop after every step, and the call returns only when the loop
-# has ended. As a CUDA graph (WHILE, the rest is XLA's default) the device reads it: docs/hardware.md.
+# has ended. As a CUDA graph (WHILE, the rest is XLA's default) the device reads it: research/log/.
 OPTIONS: dict[str, dict[str, str | bool]] = {
     "tpu": {"xla_tpu_enable_dot_strength_reduction": False},
     "cuda": {
@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 # XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
 # "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all
-# layers are sent for at once, with buffers for float32 sums of each product: docs/accelerators.md.
+# layers are sent for at once, with buffers for float32 sums of each product: research/log/.
 TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
     "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 }
