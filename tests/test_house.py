@@ -17,7 +17,8 @@ RESEARCH = PACKAGE.parent / "research"
 
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
-    {"errors", "config"},
+    {"arch", "errors"},
+    {"config"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
     {"hosts", "progress"},
     {"tree", "plots"},
@@ -146,14 +147,15 @@ SEAMS = {
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
     "api/tree_choice.py": "--tree auto",
-    "commands/decode_run.py": "--chat, --compare, --json, --save_drafts",
+    "commands/decode_run.py": "--chat, --compare, --json, --prompts_file, --save_drafts",
+    "commands/requests.py": "--prompts_file",
     "console.py": "the command's name",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
-    "model/engine.py": "the platform",
+    "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
     "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
     "training/export.py": "train.stage",

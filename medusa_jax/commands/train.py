@@ -236,7 +236,7 @@ def override(cfg: Config, path: str, value: Any) -> None:
     """Set the field at `path` ("optim.lr").
 
     Raises:
-      KeyError: there is none.
+      KeyError: the configuration has no such field.
     """
     owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
     setattr(owner, name, value)

@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, ModelConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import ModelConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
-from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop import own_heads
 from medusa_jax.interop.fingerprint import fingerprint
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
@@ -39,7 +41,7 @@ def export(
         if write:  # seam: a `train.stage` that trains the backbone
             files = importlib.import_module("medusa_jax.interop.tokenizer_files")
             ids = files.copy_tokenizer(model.tokenizer, model.path, directory)
-        hf.save_backbone(directory, arch, backbone, dtype, ids, write)
+        save_backbone(directory, arch, backbone, dtype, ids, write)
         if write:
             write_json(os.path.join(directory, "recipe.json"), recipe)
         heads_directory = os.path.join(directory, "heads")

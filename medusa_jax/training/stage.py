@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import TrainConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
@@ -149,7 +150,7 @@ class GroupedBackbone:
         """Scale the adapters once, instead of in every chunk of the loss."""
         if "lora" not in params:
             return params
-        return params | {"lora": adapters.scaled(params["lora"], self.lora)}
+        return params | {"lora": adapters.scale(params["lora"], self.lora)}
 
     def original(self, frozen: PyTree) -> Backbone | None:
         """The teacher: the backbone before training, without adapters and dropout."""

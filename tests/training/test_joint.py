@@ -22,6 +22,7 @@ from medusa_jax.heads.layers import shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf, own_heads, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
@@ -149,7 +150,7 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
     with pytest.raises(UserError, match="n_heads=3"):
         run(cfg, tmp_path)
     other = init_params(cfg.model.arch, jax.random.key(9))
-    hf.save_backbone(str(tmp_path / "other"), cfg.model.arch, other, "float32")
+    save_backbone(str(tmp_path / "other"), cfg.model.arch, other, "float32")
     cfg.model.path, cfg.heads = str(tmp_path / "other"), HeadsConfig(n_heads=3)
     with pytest.raises(UserError, match="fingerprint"):
         run(cfg, tmp_path)
