@@ -137,9 +137,9 @@ def judge(
     state = rest.replace(cache=cache, status_B=status_B)
     drafts = drafts._replace(tree=engine.tree.in_every_step)
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
-    kept = accept(engine, variables, state, tree, allowed_BMW)
-    state = commit(engine, variables, state, tree, kept)
-    state = append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
+    outcome = accept(engine, variables, state, tree, allowed_BMW)
+    state = commit(engine, variables, state, tree, outcome)
+    state = append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
     return pin_state(engine.llama.mesh, state)
 
 

@@ -31,9 +31,9 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import layers
 from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
+from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import BASELINES, DRAFTERS, make_drafter
 from medusa_jax.heads.state import grown, rewound
-from medusa_jax.heads.text import TextState
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -339,7 +339,7 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
         model.attention,
     ):  # pieces of eight tokens are no longer short
         monkeypatch.setattr(module, "MAX_MASKED", 4)
-    monkeypatch.setattr(model.causal, "SLOTS", 8)
+    monkeypatch.setattr(model.attention, "SLOTS", 8)
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1
