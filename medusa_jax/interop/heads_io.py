@@ -162,7 +162,7 @@ def load_heads(
         stored.source, ignore, convert,
     )  # fmt: skip
     if stored.ids is not None:
-        vocabulary.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+        own_heads.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
     return heads, params, stored.meta
