@@ -1,7 +1,6 @@
 """Interleaved rounds; measurements made once per machine, in a bounded time, and kept.
 
-A first start measures which products are fastest, then which tree: at most 5 s together, with a line for
-each. The results by then decide and are kept, however noisy they are.
+A first start measures which tree is fastest. The results in time decide and are kept, however noisy they are.
 """
 
 import hashlib
@@ -20,14 +19,14 @@ from medusa_jax.console import cache_directory, inform, processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_json
 
-# Most seconds for measuring products, and trees.
-PRODUCTS, TREES = 1.5, 3.5
+# Most seconds for measuring trees.
+TREES = 3.5
 
 T = TypeVar("T")
 
 
 def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]:
-    """Call every run once per round, so that other work on the machine favours none of them.
+    """Call every run once per round: other work on the machine then favours none of them.
 
     Yields the results of each round.
     """
@@ -36,7 +35,7 @@ def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]
 
 
 def within(seconds: float, what: str, results: Iterator[T]) -> list[T]:
-    """Print what is measured, if there is time, and return the results of at most this many seconds.
+    """Print a line about the measurement, if there is time, and return the results of at most this many seconds.
 
     They are computed on a thread, since a compilation cannot be interrupted. When time is up, and on
     Ctrl-C, the caller continues, and the thread ends after its result.

@@ -52,9 +52,7 @@ RULES: tuple[tuple[str, P], ...] = (
 def make_mesh(
     shape: Sequence[int] = (1, 1, 1), devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """Make a mesh over (data, fsdp, tensor); one axis may be -1 and takes the remaining devices.
-
-    A smaller mesh uses the first devices.
+    """Make a mesh over (data, fsdp, tensor) of the first devices; one axis may be -1: the remaining ones.
 
     Args:
       devices: by default those of this run; a topology's, to compile for devices that are not here.
@@ -62,32 +60,28 @@ def make_mesh(
     Raises:
       UserError: the shape needs more devices than available, or does not divide them.
     """
-    sizes = list(shape)
-    here = devices is None
+    sizes, n_processes = list(shape), jax.process_count() if devices is None else 1
     devices = list(jax.devices() if devices is None else devices)
+    n, known = len(devices), math.prod(s for s in sizes if s != -1)
     if len(sizes) != 3 or sizes.count(-1) > 1 or any(s < 1 and s != -1 for s in sizes):
         raise UserError(
             f"a mesh is three sizes data,fsdp,tensor (one may be -1), not {shape}"
         )
-    known = math.prod(s for s in sizes if s != -1)
-    if -1 in sizes:
-        if len(devices) % known:
-            raise UserError(
-                f"mesh {tuple(shape)}: {known} does not divide the {len(devices)} devices"
-            )
-        sizes[sizes.index(-1)] = len(devices) // known
-    wanted = math.prod(sizes)
-    if wanted > len(devices):
+    if -1 in sizes and n % known:
+        raise UserError(f"mesh {tuple(shape)}: {known} does not divide the {n} devices")
+    sizes = [n // known if s == -1 else s for s in sizes]
+    used = devices[: math.prod(sizes)]
+    if len(used) < math.prod(sizes):
         raise UserError(
-            f"mesh {tuple(sizes)} needs {wanted} devices, this process has {len(devices)}"
+            f"mesh {tuple(sizes)} needs {math.prod(sizes)} devices, this process has {n}"
         )
-    if here and jax.process_count() > len({d.process_index for d in devices[:wanted]}):
+    if n_processes > len({d.process_index for d in used}):
         raise UserError(
-            f"mesh {tuple(sizes)} leaves out all devices of some of the {jax.process_count()} "
-            f"processes: together they have {len(devices)}"
+            f"mesh {tuple(sizes)} leaves out all devices of some of the {n_processes} "
+            f"processes: together they have {n}"
         )
     # Auto, not the default Explicit axes, with which `nn.Embed` cannot gather.
-    kinds, used = (AxisType.Auto,) * 3, devices[:wanted]
+    kinds = (AxisType.Auto,) * 3
     try:
         return jax.make_mesh(tuple(sizes), AXES, axis_types=kinds, devices=used)
     except NotImplementedError:  # 2 x 32 on 4 x 4 x 4 chips splits an axis of the torus
@@ -98,7 +92,7 @@ def make_mesh(
 def simulate_devices(n: int) -> None:
     """Simulate n CPU devices; call before any JAX computation.
 
-    XLA's default CPU scheduler maximises concurrency, and so gathers the weights of many layers before
+    XLA's default CPU scheduler maximises concurrency, and gathers the weights of many layers before
     it needs the first. This selects the other scheduler, unless XLA_FLAGS already chooses one.
     """
     scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -111,7 +105,7 @@ def simulate_devices(n: int) -> None:
 
 # Batch rows are split over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first,
 # as in the device order of a kernel (parts over fsdp, copies over data). In the other order XLA may
-# exchange rows of a product: docs/scaling.md.
+# exchange rows of a product: research/log/.
 ROWS = ("fsdp", "data")
 
 
@@ -170,7 +164,7 @@ def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
 
 
 def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
-    """Replicate on every device, so that each host can read from its own devices."""
+    """Replicate on every device; each host can then read from its own devices."""
     if mesh is None or mesh.size == 1:
         return tree
     return jax.lax.with_sharding_constraint(tree, replicated(mesh))
@@ -255,15 +249,6 @@ def bytes_on_device(tree: PyTree) -> int:
 
 
 def init_sharded(mesh: Mesh, init: Callable[[jax.Array], PyTree], key: jax.Array) -> PyTree:
-    """Run `init(key)` so that every parameter is created on its devices."""
+    """Run `init(key)` with every parameter created on its devices."""
     shardings = param_shardings(mesh, jax.eval_shape(init, key))
     return jax.jit(init, out_shardings=shardings)(key)
-
-
-def place(mesh: Mesh, tree: PyTree) -> PyTree:
-    """Place a tree of host arrays on the mesh."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.device_put(np.asarray(leaf), sharding),
-        tree,
-        param_shardings(mesh, tree),
-    )

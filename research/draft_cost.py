@@ -28,7 +28,8 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import stand_in
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+from medusa_jax.model.llama import Llama, decoding_config, init_params
+from medusa_jax.model.placing import prepare
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.dry import count, stored_bytes
 from medusa_jax.tree.tree import Tree

@@ -179,7 +179,7 @@ def measure(
             "every point of a group is larger than --most_gflop or --most_gbyte allow"
         )
     records = []
-    storage = choose_storage(config, dtype, make_mesh())  # as decoding stores kernels here
+    storage = choose_storage(dtype, make_mesh())  # as decoding stores kernels here
     for case in tqdm(kept, desc="timing operators", unit="point", disable=None):
         seconds = time_case(config, case, dtype, rounds, storage)
         o = case.operator

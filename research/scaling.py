@@ -60,7 +60,7 @@ DECODING = ("llama-7b", "llama-13b", "llama-33b", "llama3.1-8b", "llama3.1-70b")
 # Two epochs of 60,000 rows of 2048 tokens, at most the papers' samples.
 SAMPLES, EPOCHS = 60_000, 2
 EXAMPLES = """examples:
-  python -m research scaling > docs/scaling_table.md
+  python -m research scaling > scaling_table.md
   python -m research scaling --devices 8 --only 33B
   python -m research scaling --devices 8 --only "Medusa-1, Vicuna-7B" --all_layers
 """

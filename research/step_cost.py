@@ -15,9 +15,9 @@ import numpy as np
 
 from medusa_jax.api import DEMO, Model, default_dtype
 from medusa_jax.api.weightless import random_backbone, random_heads
+from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.commands.bench_race import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.config import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
@@ -80,7 +80,7 @@ def measure(
       weights, draft_weights: types that kernels are stored in, as for `load`.
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
-    storage = choose_storage(config, number, mesh, weights, draft_weights)
+    storage = choose_storage(number, mesh, weights, draft_weights)
     calibrated = load_tree_file(GROWTH)
     trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in sizes)]
     drafters = [

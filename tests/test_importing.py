@@ -7,7 +7,8 @@ from children import devices, output_of
 from tiny import random_params
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.interop import hf, shards
+from medusa_jax.interop import shards
+from medusa_jax.interop.hf_writer import save_backbone
 
 # 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
 CONFIG = LlamaConfig(
@@ -101,7 +102,7 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("large")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SHARD_BYTES", 20 * 10**6)
-        hf.save_backbone(str(path), CONFIG, random_params(CONFIG, 0), "float32")
+        save_backbone(str(path), CONFIG, random_params(CONFIG, 0), "float32")
     assert len(list(path.glob("*.safetensors"))) > 3
     return path
 

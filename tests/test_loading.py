@@ -23,7 +23,8 @@ from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
-from medusa_jax.model.llama import init_params, prepare
+from medusa_jax.model.llama import init_params
+from medusa_jax.model.placing import prepare
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import dry, setup
 from medusa_jax.tree.tree import Tree

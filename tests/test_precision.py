@@ -19,8 +19,8 @@ from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
 from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, init_params, prepare
-from medusa_jax.model.placing import decoder
+from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.placing import decoder, prepare
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh

@@ -5,14 +5,12 @@ What needs several devices runs in one child process with eight simulated CPU de
 
 import json
 
-import jax
-import numpy as np
 import pytest
 from children import devices, output_of
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import make_mesh, param_shardings, path_string, place, spec_for
+from medusa_jax.sharding import make_mesh, spec_for
 
 CHILD = r"""
 import json, sys
@@ -230,12 +228,3 @@ def test_table(path, spec):
 def test_shapes_that_are_no_mesh(shape):
     with pytest.raises(UserError, match="data,fsdp,tensor"):
         make_mesh(shape)
-
-
-def test_one_device_holds_everything():
-    mesh = make_mesh()
-    tree = {"layers_0": {"mlp": {"up_proj": {"kernel": np.ones((3, 5))}}}}
-    placed = place(mesh, tree)["layers_0"]["mlp"]["up_proj"]["kernel"]
-    assert isinstance(placed, jax.Array) and placed.shape == (3, 5)
-    [(path, _)] = jax.tree_util.tree_leaves_with_path(param_shardings(mesh, tree))
-    assert path_string(path) == "layers_0/mlp/up_proj/kernel"

@@ -9,7 +9,7 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.interop.stored_heads import abstract_heads
-from medusa_jax.model import attention, llama
+from medusa_jax.model import attention, llama, placing
 from medusa_jax.model.cache import KVCache
 
 N_LAYERS = 5
@@ -19,7 +19,7 @@ N_LAYERS = 5
 def traced(monkeypatch):
     """How often a layer's attention was traced."""
     calls = []
-    for name in ("attend_rows", "attend_cached", "attend"):
+    for name in ("attend_text", "attend_cached", "attend"):
         real = getattr(attention, name)
 
         def counted(*args, real=real):
@@ -42,7 +42,7 @@ def test_a_program_traces_its_layers_once(traced):
         return model.apply(params, tokens_BT, tokens_BT, tokens_BT, method="forward").sum()
 
     jax.eval_shape(forward, params)
-    assert traced == ["attend_rows"]
+    assert traced == ["attend_text"]
     del traced[:]
     again = llama.Llama(config, remat=True, dtype=jnp.bfloat16)
     jax.eval_shape(jax.grad(lambda p: forward(p, again)), params)
@@ -59,10 +59,10 @@ def test_a_program_traces_its_layers_once(traced):
 
 def test_shapes_of_parameters_come_from_one_layer(traced):
     config = tiny_arch(n_layers=N_LAYERS, vocab_size=52)
-    shapes = llama.abstract_params(config)
-    assert traced == ["attend_rows"]
+    shapes = placing.abstract_params(config)
+    assert traced == ["attend_text"]
     abstract_heads(HeadsConfig(n_heads=2), config)
-    assert traced == ["attend_rows"]
+    assert traced == ["attend_text"]
     whole = jax.eval_shape(lambda key: llama.init_params(config, key), jax.random.key(0))
     assert shapes == whole and list(shapes) == list(whole)
 

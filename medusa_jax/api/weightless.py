@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.generate import power_of_two, slot_ladder
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.model.llama import Llama, abstract_params, prepare
-from medusa_jax.model.placing import place_head, place_part
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, PyTree, make_mesh
 

@@ -1,6 +1,6 @@
 """`python -m medusa_jax distill`: the model answers seed prompts, heads learn from the answers.
 
-Heads are trained on what they will have to guess: the model's own output (Medusa 2.3.2). Seeds
+Heads are trained on the model's own output, which they will have to guess (Medusa 2.3.2). Seeds
 are prompts to go on with, or conversations whose user turns are asked again (see
 `conversation.py` for the three modes). The output directory holds
 
@@ -10,7 +10,7 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     samples.jsonl     mode continue: {"prompt_ids": [...], "token_ids": [...]}
     tokens.npy, doc_starts.npy, counted.npy
                       mode continue: the same as a token directory; prompts are not counted
-    vocab_counts.npy  how often the model wrote each token [V]: what a draft vocabulary is chosen by
+    vocab_counts.npy  counts of each token [V] that the model wrote, to choose a draft vocabulary by
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 

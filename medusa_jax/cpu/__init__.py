@@ -4,12 +4,12 @@
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
-from medusa_jax.cpu.forms import choose as choose
-from medusa_jax.cpu.forms import usable as usable
 from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.library import attends as attends
 from medusa_jax.cpu.library import library as library
 from medusa_jax.cpu.library import mark as mark
+from medusa_jax.cpu.library import panel as panel
+from medusa_jax.cpu.library import usable as usable
 from medusa_jax.cpu.panels import panels as panels
 from medusa_jax.cpu.rows import norm as norm
 from medusa_jax.cpu.rows import read as read

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.library import library
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import BlockRows
@@ -30,22 +30,22 @@ def prepare(
     if name == "embed_tokens":
         rows = blocks["embedding"]
         packs_rows = packs(rows.blocks.kind, rows.inputs)
-        panels = packed([rows]) if packs_rows or config.tie_embeddings else None
+        panels = pack([rows]) if packs_rows or config.tie_embeddings else None
         embedding = panels if packs_rows else jnp.asarray(rows.blocks.unpacked(slice(None)))
         # A tied LM head is the same panels.
         head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
         return {name: {"embedding": embedding}, **head}
     if name == "lm_head":
-        return {name: {"kernel": packed([blocks["kernel"]])}}
+        return {name: {"kernel": pack([blocks["kernel"]])}}
     [placed] = place().values()
     for group, fused in FUSED.items():
         for linear, names in fused.items():
             kernels = [blocks[group][each]["kernel"] for each in names]
-            placed[group].setdefault(linear, {})["kernel"] = packed(kernels)
+            placed[group].setdefault(linear, {})["kernel"] = pack(kernels)
     return {name: placed}
 
 
-def packed(kernels: Sequence[BlockRows]) -> Panels:
+def pack(kernels: Sequence[BlockRows]) -> Panels:
     """Kernels of the same inputs side by side, in their blocks; other types in float32.
 
     Raises: `Blocks.damaged`.

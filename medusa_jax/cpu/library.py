@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import jaxlib
+from jax.typing import DTypeLike
 
 from medusa_jax.console import announced, cache_directory, instruction_limit, processor
 from medusa_jax.errors import UserError
 
+VARIABLE = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
@@ -57,7 +60,7 @@ class Library:
     path: str
 
     def packed_words(self, form: int, outputs: int, inputs: int) -> int:
-        """Words of a kernel in blocks (`cpu/blocks.py`); 0 if there are no such panels."""
+        """Words of a kernel in blocks (`cpu/blocks.py`); 0: these blocks have no panels."""
         count = ctypes.CDLL(self.path).medusa_packed_words
         count.restype = ctypes.c_int64
         return int(count(*map(ctypes.c_int64, (form, outputs, inputs))))
@@ -79,6 +82,34 @@ def library() -> Library | None:
     return Library(loaded.medusa_panel_width(), str(path))
 
 
+def usable(dtype: DTypeLike) -> bool:
+    """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` (native, plain) does not refuse them.
+
+    Plain decoding and trees share the kernels, and speed-ups are relative to the fastest loop.
+
+    Raises:
+      UserError: an unknown value of the variable, or "native" where they cannot be compiled.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "native", "plain"):
+        raise UserError(f"{VARIABLE} is plain or native, not {asked!r}")
+    if asked == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
+        return False
+    if library() is None and asked == "native":
+        raise UserError(
+            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
+            "the kernels for this processor"
+        )
+    return library() is not None
+
+
+def panel() -> int:
+    """Outputs of a panel."""
+    native = library()
+    assert native is not None
+    return native.panel
+
+
 def attends(head_dim: int) -> bool:
     """Whether a head of this size is whole vectors."""
     native = library()
@@ -95,8 +126,8 @@ def mark() -> str:
 def _compiled() -> Path | None:
     """The shared object in the cache directory, made if it is missing or damaged.
 
-    Its name tells what it was made from and by, and its own checksum: loading a file that is cut short
-    ends the process (SIGBUS). Without a compiler, one that any compiler made here serves.
+    Its name has checksums of its sources, its compiler and itself: loading a file that is cut short
+    ends the process (SIGBUS). Without a compiler, a file made by any compiler here serves.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
@@ -151,7 +182,7 @@ def _build(command: list[str], made: Path) -> bool:
 
 
 def _version(compiler: str) -> bytes:
-    """How a compiler is called, and what it calls itself."""
+    """The command of a compiler, and its answer to --version."""
     asked = [*shlex.split(compiler), "--version"]
     return compiler.encode() + subprocess.run(asked, capture_output=True).stdout
 

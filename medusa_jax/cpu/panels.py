@@ -69,7 +69,7 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
     int8, the first in its lowest bits.
 
     Example: outputs 0 1 2 of float32 in panels of two: panel 0 holds, input by input, the weights of
-    outputs 0 and 1, panel 1 those of output 2 and a zero.
+    outputs 0 and 1, panel 1 the weights of output 2 and a zero.
     """
     outputs = kernel_IO.shape[1]
     per_word = 4 // kernel_IO.dtype.itemsize

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from medusa_jax.config import DELTA, EPSILON
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.devices.platforms import platform

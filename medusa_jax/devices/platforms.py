@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
+
+R = TypeVar("R")
 
 # XLA for TPUs takes the product of one row with a kernel as multiplications and a sum on the vector
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
 # On CUDA the host reads the condition of a loop after every step, and the call returns only when the loop
-# has ended. As a CUDA graph (WHILE, the rest is XLA's default) the device reads it: docs/hardware.md.
+# has ended. As a CUDA graph (WHILE, the rest is XLA's default) the device reads it: research/log/.
 OPTIONS: dict[str, dict[str, str | bool]] = {
     "tpu": {"xla_tpu_enable_dot_strength_reduction": False},
     "cuda": {
@@ -19,7 +21,7 @@ OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 # XLA for TPUs splits a product with a kernel that is sharded over fsdp into a loop of one part each (a
 # "windowed einsum"). In a training step that multiplies the time of compilation, and the parts of all
-# layers are sent for at once, with buffers for float32 sums of each product: docs/accelerators.md.
+# layers are sent for at once, with buffers for float32 sums of each product: research/log/.
 TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
     "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
 }
@@ -42,34 +44,49 @@ def platform() -> str:
 
 
 def default_device() -> jax.Device:
-    """The device of programs that name none: that of `jax_default_device`, else the first."""
+    """The device of programs that name none: `jax_default_device`, else the first."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(default, str):  # a platform
         return jax.local_devices(backend=default)[0]
     return default or jax.devices()[0]
 
 
-def program(**arguments: Any) -> Callable[[Callable], Any]:
+def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
     """`jax.jit` with the options of the platform that is in sight when the program is called.
 
     Args:
       arguments: those of `jax.jit`, such as `static_argnums`.
     """
-    return lambda function: functools.wraps(function)(_Program(function, arguments))
+    return lambda function: Program(function, arguments)
 
 
-class _Program:
-    """A function that is jitted once for each platform; otherwise like the result of `jax.jit`."""
+class Program(Generic[R]):
+    """A function that is jitted once for each platform."""
 
-    def __init__(self, function: Callable, arguments: dict[str, Any]) -> None:
-        self._of = functools.cache(
+    def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._of: Callable[[str], Any] = functools.cache(
             lambda name: jax.jit(function, compiler_options=OPTIONS.get(name), **arguments)
         )
 
-    def __call__(self, *args: Any) -> Any:
-        return self._of(platform())(*args)
+    def __call__(self, *args: Any) -> R:
+        result: R = self._of(platform())(*args)
+        return result
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._of(platform()), name)
+    def eval_shape(self, *args: Any) -> R:
+        """The result's shapes."""
+        shapes: R = self._of(platform()).eval_shape(*args)
+        return shapes
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program for these arguments, or their shapes, on this platform."""
+        lowered: jax.stages.Lowered = self._of(platform()).lower(*args)
+        return lowered
+
+    def clear_cache(self) -> None:
+        """Forget what was compiled for this platform."""
+        self._of(platform()).clear_cache()
+
+    def cached(self) -> int:
+        """Number of programs that were traced for this platform."""
+        return int(self._of(platform())._cache_size())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.interop import chat
+from medusa_jax.interop import answers, chat, rendering
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
@@ -107,7 +107,7 @@ class Converse:
         for talk in talks:
             try:
                 ids = chat.encode_prompt(self.tokenizer, talk.messages, self.template)
-            except chat.SampleError as error:
+            except rendering.SampleError as error:
                 talk.end(str(error))
                 continue
             if self.fits(talk, ids):
@@ -133,7 +133,7 @@ class Converse:
         """Add a user turn written by the model to each conversation (the first as in Magpie)."""
         fitting, prompts, stops = [], [], []
         for talk in talks:
-            ids, stop = chat.encode_user_opening(
+            ids, stop = answers.encode_user_opening(
                 self.tokenizer, talk.messages, self.template
             )
             if self.fits(talk, ids):

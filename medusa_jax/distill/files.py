@@ -12,7 +12,7 @@ import numpy as np
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
-from medusa_jax.interop import chat
+from medusa_jax.interop import answers, rendering
 from medusa_jax.training.data.rows import write_tokens
 from medusa_jax.whole_files import Json, read_text, write_json
 
@@ -141,10 +141,10 @@ def vocab_counts(
             continue
         else:
             try:
-                ids, counted = chat.encode_conversation(
+                ids, counted = answers.encode_conversation(
                     model.tokenizer, line["messages"], template, bool(line.get("cut"))
                 )
-            except chat.SampleError:
+            except rendering.SampleError:
                 continue  # unusable for training
             targets = [i for i, counts in zip(ids, counted) if counts]
         np.add.at(counts_V, targets, 1)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model
-from medusa_jax.model.engine import engine_for
+from medusa_jax.model.seams import engine_for
 from medusa_jax.model.stored import Stored
 from medusa_jax.sharding import make_mesh
 

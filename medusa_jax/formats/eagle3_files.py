@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config
@@ -30,7 +30,8 @@ from medusa_jax.formats.speculators_config import TAPS, unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import ROPE, config_to_hf, parse_config
+from medusa_jax.interop.hf_config import ROPE, parse_config
+from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors, rename, whole
 from medusa_jax.whole_files import Json
@@ -61,7 +62,7 @@ UNUSED = {
     "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
     "top_k", "top_p", "typical_p",
 }  # fmt: skip
-# What another value of a field would change.
+# Expected values; others would change the computation.
 EXPECTED = {
     "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
     "use_sliding_window": False, "use_last_layernorm": True,
@@ -70,13 +71,20 @@ EXPECTED = {
 }  # fmt: skip
 
 
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-3 heads."""
+    keys = {key.removeprefix("model.") for key in tensors}
+    norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
+    return "fc.weight" in keys and not keys.isdisjoint(norms)
+
+
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
     """Describe the EAGLE-3 heads of a file.
 
     Args: as for `medusa_files.open_heads`.
 
     Raises:
-      UserError: fields that are unknown, ambiguous or say what is not supported, a vocabulary that
+      UserError: unknown, ambiguous or unsupported fields; a vocabulary that
         contradicts itself.
     """
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
@@ -137,7 +145,7 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
 
 
 def _shape(layer: LlamaConfig) -> tuple[Json, float]:
-    """What the backbone's shape must be, and the base of the layer's rotation (0: the backbone's)."""
+    """Required fields of the backbone's shape, and the base of the layer's rotation (0: the backbone's)."""
     shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
     if layer.rope_scaling in ("none", "dynamic"):
         return shape, layer.rope_theta
@@ -191,7 +199,7 @@ def _depth(file: str, config: Json) -> dict[str, int]:
 
 
 def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | None:
-    """Takes the draft vocabulary out of the tensors of a file; it is no parameter."""
+    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file."""
     offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
     if offsets is None and member is None:
         return None

@@ -16,7 +16,8 @@ from medusa_jax.formats.export import Export
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.hf_config import ROPE, config_to_hf, read_config
+from medusa_jax.interop.hf_config import ROPE, read_config
+from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json
@@ -25,6 +26,12 @@ _EMBEDDING = "embed_tokens.weight"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
+
+
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-1 heads in their authors' layout."""
+    keys = {key.removeprefix("model.") for key in tensors}
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
 
 
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:

@@ -21,7 +21,7 @@ class Export:
     Attributes:
       stored: the heads, not read yet.
       base: their backbone.
-      base_name: what the files call it: a hub id or a path.
+      base_name: its name in the files, a hub id or a path.
       dtype: type of the stored tensors; "" keeps the heads' type, the wider of several; "int8" is for our own
         layout only.
     """

@@ -21,13 +21,18 @@ from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
-from medusa_jax.interop.seam import HYDRA
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
 from medusa_jax.whole_files import Json
 
+HYDRA = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
 _PREFIX = "prefix_embeding_layer."
 _UNUSED = ("input_embed_fn.weight", f"{_PREFIX}embed_tokens.weight")
+
+
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds Hydra heads in their authors' layout."""
+    return any(HYDRA.fullmatch(key) for key in tensors)
 
 
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:

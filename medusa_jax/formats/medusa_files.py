@@ -16,12 +16,11 @@ import re
 
 import numpy as np
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.seam import MEDUSA, MEDUSA_HEAD, VLLM
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
@@ -32,6 +31,14 @@ HEADS_ONLY = "Medusa heads"
 FULL_MODEL = "Medusa full model"
 ADAPTER = "Medusa adapter"
 
+_PREFIX = r"(?:base_model\.model\.)?(?:model\.)?medusa_head\."
+MEDUSA = re.compile(
+    # PEFT keeps its wrapper's names when a whole model is saved instead of its adapter.
+    rf"({_PREFIX}|)(\d+)\.(modules_to_save\.\w+\.|)(\d+)\.(linear\.(?:weight|bias)|weight)"
+)
+VLLM = re.compile(
+    r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
+)
 _VLLM_HEADS = ("num_heads", "medusa_num_heads")
 _VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
 
@@ -57,9 +64,14 @@ class _Names:
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
 
 
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds Medusa heads in one of these layouts."""
+    return any(MEDUSA.fullmatch(key) or VLLM.fullmatch(key) for key in tensors)
+
+
 def is_head_key(key: str) -> bool:
     """Whether a key of a full model belongs to its Medusa heads."""
-    return MEDUSA_HEAD.match(key) is not None
+    return re.match(_PREFIX, key) is not None
 
 
 def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
@@ -243,7 +255,7 @@ def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
     """Write fields for both engines.
 
     Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
-    `num_hidden_layers`, which vLLM would take for those of the heads.
+    `num_hidden_layers`, which vLLM would take for the heads' own.
     """
     heads, llama = export.stored.heads, export.base.config
     config = {

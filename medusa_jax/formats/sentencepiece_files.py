@@ -1,14 +1,46 @@
-"""Check that a sentencepiece model is complete: a file cut off between two pieces would still load."""
+"""Tokenizers without a tokenizer.json, such as sentencepiece's tokenizer.model."""
 
-from medusa_jax.errors import UserError
+import os
+from typing import Any
+
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.interop.tensors import optional_json
 
 # Fields of sentencepiece's ModelProto, in file order.
 PIECES, TRAINER, NORMALIZER = 1, 2, 3
 LENGTH_DELIMITED = 2
 
 
+def read_backend(directory: str) -> Any:
+    """The `tokenizers.Tokenizer` that transformers makes of a directory's files.
+
+    Raises:
+      UserError: it cannot.
+    """
+    pieces = os.path.join(directory, "tokenizer.model")
+    if os.path.isfile(pieces):
+        check_whole(pieces)
+    # Importing transformers without torch would print a notice.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    config = optional_json(os.path.join(directory, "config.json"))
+    settings = optional_json(os.path.join(directory, "tokenizer_config.json"))
+    known = "model_type" in config or "tokenizer_class" in settings
+    loader = AutoTokenizer if known else LlamaTokenizer
+    try:
+        # Without an explicit False, transformers asks on stdin whether to run the model's code.
+        backend = loader.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
+    except Exception as error:  # anything from a missing class to a malformed protobuf
+        problem = f"the tokenizer in {directory} cannot be read: {first_line(error)}"
+        raise UserError(problem) from error
+    return backend
+
+
 def check_whole(path: str) -> None:
-    """Check the fields of the outermost message.
+    """Check that a sentencepiece model is complete; one cut off between two pieces would load.
 
     Raises:
       UserError: the file is unreadable, truncated or lacks the fields after the pieces.

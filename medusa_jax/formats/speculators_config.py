@@ -7,8 +7,8 @@
   norm_before_residual, fc_norm, norm_output, norm_before_fc
   eagle_aux_hidden_state_layer_ids   layers whose input is read; none: 2, L / 2, L - 3
 
-The numbers of tapped layers are those of vLLM: i is the stream that enters layer i. SpecForge and SGLang
-number layers by what leaves them; files that were converted from theirs may hold these numbers unchanged,
+Tapped layers are numbered as in vLLM: i is the stream that enters layer i. SpecForge and SGLang number them by
+the stream that leaves a layer; files that were converted from theirs may hold these numbers unchanged,
 and vLLM runs such heads on other layers than they were trained on.
 """
 
@@ -41,7 +41,7 @@ def is_speculators(config: Json) -> bool:
 
 
 def unknown(fields: Json, known: Set[str]) -> list[str]:
-    """Fields that are not known and say something: null, false, 0 and what is empty change nothing."""
+    """Unknown fields with a value: null, false, 0 and empty values change nothing."""
     return sorted(name for name in fields.keys() - known if fields[name])
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -39,8 +39,7 @@ from medusa_jax.heads.layers import (
     shift_left,
     zero_output,
 )
-from medusa_jax.model.attention import LevelCache, cached_mask
-from medusa_jax.model.causal import CausalMask
+from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
 from medusa_jax.sharding import PyTree
 
 

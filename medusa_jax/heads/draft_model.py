@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows

@@ -22,13 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.model.attention import LayerCache, Mask
-from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.layers import Linear
-from medusa_jax.model.llama import Block
+from medusa_jax.model.attention import CausalMask, LayerCache, Mask
+from medusa_jax.model.layers import Block, Linear
 from medusa_jax.model.rope import rope_tables
 
 

@@ -29,14 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.model.attention import Attention, LayerCache, Mask, Pair, row_of
-from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.layers import Linear, RMSNorm
-from medusa_jax.model.llama import Block, Mlp
+from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair
+from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
 from medusa_jax.model.rope import rope_tables
 
 

@@ -31,7 +31,7 @@ def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
     """Columns of the n largest scores of each row [R, n], the first of equal ones first.
 
     CUDA's TopK gives a row to one block of threads: of four rows with 128,256 scores it takes an H100 three
-    times as long as the best of 128 parts and then of these (docs/hardware.md).
+    times as long as the best of 128 parts and then of these (research/log/).
     """
     R, O = scores_RO.shape
     width = -(-O // TOP_K_PARTS)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
 from medusa_jax.heads.fill import Level, fill_by_level

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -20,11 +20,9 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import Pair, cached_mask, row_of
+from medusa_jax.model.attention import CausalMask, Pair, cached_mask
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.layers import Linear, RMSNorm, kernel_of
-from medusa_jax.model.llama import Block
+from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.stored import multiply

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Params
 
 # The entry of the parameters, and the frozen group of a training run.

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import Tensors, whole
-from medusa_jax.model.llama import abstract_params
+from medusa_jax.model.placing import abstract_params
 
 
 @dataclass(frozen=True)

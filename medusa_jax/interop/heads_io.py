@@ -1,7 +1,7 @@
 """Draft heads of any layout: found, recognised and loaded for a backbone.
 
-A path is a directory, a file of weights in it, or a hub id. The layout, this project's or a published one, is
-recognised by the keys of the weights.
+A path is a directory, a file of weights in it, or a hub id. Heads with a heads.json are this project's; others have a
+published layout, which `formats/published.py` recognises by the keys of their weights.
 """
 
 import dataclasses
@@ -11,34 +11,20 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.own_heads import DESCRIPTION, OWN, open_own
+from medusa_jax.interop.own_heads import DESCRIPTION, OWN, check_ids, open_own
 from medusa_jax.interop.own_heads import WEIGHTS as OWN_WEIGHTS
-from medusa_jax.interop.seam import find_layout, import_format
+from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
-from medusa_jax.interop.tensor import Tensors, rename
-from medusa_jax.interop.tensors import optional_json
 from medusa_jax.sharding import Params, replicated
 from medusa_jax.whole_files import Json
 
 DESCRIPTIONS = [DESCRIPTION, OWN_WEIGHTS, "tree.json", "config.json", "adapter_config.json"]
-# In order of preference.
-SAFE = [
-    "medusa_lm_head.safetensors",
-    "hydra_lm_head.safetensors",
-    "adapter_model.safetensors",
-]
-TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
-KNOWN = (
-    "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1 or "
-    "EAGLE-3 heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
-)
 
 
 def open_heads(path_or_id: str) -> StoredHeads:
@@ -47,69 +33,14 @@ def open_heads(path_or_id: str) -> StoredHeads:
     Raises:
       UserError: no heads in a known layout, or unreadable.
     """
-    path = _local(path_or_id)
-    if os.path.isdir(path):
-        return _open_directory(path_or_id, path)
-    directory = os.path.dirname(path) or "."
-    if os.path.basename(path) in (DESCRIPTION, OWN_WEIGHTS):
-        return open_own(directory)
-    return _open_published(path_or_id, path, directory, tensor_files.open_weights(path))
-
-
-def _local(path_or_id: str) -> str:
-    """A local file or directory; downloads only the needed files."""
-    if os.path.exists(path_or_id):
-        return path_or_id
-    folder = resolve(path_or_id, DESCRIPTIONS)
-    if os.path.isfile(os.path.join(folder, DESCRIPTION)):
-        return folder
-    for names in (SAFE, TORCH):
-        folder = resolve(path_or_id, [*DESCRIPTIONS, *names])
-        if _first(folder, names):
-            return folder
-    return resolve(path_or_id)
-
-
-def _first(folder: str, names: list[str]) -> str:
-    """The path of the first file that exists, "" if none does."""
-    paths = (os.path.join(folder, name) for name in names)
-    return next((path for path in paths if os.path.isfile(path)), "")
-
-
-def _open_directory(path_or_id: str, folder: str) -> StoredHeads:
-    if _first(folder, [DESCRIPTION, OWN_WEIGHTS]):
+    found = os.path.exists(path_or_id)
+    path = path_or_id if found else resolve(path_or_id, DESCRIPTIONS)
+    own = (DESCRIPTION, OWN_WEIGHTS)
+    folder = os.path.dirname(path) or "." if os.path.basename(path) in own else path
+    if any(os.path.isfile(os.path.join(folder, name)) for name in own):
         return open_own(folder)
-    if path := _first(folder, SAFE + TORCH):
-        return _open_published(path_or_id, path, folder, tensor_files.open_weights(path))
-    if path := tensor_files.weights_file(folder):
-        tensors = tensor_files.open_checkpoint(folder)
-        return _open_published(path_or_id, path, folder, tensors)
-    raise _no_heads(path_or_id, folder)
-
-
-def _open_published(
-    path_or_id: str, path: str, folder: str, tensors: Tensors
-) -> StoredHeads:
-    config = optional_json(os.path.join(folder, "config.json"))
-    tensors = rename(tensors, lambda key: WRAPPER.sub("", key))
-    layout = find_layout(tensors)
-    if not layout:
-        raise _no_heads(path_or_id, folder)
-    stored: StoredHeads = import_format(layout).open_heads(path, folder, tensors, config)
+    stored: StoredHeads = import_format("published").open_heads(path_or_id)
     return stored
-
-
-def _no_heads(path_or_id: str, folder: str) -> UserError:
-    inside = os.path.join(folder, "heads")
-    if os.path.isfile(os.path.join(inside, DESCRIPTION)):
-        return UserError(
-            f"{path_or_id} holds a model with its heads: give --drafter {inside}"
-        )
-    if os.path.isfile(os.path.join(folder, "config.json")):
-        return UserError(
-            f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter {KNOWN}"
-        )
-    return UserError(f"{path_or_id} holds no draft heads: --drafter takes {KNOWN}")
 
 
 def load_heads(
@@ -162,7 +93,7 @@ def load_heads(
         stored.source, ignore, convert,
     )  # fmt: skip
     if stored.ids is not None:
-        own_heads.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+        check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
     return heads, params, stored.meta

@@ -1,4 +1,4 @@
-"""Read and write Hugging Face model directories; `hf_config.py` handles config.json."""
+"""Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
 import os
 import re
@@ -10,16 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.hf_config import config_to_hf, read_config
+from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.interop.tensors import optional_json
-from medusa_jax.model.llama import abstract_params
+from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
@@ -32,7 +31,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# A key of a decoder layer: what is before `model.layers` or `layers`, and the layer's number.
+# A key of a decoder layer: its prefix before `model.layers` or `layers`, and the layer's number.
 LAYER = re.compile(r"(.*?)(?:model\.)?layers\.(\d+)\.")
 
 
@@ -62,7 +61,7 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
     weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
 
     Raises:
-      UserError: unreadable, or the keys are those of a wrapped model.
+      UserError: unreadable, or the keys of a wrapped model.
     """
     directory = resolve(path)
     config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
@@ -127,7 +126,7 @@ def load_backbone(
       convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
         whole model never coexist.
       in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
-      opened: what `open_model` returned for the path.
+      opened: the result of `open_model` for the path.
 
     Raises:
       UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
@@ -151,39 +150,3 @@ def load_backbone(
         abstract, mesh, stored, locate, dtype, directory, ignore, convert_entry, in_blocks
     )
     return config, params
-
-
-def save_backbone(
-    directory: str,
-    config: LlamaConfig,
-    params: Params,
-    dtype: DTypeLike = "bfloat16",
-    extra: Json | None = None,
-    write: bool = True,
-) -> None:
-    """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
-
-    Args:
-      extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
-      write: False on processes that only take part in gathering the arrays.
-
-    Raises:
-      UserError: no transformers class has this combination of features; or the disk is full.
-    """
-    kind = np.dtype(dtype).name
-    raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
-    leaves, transposed = {}, {}
-    for path, leaf in tensor_files.flatten(params).items():
-        name, is_transposed = locate(path)
-        leaves[name], transposed[name] = leaf, is_transposed
-
-    def read(name: str) -> np.ndarray:
-        array = tensor_files.host_array(leaves[name], dtype)
-        return array.T if transposed[name] else array
-
-    if write:
-        os.makedirs(directory, exist_ok=True)
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    save_weights(directory, shapes, read, dtype, write)
-    if write:
-        tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))

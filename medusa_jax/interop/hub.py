@@ -4,8 +4,6 @@ import os
 import re
 from fnmatch import fnmatch
 
-from jax.typing import DTypeLike
-
 from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.seam import import_format
@@ -21,18 +19,14 @@ KEPT_FILES = (
 )  # fmt: skip
 
 
-def resolve(
-    path_or_id: str, files: list[str] | None = None, dtype: DTypeLike | None = None
-) -> str:
+def resolve(path_or_id: str, files: list[str] | None = None) -> str:
     """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally `@revision`).
 
-    A GGUF file is converted, once. From a repository, safetensors weights are downloaded if available, else .bin;
+    For a GGUF file this is a directory in the user's cache. From a repository, safetensors weights are downloaded if available, else .bin;
     with `HF_HUB_OFFLINE=1` only the cache is used.
 
     Args:
       files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
-      dtype: type of the weights converted from a GGUF file, for readers of Hugging Face files; None:
-        `tensors.open_checkpoint` reads the GGUF file itself.
 
     Raises:
       UserError: neither a directory nor a readable repository.
@@ -40,9 +34,9 @@ def resolve(
     if os.path.isdir(path_or_id):
         return path_or_id
     if row := named(path_or_id):
-        return _converted(file_of(path_or_id), dtype, row.sha256)
+        return _of_gguf(file_of(path_or_id), row.sha256)
     if path_or_id.lower().endswith(".gguf"):
-        return _converted(path_or_id, dtype)
+        return _of_gguf(path_or_id)
     repo, _, revision = path_or_id.partition("@")
     if os.path.exists(path_or_id):
         raise UserError(
@@ -61,9 +55,8 @@ def resolve(
     return directory
 
 
-def _converted(file: str, dtype: DTypeLike | None, sha256: str = "") -> str:
-    """The directory of a GGUF file."""
-    directory: str = import_format("gguf.convert").converted(file, dtype, sha256)
+def _of_gguf(file: str, sha256: str = "") -> str:
+    directory: str = import_format("gguf.convert").make_directory(file, sha256)
     return directory
 
 

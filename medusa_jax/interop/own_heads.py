@@ -12,7 +12,7 @@ import os
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class

@@ -8,14 +8,15 @@ from functools import lru_cache
 import jax
 import numpy as np
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.tensor import Tensors, whole
-from medusa_jax.model.llama import Llama, abstract_params
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.whole_files import Json
 

@@ -10,7 +10,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.model.blocks import Blocks
 
 Index = tuple[slice, ...]
-# The bits of the exponent, which are all set in what is not finite: a pass over integers.
+# The bits of the exponent, all set in infinities and NaN, so that a pass over integers finds them.
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 
 
@@ -70,7 +70,7 @@ def cast(array: np.ndarray, dtype: DTypeLike, what: str) -> np.ndarray:
     """Values in another type, contiguous.
 
     Raises:
-      UserError: it cannot hold some of them, or they are not finite; begins with `what`.
+      UserError: it cannot hold some of them, or they are not finite; the message begins with `what`.
     """
     with np.errstate(over="ignore"):
         out = np.ascontiguousarray(array, dtype)

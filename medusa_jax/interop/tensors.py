@@ -72,10 +72,7 @@ def open_checkpoint(directory: str) -> Tensors:
       UserError: no weights, a missing or unreadable shard, or a broken index.
     """
     if file := weights_file(directory):
-        safe = os.path.basename(file).startswith(WEIGHTS[0])
-        reader = open_safetensors if safe else open_torch_file
-        sharded = file.endswith(".json")
-        return _open_shards(directory, file, reader) if sharded else reader(file)
+        return (_open_shards if file.endswith(".json") else open_weights)(file)
     if stands_for_gguf(directory):
         file = os.readlink(os.path.join(directory, GGUF_LINK))
         tensors: Tensors = import_format("gguf.architecture").open_tensors(file)
@@ -94,7 +91,7 @@ def weights_file(directory: str) -> str:
 
 
 def stands_for_gguf(directory: str) -> bool:
-    """Whether a model directory is what `resolve` gives for a GGUF file."""
+    """Whether a model directory is the one that `resolve` makes for a GGUF file."""
     return os.path.islink(os.path.join(directory, GGUF_LINK))
 
 
@@ -104,17 +101,15 @@ def open_weights(path: str) -> Tensors:
     Raises:
       UserError: the file is unreadable.
     """
-    return (open_safetensors if path.endswith(".safetensors") else open_torch_file)(path)
-
-
-def open_torch_file(path: str) -> Tensors:
-    """`open_torch`, with a clear error for git-lfs pointers."""
+    if path.endswith(".safetensors"):
+        return open_safetensors(path)
     _refuse_pointer(path)
     tensors: Tensors = import_format("torch_files").open_torch(path)
     return tensors
 
 
-def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -> Tensors:
+def _open_shards(index: str) -> Tensors:
+    directory = os.path.dirname(index)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no weight_map")
@@ -126,11 +121,11 @@ def _open_shards(directory: str, index: str, reader: Callable[[str], Tensors]) -
             raise UserError(
                 f"{index} names the shard {shard!r}, which is not in {directory}"
             )
-        part = reader(path)
-        if twice := sorted(tensors.keys() & part.keys()):
+        stored = open_weights(path)
+        if twice := sorted(tensors.keys() & stored.keys()):
             other = tensors[twice[0]].file
             raise UserError(f"key {twice[0]!r} is both in {other} and in {path}")
-        tensors |= part
+        tensors |= stored
     for name, shard in weight_map.items():
         if name not in tensors:
             raise UserError(
@@ -265,7 +260,7 @@ def load_tree(
 
     placed: Params = {}
     for name in abstract:
-        # No reference is kept, so that what was read is freed after conversion.
+        # Keeps no reference, so that the unconverted entry is freed.
         placed |= (convert or dict)(read(name))
     return placed
 

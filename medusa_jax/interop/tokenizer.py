@@ -240,26 +240,7 @@ def _backend(directory: str) -> Any:
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
-    pieces = os.path.join(directory, "tokenizer.model")
-    if os.path.isfile(pieces):
-        import_format("sentencepiece_files").check_whole(pieces)
-    # Importing transformers without torch would print a notice.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer, LlamaTokenizer
-
-    config = optional_json(os.path.join(directory, "config.json"))
-    settings = optional_json(os.path.join(directory, "tokenizer_config.json"))
-    known = "model_type" in config or "tokenizer_class" in settings
-    loader = AutoTokenizer if known else LlamaTokenizer
-    try:
-        # Without an explicit False, transformers asks on stdin whether to run the model's code.
-        backend = loader.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        ).backend_tokenizer
-    except Exception as error:  # anything from a missing class to a malformed protobuf
-        problem = f"the tokenizer in {directory} cannot be read: {first_line(error)}"
-        raise UserError(problem) from error
-    return backend
+    return import_format("sentencepiece_files").read_backend(directory)
 
 
 def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:

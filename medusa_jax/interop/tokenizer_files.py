@@ -50,9 +50,9 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
 
 
 def copy_inside(folder: str, name: str, out: str) -> None:
-    """Copy a file of a directory, if it has it, but not what a link to elsewhere points to.
+    """Copy a file of a directory, if it exists; a link that leaves the directory is not followed.
 
-    A downloaded directory may have any links, and what is copied may be uploaded. Those of the hub's cache lead to
+    A downloaded directory may have any links, and the copy may be uploaded. Links of the hub's cache lead to
     the `blobs` next to its snapshots.
     """
     source, base = os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder)

@@ -1,93 +1,75 @@
-"""Grouped-query attention of new tokens under a mask, and the layer around it."""
+"""Attention of new tokens: which path computes it, and the paths that XLA compiles.
+
+| new tokens of a row             | cache             | platform            | path                                |
+|---------------------------------|-------------------|---------------------|-------------------------------------|
+| packed texts, in training       | none              | CUDA, TPU; 16 bits  | `kernels.cudnn`, `tpu.splash`       |
+|                                 |                   | else                | `attend_text`                       |
+| a level of drafts, in training  | the levels above  | any                 | `attend_levels`                     |
+| a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
+| one, a tree or a short path     | the text before   | one CPU; float32    | `Engine.layer`: the layer (`Block`) |
+|                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
+| a tree or a short path          | the text before   | CUDA; many scores   | `kernels.cudnn_cached`              |
+|                                 |                   | else                | `attend` after the write            |
+| one                             | the text before   | else                | `attend` before the write           |
+
+The two functions of `model/kernels.py` know the shapes that its kernels take. MEDUSA_JAX_ATTENTION=own avoids
+all kernels.
+"""
 
 import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
-from medusa_jax.model import tree_kernel
+from medusa_jax.devices.platforms import platform
 from medusa_jax.model.cache import write_rows
-from medusa_jax.model.causal import (
-    CausalMask,
-    attend_cached,
-    attend_levels,
-    dot,
-    flat,
-    folded,
-    grouped,
-    products,
-)
-from medusa_jax.model.engine import Pair, cpu
-from medusa_jax.model.kernels import attend_rows, cached_kernel, cudnn_cached
-from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.rope import rotate
+from medusa_jax.model.seams import Pair, attention_kernels
+from medusa_jax.sharding import PyTree
+
+# Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
+# nodes of a tree are; longer texts (prompts) against the slots in use.
+MAX_MASKED = 16
+# Queries of a text that are scored at a time, and cache slots that a piece of a prompt is scored against at a time.
+BLOCK = 64
+SLOTS = 512
+# Spans of a text whose queries are scored against the keys up to the span's end: of more, less is scored in vain
+# and more compiled.
+SPANS = 4
 
 
-def attend(
-    q_BTNH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, mask_BTS: jax.Array
-) -> jax.Array:
-    """Grouped-query attention of T queries over S slots; softmax in float32 or wider.
+class CausalMask(struct.PyTreeNode):
+    """Causal visibility: a token sees itself and earlier tokens of its row.
 
-    The N // G query heads of a group are folded into the query rows, so that keys and values
-    are read once per group.
-
-    Returns: [B, T, N * H].
+    Attributes:
+      segment_ids_BT: segments of packed rows; only tokens of the same segment are visible. None: all.
+      window: only the last `window` tokens are visible, itself included; 0: all.
     """
-    B, T, _, H = q_BTNH.shape
-    G, S = k_BGSH.shape[1], k_BGSH.shape[2]
-    dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
-    # Scaling the queries instead of the scores saves a pass over [.., T, S].
-    q_BGTRH = grouped((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
-    score_BGQS = products(folded(q_BGTRH), k_BGSH.astype(dtype))
-    score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
-    score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
-    weight_BGTRS = jax.nn.softmax(score_BGTRS, axis=-1).astype(dtype)
-    out_BGQH = dot(folded(weight_BGTRS), v_BGSH.astype(dtype), 3, 2).astype(dtype)
-    return flat(out_BGQH.reshape(q_BGTRH.shape))
 
+    segment_ids_BT: jax.Array | None = None
+    window: int = struct.field(pytree_node=False, default=0)
 
-def attend_one(
-    q_B1NH: jax.Array,
-    new: tuple[jax.Array, jax.Array],
-    cache: tuple[jax.Array, jax.Array],
-    start_B: jax.Array,
-    mask_B1S: jax.Array,
-) -> jax.Array:
-    """`attend` for one new token per row, whose key and value are not in the cache yet.
-
-    Reading them from the cache that they are written to makes XLA write every cache twice and
-    copy it twice on a CPU, which for longer texts costs more than reading the weights.
-
-    Args:
-      new: key and value of the new token, each [B, G, 1, H]; they belong to slot `start_B`.
-      cache: keys and values [B, G, S, H] without them.
-
-    Returns: [B, 1, N * H].
-    """
-    B, _, N, H = q_B1NH.shape
-    G, S = cache[0].shape[1], cache[0].shape[2]
-    dtype, wide = q_B1NH.dtype, at_least_f32(q_B1NH.dtype)
-    q_BGRH = (q_B1NH.astype(wide) * H**-0.5).astype(dtype).reshape(B, G, N // G, H)
-    k_BGSH, v_BGSH = (x.astype(dtype) for x in cache)
-    k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-    score_BGRS = products(q_BGRH, k_BGSH)
-    own_BGR1 = dot(q_BGRH, k_BG1H, 3, 3)
-    own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
-    score_BGRS = jnp.where(own_B11S, own_BGR1, score_BGRS)
-    score_BGRS = jnp.where(mask_B1S[:, None], score_BGRS, jnp.finfo(wide).min)
-    weight_BGRS = jax.nn.softmax(score_BGRS, axis=-1)
-    own_weight_BGR1 = jnp.sum(jnp.where(own_B11S, weight_BGRS, 0), axis=-1, keepdims=True)
-    weight_BGRS = jnp.where(own_B11S, 0, weight_BGRS)
-    out_BGRH = dot(weight_BGRS.astype(dtype), v_BGSH, 3, 2)
-    out_BGRH += own_weight_BGR1 * v_BG1H.astype(wide)
-    return out_BGRH.astype(dtype).reshape(B, 1, N * H)
+    def visible(
+        self, begin: jax.Array | int, T: int, first: jax.Array | int, S: int
+    ) -> jax.Array:
+        """Which of the S tokens from `first` on each of T tokens from `begin` on sees: [B or 1, T, S]."""
+        distance_TS = (begin + jnp.arange(T))[:, None] - (first + jnp.arange(S))[None, :]
+        visible_TS = distance_TS >= 0
+        if self.window:
+            visible_TS &= distance_TS < self.window
+        if self.segment_ids_BT is None:
+            return visible_TS[None]
+        query_BT, key_BS = (
+            lax.dynamic_slice_in_dim(self.segment_ids_BT, at, size, axis=1)
+            for at, size in ((begin, T), (first, S))
+        )
+        return visible_TS[None] & (query_BT[:, :, None] == key_BS[:, None, :])
 
 
 class PathMask(struct.PyTreeNode):
@@ -103,11 +85,11 @@ class PathMask(struct.PyTreeNode):
 
 
 class LevelCache(struct.PyTreeNode):
-    """What a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
+    """Keys and values that a level of drafts in training attends to, per layer (`heads/autoregressive.py`).
 
     Attributes:
-      text: keys and values [B, G, T, H] of the first level; row t sees those of rows up to t.
-      levels: of the levels after it; row t sees row t.
+      text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.
+      levels: the same of the levels after it; row t sees row t.
     """
 
     text: Pair
@@ -116,32 +98,13 @@ class LevelCache(struct.PyTreeNode):
 
 LayerCache = Pair | LevelCache
 
-# What each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens, or
-# the text before it.
+# The tokens that each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens,
+# or the text before it.
 Mask = jax.Array | PathMask | CausalMask
-
-# Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
-# nodes of a tree are; longer texts (prompts) against the slots in use.
-MAX_MASKED = 16
-
-
-def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
-    """Write keys and values of new tokens to their slots."""
-    return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
-
-
-def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
-    """`write_both`, ordered after the reads from the same cache.
-
-    Written after it was read, the cache changes in place instead of being copied whole; XLA
-    keeps that order only if what is written depends on what was read.
-    """
-    nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
-    return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
-    """What new tokens see of a cache [B, T, S]: the text and, of R rows after it, those of the mask.
+    """The slots of a cache that new tokens see [B, T, S]: the text and, of R rows after it, the rows of the mask.
 
     Args:
       start_B: where the text ends.
@@ -159,7 +122,7 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
 def cached_mask(
     T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
 ) -> Mask:
-    """What T tokens after a cached text see: the text, and each other by `self_mask` (None: causally)."""
+    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally)."""
     if self_mask_TR is not None:
         return tree_mask(slots, start_B, self_mask_TR)
     if T > MAX_MASKED:
@@ -176,9 +139,11 @@ def attention_of(
     start_B: jax.Array | None,
 ) -> tuple[jax.Array, LayerCache]:
     """The output [B, T, N * H], and the cache with the new keys and values (only these without a cache)."""
+    kernels, n_new = attention_kernels(), new[0].shape[2]
     if cache is None:
         assert isinstance(mask, CausalMask)
-        return attend_rows(q_BTNH, *new, mask), new
+        kernel = kernels.for_text(platform(), q_BTNH) if kernels else None
+        return (kernel or attend_text)(q_BTNH, *new, mask), new
     if isinstance(cache, LevelCache):
         assert isinstance(mask, CausalMask)
         levels = (*cache.levels, new)
@@ -187,86 +152,311 @@ def attention_of(
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
-    kernel = cached_kernel(q_BTNH, cache[0], new[0].shape[2])
-    if new[0].shape[2] == 1 and kernel == "own":
-        out_BTD = attend_one(q_BTNH, new, cache, start_B, mask)
+    given = platform(), q_BTNH, cache[0], n_new
+    kernel = kernels.for_cache(*given) if kernels else None
+    if kernel is None and n_new == 1:
+        out_BTD = attend(q_BTNH, *cache, mask, new, start_B)
         return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
-    if kernel == "tree":
-        end_B = start_B + new[0].shape[2]
-        return tree_kernel.attend_tree(q_BTNH, *cache, mask, end_B), cache
-    run = cudnn_cached if kernel == "cudnn" else attend
-    return run(q_BTNH, *cache, mask), cache
+    if kernel is None:
+        return attend(q_BTNH, *cache, mask), cache
+    return kernel(q_BTNH, *cache, mask, start_B + n_new), cache
 
 
-def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
-    """One row of each, [B, T, ...] -> [B, 1, ...], the last if there are not as many; None: all rows."""
-    if row_B is None:
-        return x_BT
-    return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
+def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
+    """Write keys and values of new tokens to their slots."""
+    return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
 
 
-class Attention(nn.Module):
-    """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
+def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
+    """`write_both`, ordered after the reads from the same cache.
 
-    With `only_B` the output is that of one new token per row, [B, 1, D], which sees the cached text and
-    the new tokens up to itself; the others have keys and values only.
+    Written after it was read, the cache changes in place instead of being copied whole; XLA
+    keeps that order only if the new values depend on those read.
+    """
+    nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
+    return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
 
-    Returns the output, and the cache with the new keys and values (only these without a cache).
+
+# Over a cache at once.
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BGSH: jax.Array,
+    v_BGSH: jax.Array,
+    mask_BTS: jax.Array,
+    new: Pair | None = None,
+    start_B: jax.Array | None = None,
+) -> jax.Array:
+    """Grouped-query attention of T queries over S slots; softmax in float32 or wider.
+
+    The N // G query heads of a group are folded into the query rows, which reads keys and values
+    once per group.
+
+    Args:
+      new: key and value of one new token [B, G, 1, H] that belong to slot `start_B` and are not in it
+        yet. Reading them from the cache that they are written to makes XLA write every cache twice and
+        copy it twice on a CPU, which for longer texts costs more than reading the weights.
+
+    Returns: [B, T, N * H].
+    """
+    B, T, _, H = q_BTNH.shape
+    G, S = k_BGSH.shape[1], k_BGSH.shape[2]
+    dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
+    # Scaling the queries instead of the scores saves a pass over [.., T, S].
+    q_BGTRH = group_queries((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
+    q_BGQH = fold_queries(q_BGTRH)
+    score_BGQS = products(q_BGQH, k_BGSH.astype(dtype))
+    if new is not None and start_B is not None:
+        k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
+        own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+        score_BGQS = jnp.where(own_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
+    score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
+    score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
+    weight_BGQS = fold_queries(jax.nn.softmax(score_BGTRS, axis=-1))
+    if new is None:
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+    else:
+        own_BGQ1 = jnp.sum(jnp.where(own_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
+        weight_BGQS = jnp.where(own_B11S, 0, weight_BGQS)
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+        out_BGQH += own_BGQ1 * v_BG1H.astype(wide)
+    return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))
+
+
+# Of texts, in parts: attention over many keys is merged from attention over some of them, with the running softmax of
+# Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022). No array has both all queries and all keys.
+
+
+class Part(NamedTuple):
+    """Attention of queries over some of their keys; all in float32 or wider.
+
+    Attributes:
+      out_BGTRH: the mean of the values, weighted by exp(score).
+      norm_BGTR1: the logarithm of the sum of exp(score).
     """
 
-    config: LlamaConfig
-    dtype: DTypeLike
-    shards: int
-    native: bool = False
+    out_BGTRH: jax.Array
+    norm_BGTR1: jax.Array
 
-    @nn.compact
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        mask: Mask,
-        cache: LayerCache | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        c = self.config
-        B, T, _ = x_BTD.shape
-        asked_BTD = row_of(x_BTD, only_B)
-        if only_B is not None:
-            assert isinstance(cache, tuple) and start_B is not None and not self.shards
-            slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
-            mask = tree_mask(slots, start_B + only_B, itself)
-        sizes = [
-            c.n_heads * c.head_dim,
-            c.n_kv_heads * c.head_dim,
-            c.n_kv_heads * c.head_dim,
-        ]
-        if self.shards:
-            fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
-            cuts = np.cumsum(sizes)[:2] // self.shards
-            out = fused(x_BTD)
-            # Split without the axis of one shard, whose slices a TPU would lay out twice.
-            out = out.reshape(B, T, -1) if self.shards == 1 else out
-            q, k, v = jnp.split(out, cuts, axis=-1)
-        else:
-            q, k, v = (
-                Linear(size, c.qkv_bias, self.dtype, name=name)(x)
-                for size, name, x in zip(
-                    sizes, ("q_proj", "k_proj", "v_proj"), (asked_BTD, x_BTD, x_BTD)
-                )
-            )
-        q_BTNH = q.reshape(B, -1, c.n_heads, c.head_dim)
-        k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
-        v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
-        if c.qk_norm:
-            norm = functools.partial(RMSNorm, c.rms_eps, self.dtype, self.native)
-            q_BTNH = norm(name="q_norm")(q_BTNH)
-            k_BTGH = norm(name="k_norm")(k_BTGH)
-        turn = cpu().rotate if self.native else rotate
-        q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
-        k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
-        v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
-        new = (k_BGTH, v_BGTH)
-        out_BTD, written = attention_of(q_BTNH, new, mask, cache, start_B)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), written
+
+def attend_part(
+    q_BGTRH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, visible_BTS: jax.Array
+) -> Part:
+    """Attention of T queries over S keys; the R queries of a group share its keys.
+
+    Division by the sum of the weights comes after the product with the values, the smaller array.
+    """
+    dtype = q_BGTRH.dtype
+    score = scores(q_BGTRH, k_BGSH, visible_BTS)
+    top = lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    weight = jnp.exp(score - top)
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    out = dot(fold_queries(weight.astype(dtype)), v_BGSH.astype(dtype), 2)
+    return Part(out.reshape(q_BGTRH.shape) / total, top + jnp.log(total))
+
+
+def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+    """Scaled products [B, G, T, R, S] in float32 or wider; invisible keys get the type's minimum."""
+    B, G, T, R, H = q_BGTRH.shape
+    score = dot(fold_queries(q_BGTRH), k_BGSH.astype(q_BGTRH.dtype), 3)
+    score = score.reshape(B, G, T, R, -1) * (H**-0.5)
+    return jnp.where(visible_BTS[:, None, :, None, :], score, jnp.finfo(score.dtype).min)
+
+
+def merge_parts(a: Part, b: Part) -> Part:
+    """Attention over the keys of both; every query must see a key of a."""
+    norm = jnp.logaddexp(a.norm_BGTR1, b.norm_BGTR1)
+    share_a, share_b = jnp.exp(a.norm_BGTR1 - norm), jnp.exp(b.norm_BGTR1 - norm)
+    return Part(a.out_BGTRH * share_a + b.out_BGTRH * share_b, norm)
+
+
+def attend_text(
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> jax.Array:
+    """Attention within whole rows: [B, T, N * H]."""
+    part = text_part(group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH, v_BGTH, mask)
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+def attend_levels(
+    q_BTNH: jax.Array, text: Pair, levels: Sequence[Pair], mask: CausalMask
+) -> jax.Array:
+    """Attention of row t over the rows of the text up to t and over row t of each level: [B, T, N * H].
+
+    Args:
+      text: keys and values [B, G, T, H], as for `attend_text`.
+      levels: such keys and values for each level.
+    """
+    q_BGTRH = group_queries(q_BTNH, text[0].shape[1])
+    part = text_part(q_BGTRH, *text, mask)
+    wide = part.norm_BGTR1.dtype
+    for level in levels:  # each query has one key per level: sums, not matrix products
+        k, v = (x[:, :, :, None].astype(wide) for x in level)
+        score = jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
+        part = merge_parts(part, Part(v, score))
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+def text_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> Part:
+    """Attention of a text over itself, by blocks of queries.
+
+    The backward pass computes a block's scores again, and memory grows with the length of the text.
+    """
+    T = q_BGTRH.shape[2]
+    given = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
+    n_blocks = given[0].shape[2] // BLOCK
+    ends = sorted({-(-n_blocks * i // SPANS) for i in range(SPANS + 1)})
+
+    def spans(given: tuple[PyTree, ...]) -> Part:
+        q_BGTRH, k_BGTH, v_BGTH, mask = given
+
+        def span(begin: int, end: int) -> Part:
+            first = max(0, begin * BLOCK - mask.window + 1) if mask.window else 0
+            keys, values = (x[:, :, first : end * BLOCK] for x in (k_BGTH, v_BGTH))
+
+            @jax.checkpoint
+            def one(i: jax.Array) -> Part:
+                visible_BQS = mask.visible(i * BLOCK, BLOCK, first, keys.shape[2])
+                return attend_part(block(q_BGTRH, i), keys, values, visible_BQS)
+
+            return lax.map(one, jnp.arange(begin, end))
+
+        parts = [span(*edges) for edges in itertools.pairwise(ends)]
+        return jax.tree.map(lambda *x: join_blocks(jnp.concatenate(x)), *parts)
+
+    def row(given: tuple[PyTree, ...]) -> Part:
+        part = spans(jax.tree.map(lambda x: x[None], given))
+        return jax.tree.map(lambda x: x[0], part)
+
+    # A CPU takes one row after the other, whose scores fit its cache.
+    part = lax.map(jax.checkpoint(row), given) if platform() == "cpu" else spans(given)
+    return jax.tree.map(lambda x: x[:, :, :T], part)
+
+
+def attend_cached(
+    q_BTNH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, window: int
+) -> jax.Array:
+    """Attention of T consecutive tokens over themselves and a cached text before them.
+
+    Reads only slots that some row can see, so the cost depends on the text, not on the cache size.
+
+    Args:
+      new: keys and values of the tokens, each [B, G, T, H], for the slots from `start_B` on.
+      cache: keys and values [B, G, S, H] without the new ones; slots [0, start) are visible.
+      window: as in `CausalMask`.
+
+    Returns: [B, T, N * H].
+    """
+    T, S = q_BTNH.shape[1], cache[0].shape[2]
+    size = min(SLOTS, S)
+    q_BGTRH = group_queries(q_BTNH, cache[0].shape[1])
+
+    def with_block(i: jax.Array, part: Part) -> Part:
+        first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
+        k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
+        slot_S = first + jnp.arange(size)
+        distance_BS = start_B[:, None] - slot_S[None, :]
+        seen_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
+        near_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None] < (
+            window or S + T
+        )
+        seen_BTS = seen_BS[:, None, :] & near_BTS
+        return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
+
+    # The new keys come first: every token sees itself, so each starts with a score.
+    mask = CausalMask(window=window)
+    if platform() == "cpu":
+        part = text_part(q_BGTRH, *new, mask)
+    else:  # all at once: loops over blocks cost more
+        part = attend_part(q_BGTRH, *new, mask.visible(0, T, 0, T))
+    oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
+    blocks = oldest // size, -(-jnp.max(start_B) // size)
+    part = lax.fori_loop(*blocks, with_block, part)
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+# Products and shapes.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dot(a: jax.Array, b: jax.Array, axis_b: int) -> jax.Array:
+    """The last axis of a [B, G, Q, X] times axis 2 or 3 of b, batched over [B, G], in float32 or wider.
+
+    Its gradient is rounded to their type before it is multiplied.
+    """
+    return _dot(a, b, 3, axis_b)
+
+
+def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+    return lax.dot_general(
+        a,
+        b,
+        (((axis_a,), (axis_b,)), ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=at_least_f32(a.dtype),
+    )
+
+
+def _dot_backward(axis_b: int, given: Pair, d: jax.Array) -> Pair:
+    a, b = given
+    d = d.astype(a.dtype)
+    d_b = _dot(d, a, 2, 2) if axis_b == 3 else _dot(a, d, 2, 2)
+    return _dot(d, b, 3, 5 - axis_b).astype(a.dtype), d_b.astype(b.dtype)
+
+
+dot.defvjp(lambda a, b, axis_b: (dot(a, b, axis_b), (a, b)), _dot_backward)
+
+
+def products(q_BGQH: jax.Array, k_BGSH: jax.Array) -> jax.Array:
+    """Products of queries with the keys of a cache, in the order of the platform: [B, G, Q, S].
+
+    A CPU takes keys times queries, since otherwise it transposes all keys first. A GPU takes queries times
+    keys: a softmax across rows of memory is three more kernels in each layer.
+    """
+    if platform() == "cpu":
+        return jnp.swapaxes(dot(k_BGSH, q_BGQH, 3), 2, 3)
+    return dot(q_BGQH, k_BGSH, 3)
+
+
+def fold_queries(x_BGTRX: jax.Array) -> jax.Array:
+    """The queries of a group as rows: [B, G, T * R, X]."""
+    return x_BGTRX.reshape(*x_BGTRX.shape[:2], -1, x_BGTRX.shape[-1])
+
+
+def group_queries(q_BTNH: jax.Array, G: int) -> jax.Array:
+    """Group queries by their key/value head: [B, G, T, R, H]."""
+    B, T, N, H = q_BTNH.shape
+    return q_BTNH.reshape(B, T, G, N // G, H).transpose(0, 2, 1, 3, 4)
+
+
+def flat(out_BGTRH: jax.Array) -> jax.Array:
+    """[B, G, T, R, H] -> [B, T, N * H]."""
+    B, _, T = out_BGTRH.shape[:3]
+    return out_BGTRH.transpose(0, 2, 1, 3, 4).reshape(B, T, -1)
+
+
+def whole_blocks(*trees: PyTree) -> tuple[PyTree, ...]:
+    """Pad the T axis (the third; the second of segment ids) to a multiple of BLOCK."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        axis = min(2, x.ndim - 1)
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -x.shape[axis] % BLOCK)
+        return jnp.pad(x, widths)
+
+    return jax.tree.map(pad, trees)
+
+
+def block(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Block i of the T axis of x [B, G, T, ...]."""
+    return lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=2)
+
+
+def join_blocks(blocks: jax.Array) -> jax.Array:
+    """Blocks [n, B, G, Q, ...] -> [B, G, n * Q, ...]."""
+    _, B, G, _, *rest = blocks.shape
+    return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *rest)

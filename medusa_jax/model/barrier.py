@@ -1,4 +1,6 @@
-"""Orders of computation that XLA keeps on every backend."""
+"""Orders of computation that XLA keeps on every backend, and recomputation in the backward pass by them."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +33,7 @@ def barrier_with(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Return both arguments unchanged; `x` is available only after `others` and is not recomputed.
 
-    XLA for CPU would fuse the addition of `depend_on` into each reader of `x`, and so keep all terms of
+    XLA for CPU would fuse the addition of `depend_on` into each reader of `x`, and keep all terms of
     `x` alive. It neither drops nor fuses a branch.
     """
 
@@ -62,3 +64,39 @@ def completion_of(*trees: PyTree) -> jax.Array:
     """A scalar that exists once every array of the trees is computed: a `done` for `depend_on`."""
     firsts = [x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(trees)]
     return jnp.sum(jnp.stack(firsts))
+
+
+def rematerialised(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
+    """f with a backward pass that keeps only its arguments and computes f again from them.
+
+    `jax.checkpoint` relies on barriers. A CPU drops them and recomputes the activations of every layer
+    before the first is needed, which saves nothing.
+
+    The gradient of x is available only after the gradients of the trained variables: otherwise XLA may
+    postpone those and keep each layer's operands for them, several times the size of x.
+
+    Args:
+      f: (variables, x, ...), arrays or trees of arrays -> one array; it must not close over traced
+        values.
+      trained: the entry of `variables` whose gradients are needed.
+    """
+
+    @jax.custom_vjp
+    def recomputed(variables: PyTree, x: jax.Array, *rest: PyTree) -> jax.Array:
+        return f(variables, x, *rest)
+
+    def forward(*args: PyTree) -> tuple[jax.Array, tuple[PyTree, ...]]:
+        return f(*args), args
+
+    def backward(args: tuple[PyTree, ...], cotangent: jax.Array) -> tuple[PyTree, ...]:
+        d_variables, dx, *d_rest = jax.vjp(f, *depend_on(args, cotangent))[1](cotangent)
+        leaves, treedef = jax.tree.flatten(d_variables[trained])
+        indices = [i for i, g in enumerate(leaves) if g.dtype != jax.dtypes.float0]
+        dx, gradients = barrier_with(dx, [leaves[i] for i in indices])
+        for i, gradient in zip(indices, gradients):
+            leaves[i] = gradient
+        d_variables |= {trained: jax.tree.unflatten(treedef, leaves)}
+        return (d_variables, dx, *d_rest)
+
+    recomputed.defvjp(forward, backward)
+    return recomputed

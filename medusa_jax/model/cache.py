@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.devices.platforms import platform
+from medusa_jax.model.seams import tpu
 
 
 class KVCache(struct.PyTreeNode):
@@ -61,17 +61,17 @@ class KVCache(struct.PyTreeNode):
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
         root, and ascends to the last accepted node. Its entries after that may be any of the M
-        candidates: what they copy is after the new length and is overwritten by the next step.
+        candidates: their copies lie after the new length, where the next step writes.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
-        then hold what was in 10, 12, 13, and the caller's new length is 13 (two drafts
+        then hold the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
-        if platform() == "tpu":
-            return jax.tree.map(lambda x: _moved(x, length_B, path_BL), self)
+        if on_tpu := tpu():
+            return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL
 
-        # A row that has ended may lack room. What is read beyond its slots must be a number (clip): with
+        # A row that has ended may lack room. A read beyond its slots must give a number (clip): with
         # NaN there, the next request in the row would multiply it by a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:
@@ -82,25 +82,6 @@ class KVCache(struct.PyTreeNode):
             return write_rows(x_BGSH, rows, length_B)
 
         return jax.tree.map(move, self)
-
-
-def _moved(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
-    """`commit` of one array, slot by slot in place.
-
-    For a gather from the cache a TPU would keep it in another layout than attention reads. A path
-    ascends, so no slot is overwritten before it is read.
-    """
-    B, G, _, H = x_BGSH.shape
-    zero = jnp.zeros((), length_B.dtype)
-    for b in range(B):
-        for i in range(1, path_BL.shape[1]):
-            row, start = jnp.asarray(b, length_B.dtype), length_B[b]
-            at = (row, zero, start + path_BL[b, i].astype(start.dtype), zero)
-            slot_1G1H = lax.dynamic_slice(x_BGSH, at, (1, G, 1, H))
-            x_BGSH = lax.dynamic_update_slice(
-                x_BGSH, slot_1G1H, (row, zero, start + i, zero)
-            )
-    return x_BGSH
 
 
 def write_rows(
@@ -118,13 +99,8 @@ def write_rows(
             cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero)
         )
 
-    if platform() == "tpu":
-        # Several rows at once are a scatter, for which a TPU copies the cache to another layout and
-        # back in every layer. A CPU has it the other way round: it copies the cache for every row.
-        for b in range(cache_BGSH.shape[0]):
-            at = (jnp.asarray(b, start_B.dtype), zero, start_B[b], zero)
-            cache_BGSH = lax.dynamic_update_slice(cache_BGSH, rows_BGTH[b : b + 1], at)
-        return cache_BGSH
+    if on_tpu := tpu():
+        return on_tpu.write_rows(cache_BGSH, rows_BGTH, start_B)
 
     def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))

@@ -1,15 +1,19 @@
-"""Linear layers and the RMS norm."""
+"""Modules of the backbone: linear layers, the RMS norm, attention, the MLP and the decoder layer."""
+
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.model.engine import cpu
-from medusa_jax.model.lora import add_adapter
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.model.attention import LayerCache, Mask, PathMask, attention_of, tree_mask
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.quantise import quantised_product
+from medusa_jax.model.rope import rotate
+from medusa_jax.model.seams import cpu, training
 from medusa_jax.model.stored import Kernel, Stored, multiply
 
 
@@ -35,7 +39,7 @@ class Linear(nn.Module):
         if self.has_variable("params", "codes"):
             codes: jax.Array = self.get_variable("params", "codes")
             scales: jax.Array = self.get_variable("params", "scales")
-            y = quantised_product(x, codes, scales)
+            y = training("quantise").quantised_product(x, codes, scales)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
@@ -45,6 +49,21 @@ class Linear(nn.Module):
             bias = self.param("bias", nn.initializers.zeros, width)
             y = y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)
         return y.astype(self.dtype)
+
+
+def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
+    """y plus the output for x of the module's adapter in the collection "lora"; y if it has none."""
+    if not module.has_variable("lora", "a"):
+        return y
+    return training("lora").with_adapter(module.variables["lora"], x, y)
+
+
+class Adapter(nn.Module):
+    """An adapter without a layer, for a tied LM head."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return add_adapter(self, x, y)
 
 
 class Embed(nn.Embed):
@@ -65,7 +84,7 @@ class Embed(nn.Embed):
 def kernel_of(
     module: nn.Module, init: nn.initializers.Initializer, shape: tuple[int, ...]
 ) -> Kernel:
-    """The module's `kernel`, in whatever form it is stored; made by `init` if there is none."""
+    """The module's `kernel`, in its stored form; `init` makes a missing one."""
     if module.has_variable("params", "kernel"):
         return module.get_variable("params", "kernel")
     return module.param("kernel", init, shape)
@@ -86,3 +105,134 @@ class RMSNorm(nn.Module):
         wide = x.astype(at_least_f32(self.dtype))
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return jnp.broadcast_to(scale.astype(self.dtype), x.shape) * wide.astype(self.dtype)
+
+
+def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
+    """One row of each, [B, T, ...] -> [B, 1, ...], the last if it has fewer; None: all rows."""
+    if row_B is None:
+        return x_BT
+    return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
+
+
+class Attention(nn.Module):
+    """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
+
+    With `only_B` one new token per row has an output, [B, 1, D]. It sees the cached text and
+    the new tokens up to itself; the others have keys and values only.
+
+    Returns the output, and the cache with the new keys and values (only these without a cache).
+    """
+
+    config: LlamaConfig
+    dtype: DTypeLike
+    shards: int
+    native: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        mask: Mask,
+        cache: LayerCache | None = None,
+        start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        c = self.config
+        B, T, _ = x_BTD.shape
+        asked_BTD = row_of(x_BTD, only_B)
+        if only_B is not None:
+            assert isinstance(cache, tuple) and start_B is not None and not self.shards
+            slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
+            mask = tree_mask(slots, start_B + only_B, itself)
+        sizes = [
+            c.n_heads * c.head_dim,
+            c.n_kv_heads * c.head_dim,
+            c.n_kv_heads * c.head_dim,
+        ]
+        if self.shards:
+            fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
+            cuts = np.cumsum(sizes)[:2] // self.shards
+            out = fused(x_BTD)
+            # Split without the axis of one shard, whose slices a TPU would lay out twice.
+            out = out.reshape(B, T, -1) if self.shards == 1 else out
+            q, k, v = jnp.split(out, cuts, axis=-1)
+        else:
+            q, k, v = (
+                Linear(size, c.qkv_bias, self.dtype, name=name)(x)
+                for size, name, x in zip(
+                    sizes, ("q_proj", "k_proj", "v_proj"), (asked_BTD, x_BTD, x_BTD)
+                )
+            )
+        q_BTNH = q.reshape(B, -1, c.n_heads, c.head_dim)
+        k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
+        v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
+        if c.qk_norm:
+            norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+            q_BTNH = norm(name="q_norm")(q_BTNH)
+            k_BTGH = norm(name="k_norm")(k_BTGH)
+        turn = cpu().rotate if self.native else rotate
+        q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
+        k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
+        v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
+        new = (k_BGTH, v_BGTH)
+        out_BTD, written = attention_of(q_BTNH, new, mask, cache, start_B)
+        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), written
+
+
+class Mlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    config: LlamaConfig
+    dtype: DTypeLike
+    shards: int
+
+    @nn.compact
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        c = self.config
+        if self.shards:
+            fused = Linear(
+                2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj"
+            )
+            gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
+        else:
+            gate = Linear(c.d_ff, c.mlp_bias, self.dtype, name="gate_proj")(x_BTD)
+            up = Linear(c.d_ff, c.mlp_bias, self.dtype, name="up_proj")(x_BTD)
+        inner = (nn.silu(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
+        return Linear(c.d_model, c.mlp_bias, self.dtype, name="down_proj")(inner)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
+
+    `only_B` as in `Attention`.
+    """
+
+    config: LlamaConfig
+    dtype: DTypeLike
+    shards: int = 0
+    native: bool = False
+    input_norm: bool = True
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        rope: tuple[jax.Array, jax.Array],
+        mask: Mask,
+        cache: LayerCache | None = None,
+        start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        c = self.config
+        if isinstance(mask, PathMask):
+            assert isinstance(cache, tuple) and start_B is not None
+            layer = self.variables["params"]
+            return cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B)
+        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+        normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
+        attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
+        out, cache = attention(normed, rope, mask, cache, start_B, only_B)
+        x_BTD = row_of(x_BTD, only_B) + out
+        normed = norm(name="post_attention_layernorm")(x_BTD)
+        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache

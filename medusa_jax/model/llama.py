@@ -6,7 +6,7 @@ a draft tree, or causally in a prompt).
 """
 
 import dataclasses
-from functools import lru_cache, partial
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -16,91 +16,21 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import (
-    MAX_MASKED,
-    Attention,
-    LayerCache,
-    Mask,
-    Pair,
-    PathMask,
-    row_of,
-    tree_mask,
-)
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, PathMask, tree_mask
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.causal import CausalMask
-from medusa_jax.model.engine import cpu
-from medusa_jax.model.layers import Embed, Linear, RMSNorm
-from medusa_jax.model.lora import Adapter
+from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.remat import rematerialised
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.seams import Pair, training
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
-
-
-class Mlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
-
-    config: LlamaConfig
-    dtype: DTypeLike
-    shards: int
-
-    @nn.compact
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        c = self.config
-        if self.shards:
-            fused = Linear(
-                2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj"
-            )
-            gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
-        else:
-            gate = Linear(c.d_ff, c.mlp_bias, self.dtype, name="gate_proj")(x_BTD)
-            up = Linear(c.d_ff, c.mlp_bias, self.dtype, name="up_proj")(x_BTD)
-        inner = (nn.silu(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
-        return Linear(c.d_model, c.mlp_bias, self.dtype, name="down_proj")(inner)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
-
-    `only_B` as in `Attention`.
-    """
-
-    config: LlamaConfig
-    dtype: DTypeLike
-    shards: int = 0
-    native: bool = False
-    input_norm: bool = True
-
-    @nn.compact
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        mask: Mask,
-        cache: LayerCache | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        c = self.config
-        if isinstance(mask, PathMask):
-            assert isinstance(cache, tuple) and start_B is not None
-            layer = self.variables["params"]
-            return cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B)
-        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
-        normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
-        attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, cache = attention(normed, rope, mask, cache, start_B, only_B)
-        x_BTD = row_of(x_BTD, only_B) + out
-        normed = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
 
 
 @partial(jax.jit, static_argnums=0)
 def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
     """Apply an unbound `Block`.
 
-    Under `jit`, so that a program traces and lowers one layer instead of each; XLA inlines the calls.
+    Under `jit`, a program traces and lowers one layer instead of each; XLA inlines the calls.
     """
     return block.apply(variables, *args)
 
@@ -210,7 +140,7 @@ class Llama(nn.Module):
         start_B: jax.Array,
         self_mask_TR: jax.Array | None,
     ) -> tuple[Mask, Mask]:
-        """What new tokens see in layers without and with the sliding window."""
+        """The masks of new tokens in layers without and with the sliding window."""
         T, window = positions_BT.shape[1], self.config.sliding_window
         if self_mask_TR is None and T > MAX_MASKED:
             return CausalMask(), CausalMask(window=window)
@@ -278,7 +208,8 @@ class Llama(nn.Module):
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        return rematerialised(run, trained)(variables, x_BTD, rope, mask)
+        again = training("barrier").rematerialised(run, trained)
+        return again(variables, x_BTD, rope, mask)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -287,7 +218,7 @@ def init_params(
 ) -> Params:
     """Random parameters: embedding N(0, 0.02), kernels N(0, 1/fan_in).
 
-    Under `jit`, so that the layers are traced only once per process.
+    Under `jit`, the layers are traced only once per process.
     """
 
     def touch_all(module: Llama) -> jax.Array:
@@ -296,56 +227,6 @@ def init_params(
 
     params = Llama(config).init(key, method=touch_all)["params"]
     return jax.tree.map(lambda x: x.astype(param_dtype), params)
-
-
-@lru_cache(maxsize=16)
-def abstract_params(config: LlamaConfig) -> Params:
-    """Shapes of a backbone's parameters; traces one layer only."""
-    one = dataclasses.replace(config, n_layers=1)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_params, one), key)
-    layer = shapes.pop("layers_0")
-    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
-    return dict(sorted(shapes.items()))
-
-
-def prepare(
-    params: Params, config: LlamaConfig, dtype: DTypeLike, shards: int = 1
-) -> Params:
-    """Parameters for decoding: cast to `dtype`, q/k/v and gate/up fused into one kernel each.
-
-    A tied LM head becomes a separate kernel [D, V]: products with rows of the embedding are up to three
-    times slower on a CPU, and a step reads it once either way.
-
-    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting the
-    fused kernel over devices splits q, k and v alike. Use with
-    `Llama(decoding_config(config), dtype, shards=shards)`.
-
-    Args:
-      params: the whole tree, or some of its entries, such as {"layers_3": ...}.
-    """
-
-    def fuse(parts: list[Params]) -> Params:
-        fused = {}
-        for leaf in parts[0]:
-            grouped = [p[leaf].reshape(*p[leaf].shape[:-1], shards, -1) for p in parts]
-            fused[leaf] = jnp.concatenate(grouped, axis=-1)
-        return fused
-
-    def fuse_layer(layer: Params) -> Params:
-        attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
-        qkv = [attention.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
-        attention["qkv_proj"] = fuse(qkv)
-        mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
-        return layer | {"self_attn": attention, "mlp": mlp}
-
-    out = {
-        name: fuse_layer(inner) if name.startswith("layers_") else inner
-        for name, inner in params.items()
-    }
-    if config.tie_embeddings and "embed_tokens" in params:
-        out["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
-    return jax.tree.map(lambda x: x.astype(dtype), out)
 
 
 def decoding_config(config: LlamaConfig) -> LlamaConfig:

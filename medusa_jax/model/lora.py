@@ -2,45 +2,34 @@
 
     y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank] at random, B [rank, out] zero
 
-`apply({"params": p, "lora": scaled(l, ...)})` is the adapted model, `apply({"params": p})` the original.
-Every linear layer has an adapter, and so does the LM head, even a tied one. `x W` and `(x A) B` are
+`apply({"params": p, "lora": scale(l, ...)})` is the adapted model, `apply({"params": p})` the original.
+Every linear layer has an adapter, also the LM head, even a tied one. `x W` and `(x A) B` are
 separate products in training: with W + AB autodiff would build a full-size dW.
 """
 
 import dataclasses
 from collections.abc import Mapping
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.config import LlamaConfig, LoraConfig
+from medusa_jax.arch import LlamaConfig, LoraConfig
 from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
 from medusa_jax.sharding import Params, PyTree
 
 
-def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
-    """y + (dropout(x) A) B with the module's adapter, in float32 or wider; y if it has none.
+def with_adapter(adapter: Mapping[str, PyTree], x: jax.Array, y: jax.Array) -> jax.Array:
+    """y + (dropout(x) A) B, in float32 or wider; inputs are dropped only if the adapter has a seed.
 
-    Reads a, b and keep (1 - dropout rate) from the collection "lora"; drops only if it also has a seed.
+    Args:
+      adapter: a, b and keep (1 - dropout rate), as `scale` and `with_dropout` make them.
     """
-    if not module.has_variable("lora", "a"):
-        return y
-    adapter: Mapping[str, PyTree] = module.variables["lora"]
     a, b, dtype = adapter["a"], adapter["b"], x.dtype
     if "seed" in adapter:
         x = dropout_by_seed(x, 1 - adapter["keep"], adapter["seed"])
     return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
-
-
-class Adapter(nn.Module):
-    """An adapter without a layer, for a tied LM head."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return add_adapter(self, x, y)
 
 
 def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -79,7 +68,7 @@ def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
     return lora
 
 
-def scaled(lora: Params, cfg: LoraConfig) -> Params:
+def scale(lora: Params, cfg: LoraConfig) -> Params:
     """The collection that layers read: B times alpha / rank, and the dropout's keep rate."""
 
     def walk(module: Params) -> Params:

@@ -4,18 +4,19 @@ An entry of the parameter tree is, for example, {"layers_3": ...}. Loaders conve
 next (their argument `convert`), so a device never holds more than the converted model and one layer twice.
 """
 
-from functools import partial
+import dataclasses
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.arch import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.model.blocks import split_blocks
-from medusa_jax.model.engine import cpu, engine_for
-from medusa_jax.model.llama import Llama, decoding_config, prepare
+from medusa_jax.model.llama import Llama, decoding_config, init_params
+from medusa_jax.model.seams import cpu, engine_for
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, param_shardings
 
@@ -23,13 +24,12 @@ _in_form = jax.jit(store, static_argnums=1)
 
 
 def choose_storage(
-    config: LlamaConfig,
     dtype: DTypeLike,
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
 ) -> Storage:
-    """The form of kernels for this model on these devices.
+    """The form of kernels on these devices: panels where the CPU engine computes.
 
     Args:
       weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
@@ -50,7 +50,7 @@ def choose_storage(
     same = weights in (None, jnp.dtype(dtype).name)
     plain = Storage(0, "" if same else weights or "", draft_weights or "")
     engine = engine_for(dtype, mesh)
-    return engine.choose(config, dtype, plain) if engine else plain
+    return dataclasses.replace(plain, panel=engine.panel()) if engine else plain
 
 
 def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
@@ -95,3 +95,53 @@ def _prepared(
     out = prepare(part, config, dtype, mesh.shape["tensor"])
     out = jax.lax.with_sharding_constraint(out, param_shardings(mesh, out))
     return store(out, storage)
+
+
+def prepare(
+    params: Params, config: LlamaConfig, dtype: DTypeLike, shards: int = 1
+) -> Params:
+    """Parameters for decoding: cast to `dtype`, q/k/v and gate/up fused into one kernel each.
+
+    A tied LM head becomes a separate kernel [D, V]: products with rows of the embedding are up to three
+    times slower on a CPU, and a step reads it once either way.
+
+    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting the
+    fused kernel over devices splits q, k and v alike. Use with
+    `Llama(decoding_config(config), dtype, shards=shards)`.
+
+    Args:
+      params: the whole tree, or some of its entries, such as {"layers_3": ...}.
+    """
+
+    def fuse(parts: list[Params]) -> Params:
+        fused = {}
+        for leaf in parts[0]:
+            grouped = [p[leaf].reshape(*p[leaf].shape[:-1], shards, -1) for p in parts]
+            fused[leaf] = jnp.concatenate(grouped, axis=-1)
+        return fused
+
+    def fuse_layer(layer: Params) -> Params:
+        attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
+        qkv = [attention.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
+        attention["qkv_proj"] = fuse(qkv)
+        mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
+        return layer | {"self_attn": attention, "mlp": mlp}
+
+    out = {
+        name: fuse_layer(inner) if name.startswith("layers_") else inner
+        for name, inner in params.items()
+    }
+    if config.tie_embeddings and "embed_tokens" in params:
+        out["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
+    return jax.tree.map(lambda x: x.astype(dtype), out)
+
+
+@lru_cache(maxsize=16)
+def abstract_params(config: LlamaConfig) -> Params:
+    """Shapes of a backbone's parameters; traces one layer only."""
+    one = dataclasses.replace(config, n_layers=1)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_params, one), key)
+    layer = shapes.pop("layers_0")
+    shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
+    return dict(sorted(shapes.items()))

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from medusa_jax.devices.platforms import platform
 
 # XLA for CUDA takes the product of one row as multiplications and a sum, which leave an H100's memory idle
-# for up to two thirds of the time. A matrix product of 8 rows in 16 bits costs less: docs/hardware.md.
+# for up to two thirds of the time. A matrix product of 8 rows in 16 bits costs less: research/log/.
 CUDA_ROWS = 8
 
 

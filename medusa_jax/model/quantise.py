@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.model.barrier import depend_on
 from medusa_jax.model.product import product
+from medusa_jax.model.stored import int8_codes
 from medusa_jax.sharding import Params
 
 KINDS = ("int8", "nf4")
@@ -40,12 +41,11 @@ NF4 = np.array(
 
 def quantise(kernel: jax.Array, kind: str) -> Params:
     """A kernel [in, out] -> {"codes", "scales"}; codes are nearest, scales bfloat16 for nf4."""
+    if kind == "int8":
+        codes, scales = int8_codes(kernel)
+        return {"codes": codes, "scales": scales}
     n_in, n_out = kernel.shape
     wide = kernel.astype(jnp.float32)
-    if kind == "int8":
-        scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True), 1e-30)
-        codes = jnp.round(wide / jnp.broadcast_to(scales, wide.shape) * 127)
-        return {"codes": codes.astype(jnp.int8), "scales": scales}
     block = math.gcd(n_in, BLOCK)
     blocks = wide.reshape(n_in // block, block, n_out)
     scales = jnp.max(jnp.abs(blocks), axis=1).astype(jnp.bfloat16)

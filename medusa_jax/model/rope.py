@@ -5,12 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
-from medusa_jax.devices.platforms import platform
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.model.seams import tpu
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -50,7 +49,7 @@ def rope_tables(
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike).
 
-    With "yarn" they are multiplied by its factor, so that scores are by its square.
+    With "yarn" they are multiplied by its factor, which multiplies scores by its square.
     """
     wide = at_least_f32(dtype)
     frequency = jnp.asarray(np.tile(rope_frequencies(config), 2), wide)
@@ -63,34 +62,11 @@ def rope_tables(
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """Rotary position embedding; plane i pairs components i and i + H/2."""
-    if platform() == "tpu":
-        return _rotate_heads(x_BTNH, cos_BT1H, sin_BT1H)
+    if on_tpu := tpu():
+        return on_tpu.rotate(x_BTNH, cos_BT1H, sin_BT1H)
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     swapped = jnp.concatenate([-second, first], axis=-1)
     wide = x_BTNH.astype(cos_BT1H.dtype)
     return (wide * cos_BT1H + swapped.astype(cos_BT1H.dtype) * sin_BT1H).astype(
         x_BTNH.dtype
     )
-
-
-def _rotate_heads(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
-    """`rotate` for TPUs: by head, as attention reads them, and with the halves swapped by a product.
-
-    A half of 128 lanes is no whole tile, so slices of halves are laid out again, twice. A column of the
-    product has one term of weight 1 or -1, which is exact.
-    """
-    H = x_BTNH.shape[-1]
-    swap_HH = np.roll(np.eye(H), H // 2, axis=1)
-    swap_HH[H // 2 :] *= -1
-    x_BNTH, cos_B1TH, sin_B1TH = (
-        x.transpose(0, 2, 1, 3) for x in (x_BTNH, cos_BT1H, sin_BT1H)
-    )
-    swapped = lax.dot_general(
-        x_BNTH,
-        jnp.asarray(swap_HH, x_BNTH.dtype),
-        (((3,), (0,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=cos_BT1H.dtype,
-    )
-    turned = x_BNTH.astype(cos_BT1H.dtype) * cos_B1TH + swapped * sin_B1TH
-    return turned.astype(x_BTNH.dtype).transpose(0, 2, 1, 3)

@@ -1,14 +1,13 @@
 """The forms in which kernels are stored for decoding, and the product with each.
 
-A decoding step is bound by reading the weights, so what counts is how many bytes they are and
-whether they are read in one go:
+A decoding step is bound by reading the weights, so their bytes count, and whether they are read in one go:
 
     an array [inputs, outputs]   as trained; the product is XLA's
     Codes                        int8 [inputs, outputs]
     Panels (`cpu/panels.py`)     on one CPU device: in the type of the model, in bfloat16, in int8, or in
                                  the blocks of a GGUF file, which give the bits that float32 would
 
-int8 has one scale for each output, as in `model/quantise.py`.
+int8 has one scale for each output. `model/quantise.py` has the forms of frozen kernels in training.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +18,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from medusa_jax.config import STORED
-from medusa_jax.model.engine import cpu
+from medusa_jax.arch import STORED
 from medusa_jax.model.product import product
-from medusa_jax.model.quantise import quantise
+from medusa_jax.model.seams import cpu
 
-# The names of what multiplies: kernels, and the factors of low-rank LM heads.
+# Names of parameters that multiply: kernels, and the factors of low-rank LM heads.
 KERNELS = ("kernel", "down", "up")
 
 
@@ -34,22 +32,22 @@ class Storage:
 
     Attributes:
       panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
-      weights: their type; "" is that of the model, "stored" the blocks of its file
+      weights: their type; "" is the model's, "stored" the blocks of its file
         (`model/blocks.py`), for kernels that come in blocks.
-      draft_weights: that of draft heads; "" is what `of_drafts` and `of_deciding_drafts` say.
+      draft_weights: the type of draft heads; "": `of_drafts` and `of_deciding_drafts` choose.
     """
 
     panel: int = 0
     weights: str = ""
-    # Measurements are kept under what this has for a form, and under `of_drafts`, which tells it.
+    # Not in the representation, under which measurements are kept together with that of `of_drafts`.
     draft_weights: str = field(default="", repr=False)
 
     @property
     def of_drafts(self) -> "Storage":
-        """That of draft heads: int8 in panels, where it is read in a quarter of the time.
+        """The form of draft heads: int8 in panels, which are read in a quarter of the time.
 
-        What is drafted is checked by the backbone, so its rounding changes no text. Without panels
-        int8 is made float first, which takes longer than reading it wide.
+        The backbone checks the drafts, so their rounding changes no text. Without panels
+        int8 is converted to float first, which takes longer than reading float.
         """
         return Storage(
             self.panel, self.draft_weights or ("int8" if self.panel else self.weights)
@@ -57,13 +55,13 @@ class Storage:
 
     @property
     def of_deciding_drafts(self) -> "Storage":
-        """That of draft heads under a rule whose text depends on what they say (`Rule.by_drafts`):
-        their rounding would change it, so they are as wide as the backbone's weights."""
+        """The form of draft heads under a rule whose text depends on the drafts (`Rule.by_drafts`):
+        as wide as the backbone's weights."""
         return Storage(self.panel, self.draft_weights or self.converted)
 
     @property
     def converted(self) -> str:
-        """The type that kernels of another origin than a file's blocks are stored in."""
+        """The type of kernels that do not come in blocks."""
         return "" if self.weights == STORED else self.weights
 
 
@@ -111,6 +109,14 @@ def multiply(x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
     return product(x, kernel.astype(dtype))
 
 
+def int8_codes(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale."""
+    wide = kernel.astype(jnp.float32)
+    scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True), 1e-30)
+    codes = jnp.round(wide / jnp.broadcast_to(scales, wide.shape) * 127)
+    return codes.astype(jnp.int8), scales
+
+
 def store(params: Any, storage: Storage) -> Any:
     """The same tree with its kernels in the form of `storage`; all else stays as it is."""
     if not isinstance(params, dict):
@@ -127,8 +133,8 @@ def _stored(kernel: jax.Array, storage: Storage) -> Any:
     flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
     scales = None
     if storage.converted == "int8":
-        coded = quantise(flat, "int8")
-        flat, scales = coded["codes"], coded["scales"][0] / 127
+        flat, scales = int8_codes(flat)
+        scales = scales[0] / 127
     elif storage.converted:
         flat = flat.astype(storage.converted)
     if storage.panel:

@@ -35,6 +35,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.log.run_log import read_log
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -248,7 +249,7 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     config, params = hf.load_backbone(str(source), mesh)
     fields = json.loads((source / "config.json").read_text())
     ends = {key: fields[key] for key in ("bos_token_id", "eos_token_id") if key in fields}
-    hf.save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
+    save_backbone(str(target / "backbone"), config, params, "bfloat16", ends)
     for file in TOKENIZER_FILES:
         write_text(target / "backbone" / file, compact((source / file).read_text()))
     shutil.copyfile(source / GENERATION_FILE, target / "backbone" / GENERATION_FILE)
@@ -289,7 +290,7 @@ def install_heads(trained: Path, out: Path, config: LlamaConfig) -> None:
 def install_draft_model(trained: Path, out: Path) -> None:
     """Install the draft model in bfloat16 and its training record; its tokenizer is the backbone's."""
     config, params = hf.load_backbone(str(trained), make_mesh())
-    hf.save_backbone(str(out), config, params, "bfloat16")
+    save_backbone(str(out), config, params, "bfloat16")
     recipe = json.loads((trained / RECIPE_FILE).read_text())
     write_json(out / RECIPE_FILE, relative(recipe))
 

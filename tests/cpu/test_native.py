@@ -18,8 +18,7 @@ from medusa_jax.cpu import rotate as rotate_native
 from medusa_jax.cpu.panels import panel_product
 from medusa_jax.decoding import generate as loop
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import prepare
-from medusa_jax.model.placing import decoder
+from medusa_jax.model.placing import decoder, prepare
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage, multiply, store
 from medusa_jax.sharding import make_mesh

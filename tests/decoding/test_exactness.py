@@ -22,8 +22,7 @@ from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Proposal
-from medusa_jax.model import attention, causal, kernels, rope, tree_kernel
-from medusa_jax.model import cache as kv_cache
+from medusa_jax.model import attention, engine, kernels, tpu
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
@@ -157,7 +156,7 @@ def test_the_forms_for_accelerators_give_the_same_text(
     shape = (vocab, 3, 3)
     tree = Tree.cartesian([2, 2, 1])
     request, expected = reference(shape, 1, acceptance)
-    for module in (causal, kv_cache, rope, sampling, step):
+    for module in (attention, engine, sampling, step):
         monkeypatch.setattr(module, "platform", lambda: platform)
     calls = []
 
@@ -168,12 +167,13 @@ def test_the_forms_for_accelerators_give_the_same_text(
 
         return call
 
-    attend_tree = counted(tree_kernel.attend_tree, interpret=True)
-    monkeypatch.setattr(tree_kernel, "attend_tree", attend_tree)
-    cudnn = counted(kernels.cudnn_cached, implementation="xla")
-    monkeypatch.setattr(attention, "cudnn_cached", cudnn)
+    forms = {
+        "own": None,
+        "tree": counted(tpu.attend_tree, interpret=True),
+        "cudnn": counted(kernels.cudnn_cached, implementation="xla"),
+    }
     monkeypatch.setattr(attention, "attend", counted(attention.attend))
-    monkeypatch.setattr(attention, "cached_kernel", lambda *args: kernel)
+    monkeypatch.setattr(kernels, "for_cache", lambda *args: forms[kernel])
     assert texts_of(drafted(shape, 1, request, expected, tree, acceptance)) == expected
     assert tree.n_nodes in calls
     if kernel == "tree":  # one row: a batch that the plain loop was not traced for

@@ -1,7 +1,6 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,14 +11,14 @@ import pytest
 from children import environment
 from tiny import set_template, write_model
 
-from medusa_jax import progress
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.errors import UserError
-from medusa_jax.interop import chat, hf
+from medusa_jax.interop import answers, chat
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.tokenise import Encoder
 
@@ -38,7 +37,7 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chat")
     config, params = write_model(directory)
     params["lm_head"]["kernel"][:, 2] *= 14
-    hf.save_backbone(str(directory), config, params, "float32")
+    save_backbone(str(directory), config, params, "float32")
     set_template(directory, TEMPLATE)
     return directory
 
@@ -205,7 +204,7 @@ def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     monkeypatch.setattr(
         chat, "tokenize", lambda t, text: seen.append(text) or real(t, text)
     )
-    assert chat.encode_user_opening(tokenizer, talk, name)[1] == stop
+    assert answers.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)
 
 
@@ -276,19 +275,6 @@ def test_continuations_are_counted_without_their_prompts():
     assert files.coverage(counts) == (
         "3072 of 6144 tokens occur; the most frequent cover 2048 90.00%, 4096 100.00%"
     )
-
-
-def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
-    """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(progress, "LINES", 0.0)
-    assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
-    news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
-    first = re.match(r"answers: 0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
-    assert first and int(first[1]) > 0
-    counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
-    assert counts == sorted(counts)
-    found = json.loads((tmp_path / "provenance.json").read_text())
-    assert counts[-1] == found["answer_tokens"] and " left" in news[-1]
 
 
 def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):

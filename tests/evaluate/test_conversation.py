@@ -6,7 +6,8 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import UserError
 from medusa_jax.evaluate.conversation import asked, find_template, turn_prompt
-from medusa_jax.interop.chat import PLAIN, encode_conversation
+from medusa_jax.interop.answers import encode_conversation
+from medusa_jax.interop.chat import PLAIN
 
 
 @pytest.fixture(scope="module")

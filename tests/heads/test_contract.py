@@ -339,7 +339,7 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
         model.attention,
     ):  # pieces of eight tokens are no longer short
         monkeypatch.setattr(module, "MAX_MASKED", 4)
-    monkeypatch.setattr(model.causal, "SLOTS", 8)
+    monkeypatch.setattr(model.attention, "SLOTS", 8)
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from medusa_jax.errors import UserError
+from medusa_jax.interop.answers import encode_conversation
 from medusa_jax.interop.chat import (
     PLAIN,
     SPECIALS,
     TEMPLATES,
-    encode_conversation,
     encode_prompt,
     render,
     shipped_template,

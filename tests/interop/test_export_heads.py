@@ -37,6 +37,7 @@ from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.sharding import make_mesh
 
@@ -48,7 +49,7 @@ def base(tmp_path_factory):
     """The backbone on disk, with a tokenizer."""
     path = tmp_path_factory.mktemp("base")
     write_tokenizer(path)
-    hf.save_backbone(str(path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
+    save_backbone(str(path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
     return BaseFiles.open(str(path))
 
 

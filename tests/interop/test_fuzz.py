@@ -40,13 +40,14 @@ from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
-from medusa_jax.formats.gguf.convert import _convert
+from medusa_jax.formats.gguf.convert import convert
 from medusa_jax.formats.merge import to_merged
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file
@@ -116,7 +117,7 @@ def read_gguf_file(path, out):
     """A letter of a name may change unnoticed, so what it holds is not compared."""
 
     def load():
-        _convert(str(path), None, str(out))
+        convert(str(path), str(out))
         return True
 
     return load
@@ -171,7 +172,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
 
     base = root / "base"
     write_tokenizer(base)
-    hf.save_backbone(str(base), LLAMA, params, "float32")
+    save_backbone(str(base), LLAMA, params, "float32")
     add("model", base / "model.safetensors", read_model(base), weights=True)
     add("config", base / "config.json", read_base(base), same=False)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
@@ -194,7 +195,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     add("adapter-config", adapter / "adapter_config.json", merge)
 
     sharded = root / "sharded"
-    hf.save_backbone(str(sharded), LLAMA, params, "float32")
+    save_backbone(str(sharded), LLAMA, params, "float32")
     (sharded / "model.safetensors").rename(sharded / "part.safetensors")
     names = tensor_files.open_safetensors(str(sharded / "part.safetensors"))
     index = {"weight_map": dict.fromkeys(names, "part.safetensors")}

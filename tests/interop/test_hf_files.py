@@ -17,7 +17,8 @@ from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, hub, shards, tensors
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.interop.hf_config import config_to_hf, read_config
+from medusa_jax.interop.hf_config import read_config
+from medusa_jax.interop.hf_writer import config_to_hf, save_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.rope import rope_frequencies, rope_tables
 from medusa_jax.sharding import make_mesh
@@ -40,7 +41,7 @@ def read(tmp_path, **changes):
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    hf.save_backbone(str(path), TINY, init_params(TINY, jax.random.key(0)), dtype="float32")
+    save_backbone(str(path), TINY, init_params(TINY, jax.random.key(0)), dtype="float32")
     return path
 
 
@@ -315,7 +316,7 @@ def test_broken_index(copy):
 def test_storage_types_and_fingerprint(model_dir, tmp_path):
     """bfloat16 on disk: float32 and bfloat16 loads are the same model; a changed weight is not."""
     config, params = hf.load_backbone(str(model_dir), make_mesh())
-    hf.save_backbone(str(tmp_path), config, params)
+    save_backbone(str(tmp_path), config, params)
     config, wide = hf.load_backbone(str(tmp_path), make_mesh(), "float32")
     _, narrow = hf.load_backbone(str(tmp_path), make_mesh(), jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("bfloat16")}
@@ -332,11 +333,11 @@ def test_impossible_combination_cannot_be_saved(tmp_path):
         64, 32, 2, 4, 2, 8, 48, sliding_window=4, sliding_window_start_layer=1
     )
     with pytest.raises(UserError, match="no Hugging Face model class"):
-        hf.save_backbone(str(tmp_path), config, init_params(config, jax.random.key(0)))
+        save_backbone(str(tmp_path), config, init_params(config, jax.random.key(0)))
 
 
 def test_weights_may_be_read_by_whom_other_files_may(tmp_path):
-    hf.save_backbone(str(tmp_path), TINY, init_params(TINY, jax.random.key(0)))
+    save_backbone(str(tmp_path), TINY, init_params(TINY, jax.random.key(0)))
     modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
@@ -414,21 +415,21 @@ def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
     last state, nothing of the one before is left, and both forms hold the same tensors."""
     path = str(tmp_path)
     params = [init_params(TINY, jax.random.key(i)) for i in range(3)]
-    hf.save_backbone(path, TINY, params[0], "float32")
+    save_backbone(path, TINY, params[0], "float32")
     whole = weights_in(path)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
-    hf.save_backbone(path, TINY, params[0], "float32")
+    save_backbone(path, TINY, params[0], "float32")
     index = json.loads((tmp_path / shards.INDEX).read_text())
     first = set(index["weight_map"].values())
     assert len(first) > 2 and all((tmp_path / f).stat().st_size < 40_000 for f in first)
     assert f"model-00001-of-{len(first):05d}.safetensors" in first
     jax.tree.map(np.testing.assert_array_equal, weights_in(path), whole)
-    hf.save_backbone(path, TINY, params[1], "float32")
+    save_backbone(path, TINY, params[1], "float32")
     assert not first & {file.name for file in tmp_path.iterdir()}
     _, read = hf.load_backbone(path, make_mesh())
     jax.tree.map(np.testing.assert_array_equal, read, params[1])
     monkeypatch.setattr(shards, "SHARD_BYTES", 10**9)
-    hf.save_backbone(path, TINY, params[2], "float32")
+    save_backbone(path, TINY, params[2], "float32")
     names = sorted(file.name for file in tmp_path.glob("model*"))
     assert names == ["model.safetensors"]
     _, read = hf.load_backbone(path, make_mesh())
@@ -439,7 +440,7 @@ def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     """The disk is full at the second shard of the second model."""
     path = str(tmp_path)
     monkeypatch.setattr(shards, "SHARD_BYTES", 4000)
-    hf.save_backbone(path, TINY, init_params(TINY, jax.random.key(0)), "float32")
+    save_backbone(path, TINY, init_params(TINY, jax.random.key(0)), "float32")
     before = weights_in(path)
     save, written = tensors.save_safetensors, []
 
@@ -451,5 +452,5 @@ def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensors, "save_safetensors", full)
     with pytest.raises(UserError, match="disk full"):
-        hf.save_backbone(path, TINY, init_params(TINY, jax.random.key(1)), "float32")
+        save_backbone(path, TINY, init_params(TINY, jax.random.key(1)), "float32")
     jax.tree.map(np.testing.assert_array_equal, weights_in(path), before)

@@ -12,6 +12,7 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
@@ -146,7 +147,7 @@ def test_config_survives_the_way_out_and_back(case, models, tmp_path):
     """Our config.json and weights mean the same to transformers, and to us."""
     model, directory = models(case)
     config, params = hf.load_backbone(directory, make_mesh())
-    hf.save_backbone(str(tmp_path), config, params, dtype="float32")
+    save_backbone(str(tmp_path), config, params, dtype="float32")
     again, params_again = hf.load_backbone(str(tmp_path), make_mesh())
     assert again == config
     same = jax.tree.map(lambda a, b: bool((a == b).all()), params, params_again)
@@ -250,7 +251,7 @@ def test_random_parameters_reach_transformers(tmp_path):
     """The other direction, from our initialisation, in bfloat16."""
     config = LlamaConfig(V, 32, 2, 4, 2, 8, 48, 64)
     params = init_params(config, jax.random.key(3))
-    hf.save_backbone(str(tmp_path), config, params)
+    save_backbone(str(tmp_path), config, params)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
     theirs = model.lm_head.weight.float().detach().numpy()

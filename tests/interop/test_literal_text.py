@@ -3,7 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from medusa_jax.interop.chat import encode_conversation, encode_prompt
+from medusa_jax.interop.answers import encode_conversation
+from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tokenizer import load_tokenizer
 

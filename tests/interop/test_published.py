@@ -48,6 +48,7 @@ from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -96,7 +97,7 @@ def test_version_2_shares_the_lm_head(tmp_path):
 def full_model(tmp_path):
     """v1.0: backbone and heads in one directory; the state of the heads alone is returned too."""
     params = jax.tree.map(np.float32, BASE)
-    hf.save_backbone(str(tmp_path), LLAMA, params, "float32")
+    save_backbone(str(tmp_path), LLAMA, params, "float32")
     state = medusa_state(3, prefix="medusa_head.")
     save_file(
         load_file(tmp_path / "model.safetensors") | state, tmp_path / "model.safetensors"

@@ -23,9 +23,9 @@ from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import hf
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -153,7 +153,7 @@ def test_levels_and_losses_are_specforge_s(version, tmp_path):
 @pytest.mark.parametrize("version", SPECULATORS)
 def test_levels_and_losses_are_those_of_speculators(version, tmp_path):
     """Of the directory that `convert` writes for it."""
-    hf.save_backbone(str(tmp_path / "base"), CONFIG, Inputs.params, "float64")
+    save_backbone(str(tmp_path / "base"), CONFIG, Inputs.params, "float64")
     stored = open_heads(str(directory(version, tmp_path / "specforge")))
     export = Export(stored, BaseFiles.open(str(tmp_path / "base")), "owner/base")
     convert(export, "speculators", str(tmp_path / "out"))

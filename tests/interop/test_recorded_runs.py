@@ -18,7 +18,7 @@ from tiny import random_params
 import medusa_jax
 from medusa_jax.api.results import Options
 from medusa_jax.cpu import library
-from medusa_jax.interop import hf
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.tree.tree import Tree
 
 # The authors' code has as many key and value heads as query heads.
@@ -34,7 +34,7 @@ N_TOKENS = 48
 def write_case(folder, arch, n_layers):
     """A backbone in `folder`/base and published heads in `folder`/heads."""
     params = jax.tree.map(np.float32, random_params(CONFIG, 3))
-    hf.save_backbone(str(folder / "base"), CONFIG, params, "float32")
+    save_backbone(str(folder / "base"), CONFIG, params, "float32")
     config = {"base_model_name_or_path": str(folder / "base")}
     if arch == "medusa":
         state = medusa_state(5, n_layers, seed=n_layers)

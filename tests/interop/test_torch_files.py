@@ -154,11 +154,7 @@ def test_code_is_refused_and_not_run(tmp_path):
         refused(tmp_path / "x", "refused")
     for module, name in (
         ("builtins", "eval"),
-        ("builtins", "getattr"),
-        ("posix", "system"),
-        ("torch", "load"),
         ("torch._utils", "_rebuild_sparse_tensor"),
-        ("torch.storage", "_load_from_bytes"),
         ("collections", "OrderedDict.fromkeys"),
         ("torch.serialization", "os.system"),
     ):
@@ -172,14 +168,11 @@ BOUNDS = {
     "beyond the end": ([2, 3], [3, 1], 1),
     "stride beyond the end": ([2, 2], [5, 2], 0),
     "expanded": ([3, 6], [0, 1], 0),
-    "huge and expanded": ([10**12], [0], 0),
     "overflow": ([2**62, 4], [0, 0], 0),
     "negative stride": ([2], [-1], 3),
     "negative offset": ([2], [1], -1),
     "negative size": ([-1, -6], [1, 1], 0),
     "ranks differ": ([2, 3], [1], 0),
-    "nine dimensions": ([1] * 9, [1] * 9, 0),
-    "empty and huge": ([0, 2**62], [1, 1], 0),
     "empty, and huger than a number of bytes": ([0, 2**31, 2**31], [1, 1, 1], 0),
     "empty, of 64 bits and more": ([10**25, 0], [1, 1], 0),
 }

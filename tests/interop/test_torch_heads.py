@@ -8,9 +8,10 @@ from our_heads import BASE, load
 
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
-from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop import own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_our_files_are_torchs(dtype, tmp_path):
     """The legacy export through torch.load, also mapped into memory."""
-    hf.save_backbone(str(tmp_path / "base"), LLAMA, BASE, "float32")
+    save_backbone(str(tmp_path / "base"), LLAMA, BASE, "float32")
     base = BaseFiles.open(str(tmp_path / "base"))
     heads, head_params, _ = load(
         write(tmp_path / "a", medusa_state(2), "medusa_lm_head.pt")

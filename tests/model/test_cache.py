@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_jax.model import cache as cache_file
+from medusa_jax.model import seams
 from medusa_jax.model.cache import KVCache, write_rows
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
@@ -17,7 +17,7 @@ SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 def forms(request):
     """The forms for each platform; they are traced again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_file, "platform", lambda: request.param)
+        patch.setattr(seams, "platform", lambda: request.param)
         jax.clear_caches()
         yield
     jax.clear_caches()

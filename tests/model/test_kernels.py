@@ -14,93 +14,78 @@ from cases import wide
 from children import devices, output_of
 from closeness import assert_close
 
-from medusa_jax.model import attention, kernels
-from medusa_jax.model.causal import CausalMask, attend_causal
+from medusa_jax.model import attention, kernels, seams, tpu
+from medusa_jax.model.attention import CausalMask, attend_text
+
+
+@pytest.fixture(autouse=True)
+def cudnn_is_here(monkeypatch):
+    monkeypatch.setattr(kernels, "has_cudnn", lambda: True)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.delenv("MEDUSA_JAX_ATTENTION", raising=False)
 
 
 @pytest.mark.parametrize(
     "platform, dtype, T, H, expected",
     [
-        ("cuda", "bfloat16", 2048, 128, "cudnn"),
-        ("cuda", "float16", 640, 64, "cudnn"),
-        ("cuda", "float32", 2048, 128, "own"),
-        ("cuda", "bfloat16", 2047, 128, "own"),
-        ("cuda", "bfloat16", 2048, 100, "own"),
-        ("cuda", "bfloat16", 2048, 256, "own"),
-        ("cuda", "bfloat16", 131072, 128, "own"),
-        ("rocm", "bfloat16", 2048, 128, "own"),
-        ("tpu", "bfloat16", 131072, 128, "splash"),
-        ("tpu", "float32", 2048, 128, "own"),
-        ("tpu", "bfloat16", 2000, 128, "own"),
-        ("tpu", "bfloat16", 2048, 64, "own"),
-        ("cpu", "bfloat16", 2048, 128, "own"),
-        ("cpu", "float64", 2048, 128, "own"),
+        ("cuda", "bfloat16", 2048, 128, kernels.cudnn),
+        ("cuda", "float16", 640, 64, kernels.cudnn),
+        ("cuda", "float32", 2048, 128, None),
+        ("cuda", "bfloat16", 2047, 128, None),
+        ("cuda", "bfloat16", 2048, 100, None),
+        ("cuda", "bfloat16", 2048, 256, None),
+        ("cuda", "bfloat16", 131072, 128, None),
+        ("tpu", "bfloat16", 131072, 128, tpu.splash),
+        ("tpu", "float32", 2048, 128, None),
+        ("tpu", "bfloat16", 2000, 128, None),
+        ("tpu", "bfloat16", 2048, 64, None),
     ],
 )
-def test_choice(platform, dtype, T, H, expected):
-    assert kernels.kernel_for(platform, dtype, T, H) == expected
+def test_the_kernel_for_a_text(platform, dtype, T, H, expected):
+    q = jax.ShapeDtypeStruct((2, T, 4, H), dtype)
+    found = kernels.for_text(platform, q)
+    assert (found and found.args[0]) == expected
 
 
-def test_the_librarys_kernels_can_be_switched_off(monkeypatch):
-    assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "cudnn"
+@pytest.mark.parametrize("platform", ["cpu", "rocm", "cuda", "tpu"])
+def test_the_platform_and_the_variable_choose(platform, monkeypatch):
+    monkeypatch.setattr(seams, "platform", lambda: platform)
+    assert (seams.attention_kernels() is kernels) == (platform in ("cuda", "tpu"))
     monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
-    assert kernels.kernel_for("cuda", jnp.bfloat16, 1024, 128) == "own"
+    assert seams.attention_kernels() is None
+
+
+TREE, CUDNN = tpu.attend_tree, kernels.cudnn_cached
 
 
 @pytest.mark.parametrize(
-    "platform, asked, T, expected",
+    "platform, asked, B, T, S, expected",
     [
-        ("cpu", "", 64, "own own"),
-        ("cpu", "cudnn", 64, "own own"),
-        ("tpu", "", 64, "tree own"),
-        ("tpu", "own", 64, "own own"),
-        ("cuda", "", 64, "own own"),
-        ("cuda", "cudnn", 64, "cudnn cudnn"),
+        ("tpu", "", 2, 64, 1024, TREE),
+        ("tpu", "", 2, 64, 1000, None),  # whole tiles only
+        ("cuda", "", 2, 64, 1024, None),
+        ("cuda", "cudnn", 2, 64, 1024, CUDNN),
         # Scores of 32 MiB, and a little less.
-        ("cuda", "", 128, "cudnn own"),
-        ("cuda", "own", 128, "own own"),
-        ("rocm", "cudnn", 64, "own own"),
+        ("cuda", "", 2, 128, 1024, CUDNN),
+        ("cuda", "", 2, 128, 1000, None),
+        # One token a row: where the caches of a TPU are long.
+        ("tpu", "", 1, 1, 4096, None),
+        ("tpu", "", 8, 1, 1024, TREE),
+        ("tpu", "", 1, 1, 8192, TREE),
+        ("cuda", "cudnn", 8, 1, 4096, None),
     ],
 )
-def test_the_choice_for_a_cache(platform, asked, T, expected, monkeypatch):
-    """Whole tiles for a TPU; one device and 16 bits for all."""
-    monkeypatch.setattr(kernels, "platform", lambda: platform)
-    monkeypatch.setattr(kernels, "has_cudnn", lambda: True)
+def test_the_kernel_for_a_cache(platform, asked, B, T, S, expected, monkeypatch):
+    """One device and 16 bits for all."""
     monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    q = jax.ShapeDtypeStruct((2, T, 32, 128), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((2, 8, 1024, 128), jnp.bfloat16)
-    found = [
-        kernels.cached_kernel(q, k.update(shape=(2, 8, S, 128)), T) for S in (1024, 1000)
-    ]
-    assert found == expected.split()
-    single = k.update(dtype=jnp.float32)
-    assert kernels.cached_kernel(q, single, T) == "own"
-    assert kernels.cached_kernel(q.update(dtype=jnp.float32), single, T) == "own"
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert kernels.cached_kernel(q, k, T) == "own"
-
-
-@pytest.mark.parametrize(
-    "platform, asked, B, S, expected",
-    [
-        ("tpu", "", 1, 4096, "own"),
-        ("tpu", "", 8, 512, "own"),
-        ("tpu", "", 8, 1024, "tree"),
-        ("tpu", "", 1, 8192, "tree"),
-        ("tpu", "own", 8, 4096, "own"),
-        ("cuda", "cudnn", 8, 4096, "own"),
-        ("cpu", "", 8, 4096, "own"),
-    ],
-)
-def test_the_choice_for_one_token_a_row(platform, asked, B, S, expected, monkeypatch):
-    """Plain decoding on a TPU goes through the kernel where the caches are long."""
-    monkeypatch.setattr(kernels, "platform", lambda: platform)
-    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    q = jax.ShapeDtypeStruct((B, 1, 32, 128), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((B, T, 32, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((B, 8, S, 128), jnp.bfloat16)
-    assert kernels.cached_kernel(q, k, 1) == expected
+    assert kernels.for_cache(platform, q, k, T) is expected
+    single = k.update(dtype=jnp.float32)
+    assert kernels.for_cache(platform, q, single, T) is None
+    assert kernels.for_cache(platform, q.update(dtype=jnp.float32), single, T) is None
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert kernels.for_cache(platform, q, k, T) is None
 
 
 def rows(window, B=2, T=256, N=2, G=1, H=128):
@@ -112,7 +97,7 @@ def rows(window, B=2, T=256, N=2, G=1, H=128):
 
 
 def own(q, k, v, mask):
-    return attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask).reshape(q.shape)
+    return attend_text(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask).reshape(q.shape)
 
 
 @pytest.mark.parametrize("window", [20, *wide(0)])
@@ -121,7 +106,7 @@ def own(q, k, v, mask):
     [
         pytest.param(partial(kernels.cudnn, implementation="xla"), id="cudnn"),
         pytest.param(
-            partial(kernels.splash, interpret=True), id="splash", marks=pytest.mark.wide
+            partial(tpu.splash, interpret=True), id="splash", marks=pytest.mark.wide
         ),
     ],
 )
@@ -144,50 +129,47 @@ def test_values_and_gradients_are_our_own(run, window):
         assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
-@pytest.fixture
-def rows_on_cuda(monkeypatch):
-    """Queries, keys, values and mask in 16 bits, for which cuDNN is wanted."""
-    kernels.has_cudnn.cache_clear()
-    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
-    qkv, mask = rows(0, T=16, H=8)
-    yield (*(x.astype(jnp.bfloat16) for x in qkv), mask)
-    kernels.has_cudnn.cache_clear()
-
-
 def attended(q, k, v, mask):
-    out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
-    return out.reshape(q.shape)
+    swapped = q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), mask
+    return attention.attention_of(*swapped, None, None)[0].reshape(q.shape)
 
 
-@pytest.mark.parametrize("problem", ["cuDNN not found.", "cuDNN is not detected."])
-def test_without_cudnn_attention_is_our_own(problem, rows_on_cuda, monkeypatch, capsys):
+has_cudnn = kernels.has_cudnn
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
     """JAX raises, such as on a machine that has a GPU's compiler only. One sentence says so, once."""
 
-    def missing(*_, implementation, **__):
+    def library(q, *_, implementation, **__):
         assert implementation == "cudnn"
-        raise RuntimeError(problem)
+        if not found:
+            raise RuntimeError("cuDNN not found.")
+        return q
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    has_cudnn.cache_clear()
+    monkeypatch.setattr(kernels, "has_cudnn", has_cudnn)
+    for module in (attention, seams):
+        monkeypatch.setattr(module, "platform", lambda: "cuda")
+    qkv, mask = rows(0, T=16, H=8)
+    given = *(x.astype(jnp.bfloat16) for x in qkv), mask
+    expected = given[0] if found else own(*given)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
     for _ in range(2):
-        assert (attended(*rows_on_cuda) == own(*rows_on_cuda)).all()
-    assert capsys.readouterr().err.count("cuDNN was not found") == 1
-
-
-def test_with_cudnn_it_is_asked_for(rows_on_cuda, monkeypatch, capsys):
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, *_, **__: q)
-    assert (attended(*rows_on_cuda) == rows_on_cuda[0]).all()
-    assert not capsys.readouterr().err
+        assert (attended(*given) == expected).all()
+    assert capsys.readouterr().err.count("cuDNN was not found") == (not found)
+    has_cudnn.cache_clear()
 
 
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
-    monkeypatch.setattr(kernels, "platform", lambda: "tpu")
+    for module in (attention, seams):
+        monkeypatch.setattr(module, "platform", lambda: "tpu")
     qkv, mask = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
 
     def total(q, k, v):
-        out = attention.attend_rows(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
-        return out.astype(jnp.float32).sum()
+        return attended(q, k, v, mask).astype(jnp.float32).sum()
 
     run = jax.jit(jax.grad(total, (0, 1, 2)))
     exported = jax.export.export(run, platforms=["tpu"])(*shapes)
@@ -217,11 +199,14 @@ mesh = make_mesh((2, 1, 2))
 for G in (2, 1):
     qkv, mask = rows(5, T=32, N=4, G=G, H=8)
     placed = jax.device_put((*qkv, mask), batch_sharding(mesh))
-    run = jax.jit(kernels.on_mesh(partial(kernels.cudnn, implementation="xla"), mesh))
+    cudnn = partial(kernels.cudnn, implementation="xla")
+    def run(q, k, v, mask):
+        return kernels.by_row(cudnn, mesh, q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+    run = jax.jit(run)
     with jax.set_mesh(mesh):
         text = run.lower(*placed).compile().as_text()
     assert "all-gather" not in text
-    assert_close(run(*placed), own(*qkv, mask))
+    assert_close(run(*placed).reshape(qkv[0].shape), own(*qkv, mask))
 """
 
 

@@ -14,7 +14,8 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+from medusa_jax.model.llama import Llama, decoding_config, init_params
+from medusa_jax.model.placing import prepare
 
 pytestmark = pytest.mark.usefixtures("x64")
 

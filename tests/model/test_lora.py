@@ -12,6 +12,7 @@ from closeness import assert_close
 from medusa_jax.config import LlamaConfig, LoraConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model import lora
+from medusa_jax.model.layers import Adapter
 from medusa_jax.model.llama import Llama, init_params
 
 LORA = LoraConfig(rank=4, alpha=16.0, dropout=0.25)
@@ -65,13 +66,13 @@ def test_every_linear_layer_has_one_the_lm_head_included(tie):
 def test_fresh_adapters_change_nothing_and_moved_ones_everything(tie):
     config, params, fresh, moved = setup(tie)
     plain = logits(config, params)
-    assert_close(logits(config, params, lora.scaled(fresh, LORA)), plain)
-    adapted = lora.scaled(moved, LORA)
+    assert_close(logits(config, params, lora.scale(fresh, LORA)), plain)
+    adapted = lora.scale(moved, LORA)
     assert np.abs(logits(config, params, adapted) - np.asarray(plain)).max() > 0.1
 
     # Each B matters: its gradient is not zero, so no adapter is left out of the pass.
     def total(adapters):
-        return jnp.sum(logits(config, params, lora.scaled(adapters, LORA)) ** 2)
+        return jnp.sum(logits(config, params, lora.scale(adapters, LORA)) ** 2)
 
     grads = jax.jit(jax.grad(total))(moved)
     for path, grad in jax.tree_util.tree_flatten_with_path(grads)[0]:
@@ -81,7 +82,7 @@ def test_fresh_adapters_change_nothing_and_moved_ones_everything(tie):
 @pytest.mark.parametrize("tie", [False, *wide(True)])
 def test_merging_gives_the_adapters_logits(tie):
     config, params, _, moved = setup(tie)
-    adapted = logits(config, params, lora.scaled(moved, LORA))
+    adapted = logits(config, params, lora.scale(moved, LORA))
     merged_config, merged = lora.merge(config, params, moved, LORA)
     assert not merged_config.tie_embeddings
     assert_close(logits(merged_config, merged), adapted)
@@ -99,8 +100,8 @@ def test_dropout_needs_a_key_and_keeps_the_mean():
     """E[dropout(x)] = x: over many keys the adapter's term averages to the one without."""
     x = jnp.ones((1, 8))
     adapters = {"a": jnp.ones((8, 2)), "b": jnp.ones((2, 3))}
-    stored = lora.scaled(adapters, LoraConfig(rank=2, alpha=2.0, dropout=0.25))
-    module = lora.Adapter()
+    stored = lora.scale(adapters, LoraConfig(rank=2, alpha=2.0, dropout=0.25))
+    module = Adapter()
     zero = jnp.zeros((1, 3))
 
     @jax.jit

@@ -9,10 +9,9 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
-from medusa_jax.model.barrier import depend_on
+from medusa_jax.model.barrier import depend_on, rematerialised
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.model.remat import rematerialised
 
 
 def test_after_changes_nothing():
@@ -57,7 +56,7 @@ def test_adapters_on_a_quantised_backbone(dropout):
     tokens = jnp.arange(12).reshape(2, 6)
 
     def loss(adapters, remat):
-        given = lora.scaled(adapters, cfg)
+        given = lora.scale(adapters, cfg)
         if dropout:
             given = lora.with_dropout(given, jax.random.key(1))
         variables = {"params": stored, "lora": given}
@@ -87,7 +86,7 @@ def temporaries(layers, remat, adapters):
     def loss(trained, frozen, tokens, key):
         variables = {"params": trained}
         if adapters:
-            scaled = lora.scaled(trained, LoraConfig(rank=4, alpha=8.0, dropout=0.1))
+            scaled = lora.scale(trained, LoraConfig(rank=4, alpha=8.0, dropout=0.1))
             variables = {"params": frozen, "lora": lora.with_dropout(scaled, key)}
         hidden = Llama(config, remat=remat).apply(
             variables, tokens, tokens, tokens, method="forward"

@@ -10,7 +10,7 @@ from closeness import assert_close
 from tiny import tiny_arch
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model import rope
+from medusa_jax.model import seams
 from medusa_jax.model.rope import rope_frequencies, rope_tables, rotate
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -73,7 +73,7 @@ def test_the_form_for_tpus_is_exact(monkeypatch, dtype):
     tables = rope_tables(config, jnp.array([[0, 1, 7, 500], [3, 2, 1, 0]]), dtype)
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 3, 64)), dtype)
     expected = rotate(x, *tables)
-    monkeypatch.setattr(rope, "platform", lambda: "tpu")
+    monkeypatch.setattr(seams, "platform", lambda: "tpu")
     got = rotate(x, *tables)
     assert got.dtype == expected.dtype
     np.testing.assert_array_equal(got, expected)

@@ -18,7 +18,8 @@ from medusa_jax.heads.medusa import Medusa
 from medusa_jax.heads.registry import make_drafter, no_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, prepare
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.placing import prepare
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree

@@ -15,7 +15,7 @@ from medusa_jax.api import weightless
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.hf_config import config_to_hf
+from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage

@@ -14,9 +14,11 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
-from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop import own_heads
 from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.model.llama import Llama, decoding_config, init_params, prepare
+from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.model.llama import Llama, decoding_config, init_params
+from medusa_jax.model.placing import prepare
 
 
 def tiny_arch(**fields) -> LlamaConfig:
@@ -129,7 +131,7 @@ def write_model(
     )
     lm_head_VD[:3] *= 0.1  # specials are so rare that texts run to their limit
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
-    hf.save_backbone(str(directory), config, params, "float32")
+    save_backbone(str(directory), config, params, "float32")
     write_heads(directory / "heads", config, params)
     return config, params
 

@@ -29,7 +29,7 @@ def tokens(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """The directory of a backbone of one layer, as `training_arch` has it."""
-    from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.interop.hf_writer import save_backbone
     from medusa_jax.model.llama import init_params
 
     path = str(tmp_path_factory.mktemp("model"))
@@ -41,7 +41,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vicuna(tmp_path_factory):
     """A model directory shaped like Vicuna's: Llama with own LM head, tokenizer.model only."""
-    from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.interop.hf_writer import save_backbone
     from medusa_jax.interop.tokenizer import load_tokenizer
     from medusa_jax.model.llama import init_params
 

@@ -113,7 +113,7 @@ def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
     optimizer = make_optimizer(cfg.optim, groups_of(cfg), 6)
     state = init_state(stage_of(cfg, 6), optimizer, mesh, setup.frozen, 0, setup.start)
     params, *_ = Checkpoints(str(tmp_path), 2).restore(state.params, state.opt)
-    adapters = lora.scaled(params["lora"], cfg.lora)
+    adapters = lora.scale(params["lora"], cfg.lora)
     adapted = logits(setup.arch, setup.frozen["backbone"], adapters)
     arch, merged = hf.load_backbone(str(tmp_path / "export"), mesh)
     assert_close(logits(arch, merged), adapted)

@@ -15,8 +15,8 @@ from training_setup import VOCAB, stage_of, tiny_config, training_arch
 from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.registry import DRAFTERS
-from medusa_jax.interop import hf
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
 
@@ -121,7 +121,7 @@ def test_heads_are_saved_for_their_backbone(tmp_path):
     """And read back with their draft vocabulary; another shape is refused."""
     _, functions, frozen, _ = problem("eagle3")
     params = functions.init(jax.random.key(0), frozen)
-    hf.save_backbone(str(tmp_path / "model"), ARCH, frozen["backbone"], "float32")
+    save_backbone(str(tmp_path / "model"), ARCH, frozen["backbone"], "float32")
     out = str(tmp_path / "heads")
     functions.save(out, params, frozen, str(tmp_path / "model"))
     stored = open_heads(out)

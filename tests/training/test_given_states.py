@@ -85,7 +85,7 @@ def config(source, workdir, model="", **train):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The backbone on disk."""
-    from medusa_jax.interop.hf import save_backbone
+    from medusa_jax.interop.hf_writer import save_backbone
 
     path = tmp_path_factory.mktemp("model")
     save_backbone(str(path), *backbone(), "float32")

@@ -1,7 +1,4 @@
-"""From GGUF metadata and tensor names to what Hugging Face files call them.
-
-Raises nothing but `UserError`, which names the file and what is wrong in it.
-"""
+"""Translate GGUF metadata and tensor names to Hugging Face's."""
 
 import math
 from collections.abc import Iterator
@@ -51,7 +48,7 @@ QK_NORM = {
     "attn_k_norm.weight": ("self_attn.k_norm.weight", "H"),
 }
 
-# Llama 3.1's scaling of the rotary frequencies, stored as one divisor a frequency.
+# Llama 3.1's scaling of the rotary frequencies, stored as a divisor for each frequency.
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 # Further factors of llama.cpp, under `rope.scaling.`.
 EXPECTED_SCALING = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
@@ -63,11 +60,10 @@ LLAMA3_SCALING = {
 
 
 def hf_config(file: GGUFFile) -> dict[str, Any]:
-    """`config.json` of the model, token ids aside.
+    """`config.json` of the model, without token ids.
 
     Raises:
-      UserError: an architecture, or something in it, that the backbone does not compute; a
-        count that is missing or makes no sense.
+      UserError: an unsupported architecture or feature; a count is missing or contradicts others.
     """
     arch = file.text("general.architecture")
     if arch not in FAMILIES:
@@ -120,7 +116,7 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:
-    """The field of that name of config.json."""
+    """`rope_scaling` of config.json."""
     key = f"{arch}.rope.scaling."
     names = [n for n in (f"{key}factor", f"{arch}.rope.scale_linear") if n in file.metadata]
     # As in llama.cpp a factor without a type is linear, and 0 is none.
@@ -148,9 +144,10 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
 
 
 def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, Any]:
-    """The scaling whose divisors these are: with factor s, low and high frequency factors l, h,
-    and c = original context / wavelength, 1 where c > h, s where c < l, between them
-    1 / ((1 - m) / s + m) with m = (c - l) / (h - l).
+    """The scaling with these divisors.
+
+    With factor s, low and high frequency factors l, h, and c = original context / wavelength, a divisor is 1 for
+    c > h, s for c < l, and 1 / ((1 - m) / s + m) with m = (c - l) / (h - l) between them.
     """
     unsupported = UserError(
         f"{divisors.file}: the rotary frequencies in {FREQUENCY_DIVISORS} are scaled in a way that "
@@ -226,11 +223,10 @@ def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
-    """The rows of a tensor in the order of Hugging Face files; None: as they are.
+    """The rows of a tensor in the order of Hugging Face files; None if the order is the same.
 
-    llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head
-    (i, i + H / 2); for `llama` it reorders the rows of the query and key projections, and
-    their biases, to suit. Here they are put back.
+    llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head (i, i + H / 2).
+    So for `llama` it reorders the rows of the query and key projections and their biases.
     """
     part = tensor.name.split(".")[-2]
     if config["model_type"] not in ("llama", "mistral") or part not in ("attn_q", "attn_k"):
@@ -239,14 +235,8 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
     return rows.swapaxes(1, 2).ravel()
 
 
-def values(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray:
-    """A tensor's float32 values as Hugging Face files have them."""
-    array, order = tensor.unpacked(), row_order(tensor, config)
-    return array if order is None else array[order]
-
-
 def open_tensors(path: str) -> Tensors:
-    """The tensors of a GGUF file by their Hugging Face names, nothing read yet.
+    """The tensors of a GGUF file by their Hugging Face names; they are read later.
 
     Raises:
       UserError: as for `hf_config` and `named_tensors`.

@@ -28,7 +28,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
 }
 FLOAT32, STRING, ARRAY = 6, 8, 9
 MOST_DIMENSIONS = 4
-# What the name of a file of several ends with.
+# The end of the name of a split model's file.
 PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
@@ -182,7 +182,7 @@ def _add(table: dict[str, Any], entries: dict[str, Any], path: str) -> None:
 def _read(path: str) -> GGUFFile:
     """Read one file."""
     try:
-        # Slices of a plain view cost a third of those of a memmap.
+        # Slicing a plain view costs a third of slicing a memmap.
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

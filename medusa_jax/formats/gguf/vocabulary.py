@@ -1,8 +1,7 @@
-"""From GGUF metadata to a tokenizer in Hugging Face form.
+"""Convert GGUF metadata to a tokenizer in Hugging Face form.
 
-A file holds the vocabulary, merges or scores, and the name of the way in which text is split
-before merging (`tokenizer.ggml.pre`); each name here stands for what the published tokenizer.json
-of its models does.
+A file contains the vocabulary, merges or scores, and the name of a rule that splits text before merging
+(`tokenizer.ggml.pre`). Each name selects the rule of its models' published tokenizer.json.
 """
 
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ LONGEST_TOKEN = 1024
 
 @dataclass(frozen=True)
 class Splitting:
-    """How text is cut into the pieces that merges stay inside of.
+    """A rule that splits text into pieces; merges stay within a piece.
 
     Attributes:
-      patterns: regular expressions; the matches of each, and what is between them, are cut further by the next.
+      patterns: regular expressions; the matches of each, and the text between them, are split further by the next.
       normal_form: characters are composed (Unicode NFC) first.
-      whole_words: a piece that is a token stays one, whatever the merges would make of it.
-      adds_bos: where the file does not say whether texts begin with the BOS.
+      whole_words: a piece that is a token is not split by merges.
+      adds_bos: whether texts begin with the BOS if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -91,7 +90,7 @@ _SPLITTINGS = {
         (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
     ),
     "minicpm5": Splitting((r"\p{N}{1,3}", rf"{_WORDS}|\p{{N}}+|{_REST}"), whole_words=True),
-    # Also of files that say nothing.
+    # Also for files without a name.
     "default": Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 SPLITTINGS = {name: s for names, s in _SPLITTINGS.items() for name in names.split()}
@@ -102,12 +101,12 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Keys of what ends a text, a turn, a message to a tool, and of what ends an infill.
+# Keys of the tokens that end a text, a turn, a message to a tool or an infill.
 ENDS = (
     *("eos_token_id", "eot_token_id", "eom_token_id"),
     *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
 )
-# Tokens that are an end in llama.cpp, whatever the file says of them (`special_eog_ids` in llama-vocab.cpp).
+# Tokens that end a text in llama.cpp, whatever their type in the file (`special_eog_ids` in llama-vocab.cpp).
 _END_TEXTS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
@@ -117,7 +116,7 @@ _END_TEXTS = """
 END_TEXTS = frozenset(_END_TEXTS.split())
 # With one of these pairs <|end|> ends a part of a turn.
 END_OF_PART = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-# Ids that llama.cpp takes where a sentencepiece vocabulary does not say.
+# llama.cpp's ids if a sentencepiece vocabulary does not name them.
 SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -130,8 +129,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
     """The file's tokenizer as a `tokenizers.Tokenizer`.
 
     Raises:
-      UserError: a kind of tokenizer or of splitting that is not known here; parts that are
-        missing or do not fit together.
+      UserError: an unknown kind of tokenizer or splitting; parts are missing or do not fit together.
     """
     import tokenizers
 
@@ -171,7 +169,7 @@ def build_tokenizer(file: GGUFFile) -> Any:
             )
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    # The library raises bare Exception, and a panic of its Rust code is not even that.
+    # The library raises Exception, and BaseException for panics of its Rust code.
     except BaseException as error:
         problem = " ".join(str(error).split())
         raise UserError(
@@ -215,7 +213,7 @@ def special_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
-    """A token id of the metadata, None where the file has none."""
+    """A token id of the metadata, None if the file has none."""
     if (full := f"tokenizer.ggml.{key}") not in file.metadata:
         number = SENTENCEPIECE_IDS.get(key, size)
         sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
@@ -230,7 +228,7 @@ def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
 
 
 def _splitting(file: GGUFFile) -> Splitting:
-    """Raises UserError where the file names one that is not known here."""
+    """Raises UserError for an unknown name."""
     name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
         raise UserError(
@@ -241,7 +239,7 @@ def _splitting(file: GGUFFile) -> Splitting:
 
 
 def _byte_level(file: GGUFFile, tokens: list[str], splitting: Splitting) -> Any:
-    """Byte-level byte-pair encoding, GPT-2's and its descendants'."""
+    """Byte-level byte-pair encoding, as in GPT-2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     merges = []
@@ -264,9 +262,9 @@ def _byte_level(file: GGUFFile, tokens: list[str], splitting: Splitting) -> Any:
 
 
 def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
-    """SentencePiece's byte-pair encoding: the neighbours with the best score are merged first.
+    """SentencePiece's byte-pair encoding, which first merges the neighbours with the best score.
 
-    A blank is "▁", one is put before a text, and characters without a token become bytes.
+    A blank is "▁", one precedes a text, and characters without a token become bytes.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -302,7 +300,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
 
 
 def _ids(tokens: list[str]) -> dict[str, int]:
-    """Token -> id; the first of two that are spelt the same."""
+    """Token -> id; of equal tokens the first counts."""
     ids: dict[str, int] = {}
     for number, token in enumerate(tokens):
         ids.setdefault(token, number)

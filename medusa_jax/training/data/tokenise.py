@@ -10,7 +10,7 @@ import numpy as np
 from medusa_jax.config import DataConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop import chat
+from medusa_jax.interop import answers, chat
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.training.data import sources
@@ -163,7 +163,7 @@ class Encoder:
         messages, problem = parse_turns(turns)
         if problem:
             return Encoded(problem)
-        ids, counted = chat.encode_conversation(
+        ids, counted = answers.encode_conversation(
             self.tokenizer, messages, self.pack.chat_template, cut
         )
         # Nothing predicts the first token of a sample.

@@ -5,7 +5,7 @@ import os
 import jax
 import numpy as np
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent

@@ -17,7 +17,14 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
 from medusa_jax.heads.layers import shift_left
-from medusa_jax.model.causal import BLOCK, CausalMask, block, grouped, scores, whole_blocks
+from medusa_jax.model.attention import (
+    BLOCK,
+    CausalMask,
+    block,
+    group_queries,
+    scores,
+    whole_blocks,
+)
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables, rotate
 from medusa_jax.sharding import Params
@@ -82,7 +89,7 @@ def induction_sum(
     tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
     # Keys in float32, in which their gradient is added up; the products are of the queries' type.
     q_BGTRH, k_BGTH, given_BT, wanted_BT, pairs_BT, mask = whole_blocks(
-        grouped(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
+        group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
         shift_left(tokens_BT, 1), shift_left(tokens_BT, 2), pairs_BT, CausalMask(segment_ids_BT),
     )  # fmt: skip
     T = given_BT.shape[1]

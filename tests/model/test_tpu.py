@@ -6,7 +6,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 
-from medusa_jax.model import tree_kernel
+from medusa_jax.model import tpu
 from medusa_jax.model.attention import attend, tree_mask
 
 
@@ -48,9 +48,7 @@ def test_is_attend_for_random_trees_and_ragged_rows(B, T, N, G, S, window):
         near_BTS = jnp.arange(S)[None, None] > oldest_BT[:, :, None]
         mask_BTS = mask_BTS & (near_BTS | ~of_text_BTS)
     expected = attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS)
-    found = tree_kernel.attend_tree(
-        q_BTNH, k_BGSH, v_BGSH, mask_BTS, start_B + T, interpret=True
-    )
+    found = tpu.attend_tree(q_BTNH, k_BGSH, v_BGSH, mask_BTS, start_B + T, interpret=True)
     assert_close(found, expected, roundings=64)
 
 
@@ -60,7 +58,7 @@ def test_slots_after_the_last_used_one_are_not_read():
     start_B = start_B % 100
     mask_BTS = tree_mask(384, start_B, jnp.asarray(random_tree(rng, 5)))
     args = (mask_BTS, start_B + 5)
-    clean = tree_kernel.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
+    clean = tpu.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
     k_BGSH, v_BGSH = (x.at[:, :, 128:].set(jnp.nan) for x in (k_BGSH, v_BGSH))
-    found = tree_kernel.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
+    found = tpu.attend_tree(q_BTNH, k_BGSH, v_BGSH, *args, interpret=True)
     np.testing.assert_array_equal(found, clean)

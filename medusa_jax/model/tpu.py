@@ -1,10 +1,7 @@
-"""Attention of a tree over a cache as one kernel for TPUs, which reads the slots in use once.
+"""Forms of single operations for TPUs: attention, rotation, and writes to the cache.
 
-XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes that
-takes longer than the weights. Here a block of scores lives in vector memory, with the running softmax
-of `causal`, and blocks after the last used slot are neither read nor scored.
-
-The kernel has not run on a TPU yet. MEDUSA_JAX_ATTENTION=own goes without it.
+None has run on a TPU yet; their choices are the compiler's estimates (docs/accelerators.md).
+MEDUSA_JAX_ATTENTION=own goes without the kernels of attention.
 """
 
 import functools
@@ -12,15 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from medusa_jax.model.attention import CausalMask
 from medusa_jax.model.product import at_least_f32
 
 # Slots of a block: the largest that divides the cache.
 BLOCKS = (512, 256, 128)
 # Rows of a 16-bit tile.
 TILE = 16
-# Key/value heads of a block, and rows of queries of them all: what 16 MiB of vector memory (v4) hold.
+# Key/value heads of a block, and rows of queries of them all, which fit 16 MiB of vector memory (v4).
 HEADS = 8
 ROWS = 2048
 # Vector memory that the kernel may take where there is more.
@@ -48,8 +47,12 @@ def attend_tree(
 ) -> jax.Array:
     """`attention.attend` of T queries over the slots before `end`: [B, T, N * H].
 
+    XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes this
+    takes longer than the weights. Here a block of scores lives in vector memory, with a running softmax,
+    and blocks after the last used slot are neither read nor scored.
+
     Args:
-      mask_BTS: what each query sees; of the slots from `end` on nothing.
+      mask_BTS: the slots that each query sees, all before `end`.
       end_B: used slots of each row, at least 1.
       interpret: run anywhere, slowly.
     """
@@ -66,13 +69,13 @@ def attend_tree(
     wide = at_least_f32(q_BTNH.dtype)
     q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
-    # The queries of a group by head, then by token, so that a mask of tokens repeats R times.
+    # The queries of a group by head, then by token, where the mask of tokens repeats R times.
     q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)
     mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, more), (0, 0)))
 
     def used(b: Any, s: Any, end_B: Any) -> Any:
-        """The block of step s; the last used one again where there is nothing more to read."""
+        """The block of step s; the last used one again after the end."""
         return jnp.minimum(s, (end_B[b] - 1) // size)
 
     queries = pl.BlockSpec((1, heads, Q, H), lambda b, g, s, end: (b, g, 0, 0))
@@ -118,7 +121,7 @@ def _block(
 ) -> None:  # fmt: skip
     """One block of slots for some heads of a row.
 
-    `sums`, `top` and `total` are those of `causal.Part`.
+    `sums` are of values weighted by exp(score - top), `total` of these weights, `top` is the largest score.
     """
     from jax.experimental import pallas as pl
 
@@ -166,3 +169,104 @@ def _dot(a: jax.Array, b: jax.Array, of_b: int) -> jax.Array:
         precision=exact,
         preferred_element_type=at_least_f32(a.dtype),
     )
+
+
+def splash(
+    q_BTNH: jax.Array,
+    k_BTGH: jax.Array,
+    v_BTGH: jax.Array,
+    mask: CausalMask,
+    interpret: bool = False,
+) -> jax.Array:
+    """Splash attention, JAX's kernel for TPUs, [B, T, N, H]; `interpret` runs it on any device."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_mask as masks,
+    )
+
+    _, T, N, H = q_BTNH.shape
+    causal: Any = masks.CausalMask((T, T))
+    if mask.window:
+        causal = masks.LocalMask((T, T), (mask.window - 1, 0), 0)
+    size = next(size for size in (512, 256, 128) if T % size == 0)
+    sizes: dict[str, Any] = {
+        f"block_{side}{pass_}": size
+        for side in ("q", "kv")
+        for pass_ in ("", "_dq", "_dkv")
+    }
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([causal] * N),
+        block_sizes=kernels.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+    def row(
+        q_NTH: jax.Array, k_GTH: jax.Array, v_GTH: jax.Array, segment_T: jax.Array | None
+    ) -> jax.Array:
+        ids = None if segment_T is None else kernels.SegmentIds(segment_T, segment_T)
+        return kernel(q_NTH, k_GTH, v_GTH, segment_ids=ids)
+
+    q_BTNH = (q_BTNH * H**-0.5).astype(q_BTNH.dtype)
+    q_BNTH, k_BGTH, v_BGTH = (x.swapaxes(1, 2) for x in (q_BTNH, k_BTGH, v_BTGH))
+    return jax.vmap(row)(q_BNTH, k_BGTH, v_BGTH, mask.segment_ids_BT).swapaxes(1, 2)
+
+
+def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
+    """`rope.rotate` by head, as attention reads them, and with the halves swapped by a product.
+
+    A half of 128 lanes is less than a tile, and slices of halves are laid out again, twice. A column of the
+    product has one term of weight 1 or -1, which is exact.
+    """
+    H = x_BTNH.shape[-1]
+    swap_HH = np.roll(np.eye(H), H // 2, axis=1)
+    swap_HH[H // 2 :] *= -1
+    x_BNTH, cos_B1TH, sin_B1TH = (
+        x.transpose(0, 2, 1, 3) for x in (x_BTNH, cos_BT1H, sin_BT1H)
+    )
+    swapped = lax.dot_general(
+        x_BNTH,
+        jnp.asarray(swap_HH, x_BNTH.dtype),
+        (((3,), (0,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=cos_BT1H.dtype,
+    )
+    turned = x_BNTH.astype(cos_BT1H.dtype) * cos_B1TH + swapped * sin_B1TH
+    return turned.astype(x_BTNH.dtype).transpose(0, 2, 1, 3)
+
+
+def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
+    """`KVCache.commit` of one array, slot by slot in place.
+
+    For a gather from the cache a TPU would keep it in another layout than attention reads. A path
+    ascends, so no slot is overwritten before it is read.
+    """
+    B, G, _, H = x_BGSH.shape
+    zero = jnp.zeros((), length_B.dtype)
+    for b in range(B):
+        for i in range(1, path_BL.shape[1]):
+            row, start = jnp.asarray(b, length_B.dtype), length_B[b]
+            at = (row, zero, start + path_BL[b, i].astype(start.dtype), zero)
+            slot_1G1H = lax.dynamic_slice(x_BGSH, at, (1, G, 1, H))
+            x_BGSH = lax.dynamic_update_slice(
+                x_BGSH, slot_1G1H, (row, zero, start + i, zero)
+            )
+    return x_BGSH
+
+
+def write_rows(
+    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array
+) -> jax.Array:
+    """`cache.write_rows` of several rows, one after the other.
+
+    Several rows at once are a scatter, for which a TPU copies the cache to another layout and
+    back in every layer. A CPU would copy the cache for every row.
+    """
+    zero = jnp.zeros((), start_B.dtype)
+    for b in range(cache_BGSH.shape[0]):
+        at = (jnp.asarray(b, start_B.dtype), zero, start_B[b], zero)
+        cache_BGSH = lax.dynamic_update_slice(cache_BGSH, rows_BGTH[b : b + 1], at)
+    return cache_BGSH

@@ -1,25 +1,31 @@
-"""The seam to the engine for one CPU, the room `cpu/`, which nothing imports on another platform.
+"""The seams of this room: code that only one platform or only training reaches, imported by name.
 
-XLA for CPU reads kernels below memory speed and rounds by the number of rows. The engine replaces its products
-of few rows (`Stored.product`) and whole layers over few tokens. Everywhere else XLA computes everything.
+- `cpu()`: the engine for one CPU, the room `cpu/`. XLA for CPU reads kernels below memory speed and rounds by the
+  number of rows; the engine replaces its products of few rows (`Stored.product`) and whole layers over few tokens.
+- `attention_kernels()`: cuDNN, and kernels for TPUs.
+- `tpu()`: forms of single operations for TPUs.
+- `training()`: adapters, quantised kernels, recomputation.
 """
 
 import importlib
+import os
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.devices.platforms import platform
 from medusa_jax.sharding import Params
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 class Engine(Protocol):
-    """What other rooms call of `medusa_jax.cpu`."""
+    """The functions of `medusa_jax.cpu` that other rooms call."""
 
     def usable(self, dtype: DTypeLike) -> bool:
         """Whether the engine computes in this type here: it is compiled, and the user does not refuse it."""
@@ -30,8 +36,8 @@ class Engine(Protocol):
     def mark(self) -> str:
         """A name of the compiled kernels, for notes about measurements."""
 
-    def choose(self, config: LlamaConfig, dtype: DTypeLike, plain: Any) -> Any:
-        """The `Storage` that is fastest here: `plain`, or the same types in panels."""
+    def panel(self) -> int:
+        """Outputs of a panel (`Storage.panel`)."""
 
     def prepare(
         self, config: LlamaConfig, part: Params, blocks: Params, place: Any
@@ -74,3 +80,23 @@ def engine_for(dtype: DTypeLike, mesh: Mesh) -> Engine | None:
     """The engine if this mesh is one CPU device and the engine computes in this type; else None."""
     one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
     return cpu() if one_cpu and cpu().usable(dtype) else None
+
+
+def attention_kernels() -> ModuleType | None:
+    """`model/kernels.py`, which the platform chooses and MEDUSA_JAX_ATTENTION=own refuses."""
+    own = os.environ.get("MEDUSA_JAX_ATTENTION") == "own"
+    if own or platform() not in ("cuda", "tpu"):
+        return None
+    return importlib.import_module("medusa_jax.model.kernels")
+
+
+def tpu() -> ModuleType | None:
+    """`model/tpu.py` where a program for TPUs is traced: the platform chooses."""
+    if platform() != "tpu":
+        return None
+    return importlib.import_module("medusa_jax.model.tpu")
+
+
+def training(part: str) -> ModuleType:
+    """`model/lora.py`, `quantise.py` or `barrier.py`, where the configuration makes variables for it."""
+    return importlib.import_module(f"medusa_jax.model.{part}")

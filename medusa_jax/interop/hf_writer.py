@@ -1,0 +1,113 @@
+"""Write Hugging Face model directories."""
+
+import os
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.hf import locate
+from medusa_jax.interop.hf_config import SCALINGS
+from medusa_jax.interop.shards import save_weights
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
+
+
+def config_to_hf(config: LlamaConfig) -> Json:
+    """`config.json` for the family whose features the backbone uses.
+
+    Raises:
+      UserError: no family has this combination.
+    """
+    c = config
+    full_layers = c.sliding_window_start_layer if c.sliding_window else c.n_layers
+    if c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias:
+        family = "qwen3"
+    elif not c.qk_norm and c.qkv_bias and not c.out_bias and not c.mlp_bias:
+        family = "qwen2"
+    elif not c.qk_norm and not c.sliding_window and c.qkv_bias == c.out_bias:
+        family = "llama"
+    elif not (c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or full_layers):
+        family = "mistral"
+    else:
+        raise UserError(
+            "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
+            f"{c}"
+        )
+    rope: Json = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_scaling != "none":
+        rope["rope_type"] = c.rope_scaling
+        rope |= {name: getattr(c, ours) for name, ours in SCALINGS[c.rope_scaling].items()}
+    if c.rope_scaling == "yarn" and not c.rope_truncate:
+        rope["truncate"] = False
+    raw: Json = {
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "model_type": family,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.d_ff,
+        "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads,
+        "num_key_value_heads": c.n_kv_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_position,
+        "rms_norm_eps": c.rms_eps,
+        "tie_word_embeddings": c.tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        # The old fields too, for readers older than transformers 5.
+        "rope_theta": c.rope_theta,
+        "rope_scaling": None if c.rope_scaling == "none" else rope,
+        "rope_parameters": rope,
+    }
+    if family in ("llama", "qwen3"):
+        raw["attention_bias"] = c.qkv_bias
+    if family == "llama":
+        raw["mlp_bias"] = c.mlp_bias
+    if family == "mistral":
+        raw["sliding_window"] = c.sliding_window
+    if family.startswith("qwen"):
+        raw["use_sliding_window"] = bool(c.sliding_window)
+        raw["sliding_window"] = c.sliding_window or None
+        raw["max_window_layers"] = full_layers
+    return raw
+
+
+def save_backbone(
+    directory: str,
+    config: LlamaConfig,
+    params: Params,
+    dtype: DTypeLike = "bfloat16",
+    extra: Json | None = None,
+    write: bool = True,
+) -> None:
+    """Write `config.json` and weights that transformers (and we) can load, see `save_weights`.
+
+    Args:
+      extra: further fields for config.json, such as `bos_token_id` and `eos_token_id`.
+      write: False on processes that only take part in gathering the arrays.
+
+    Raises:
+      UserError: no transformers class has this combination of features; or the disk is full.
+    """
+    kind = np.dtype(dtype).name
+    raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
+    leaves, transposed = {}, {}
+    for path, leaf in tensor_files.flatten(params).items():
+        name, is_transposed = locate(path)
+        leaves[name], transposed[name] = leaf, is_transposed
+
+    def read(name: str) -> np.ndarray:
+        array = tensor_files.host_array(leaves[name], dtype)
+        return array.T if transposed[name] else array
+
+    if write:
+        os.makedirs(directory, exist_ok=True)
+    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    save_weights(directory, shapes, read, dtype, write)
+    if write:
+        tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
