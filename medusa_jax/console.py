@@ -21,7 +21,7 @@ from typing import NamedTuple, TextIO
 
 from medusa_jax.errors import UserError, did_you_mean
 
-# Errors of a file that cannot be written further: a full disk or quota, a failed device.
+# A file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -48,31 +48,17 @@ def print_json(
 def open_standard_streams() -> None:
     """Make closed standard streams safe, and let any encoding print any text.
 
-    The descriptor of a closed stream is opened on the null device, so that no later file gets its number;
-    reading that input or writing that output fails (EBADF), and messages are dropped. Characters that the
-    encoding of stdout lacks are escaped, as on stderr.
+    The descriptor of a closed stream is opened on the null device, so that no later file gets its number.
+    Characters that the encoding of stdout lacks are escaped, as on stderr.
     """
-    closed = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY))
-    for fd, (name, mode, flags) in enumerate((*closed, ("stderr", "w", os.O_WRONLY))):
-        if getattr(sys, name) is not None:
-            continue
+    for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, flags)  # gets the lowest free number, which is fd
-            stream = open(fd, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, stream)
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _closed(stream: TextIO) -> bool:
-    """Whether even an empty write to a stream fails with EBADF."""
-    try:
-        os.write(stream.fileno(), b"")
-    except OSError as error:
-        return error.errno == errno.EBADF
-    return False
 
 
 def _discard(stream: TextIO) -> None:
@@ -103,10 +89,10 @@ def call_if_longer(seconds: float, callback: Callable[[], None]) -> Iterator[Non
 
 
 def cache_directory(name: str) -> str:
-    """The user's cache directory for one kind of files of this project, which nobody else could write to.
+    """The user's cache directory for one kind of files of this project; made, and closed to other users.
 
-    Kernels and programs in it are run. It is made; where that cannot be, or others have files there, it is one
-    under the directory of temporary files, and where that is not ours either, a new one of this process.
+    Kernels and programs in it are run. Where the home directory has no place for it, it is under the directory
+    of temporary files; where that is another user's, a new one of this process.
     """
     given, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
     with suppress(OSError):
@@ -115,22 +101,19 @@ def cache_directory(name: str) -> str:
             return path
         shared = os.path.join(tempfile.gettempdir(), f"medusa_jax-{os.geteuid()}")
         return _private(shared, name) or _private(_scratch(), name)
-    return os.path.join(os.devnull, name)  # nowhere: nothing is found or written
+    return os.path.join(os.devnull, name)  # no place: nothing is found or written
 
 
 def _private(root: str, name: str) -> str:
-    """A directory in `root`, made if it is missing and closed to others; "" unless all is this user's."""
-    user = os.geteuid()
+    """A directory in `root`, made if it is missing and closed to others; "" if it cannot be this user's."""
     path = os.path.join(root, name)
     with suppress(OSError):
         for folder in (root, path):
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            if os.stat(folder).st_uid != user:
+            if os.stat(folder).st_uid != os.geteuid():
                 return ""
             os.chmod(folder, 0o700)
-        with os.scandir(path) as entries:
-            if all(e.stat(follow_symlinks=False).st_uid == user for e in entries):
-                return path
+        return path
     return ""
 
 
@@ -183,19 +166,20 @@ def warn_if_accelerator_unused() -> None:
 
 
 def give_memory_back() -> None:
-    """Have the C library return freed memory to the system; the commands that decode ask for it.
+    """Have the C library return freed memory to the system.
 
-    By default glibc gives each compiling thread a separate heap and serves ever larger arrays from heaps,
-    which keep them when they are freed: 70 MB of a process that holds 100 MB of weights.
+    By default glibc gives each compiling thread a heap, which keeps it: 40 MB of the 307 MB of the demo.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    import ctypes
+    if sys.platform.startswith("linux"):
+        import ctypes
 
-    arenas, threshold, trim = -8, -3, -1  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    for option, value in ((arenas, 1), (threshold, 2**17), (trim, 2**17)):
-        if mallopt is not None:
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's
+        arenas, threshold, trim = (
+            -8,
+            -3,
+            -1,
+        )  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        for option, value in ((arenas, 1), (threshold, 2**17), (trim, 2**17)):
             mallopt(option, value)
 
 
@@ -218,16 +202,11 @@ def run_main(main: Callable[[], int]) -> int:
         _discard(sys.stdout)
         return 0
     except OSError as error:
-        problem = f"{error.filename}: {error.strerror}"
-        if error.filename is None and error.errno == errno.EBADF and _closed(sys.stdout):
-            problem = "standard output is closed"
-        elif error.filename is None and error.errno in UNWRITABLE:
-            problem = f"cannot write: {error.strerror}"
-        elif error.filename is None:
+        if error.filename is None and error.errno not in UNWRITABLE:
             raise
         if error.filename is None:
             _discard(sys.stdout)
-        inform(f"error: {problem}")
+        inform(f"error: {error.filename or 'cannot write'}: {error.strerror}")
         return 2
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -256,7 +235,7 @@ class Command(NamedTuple):
     Attributes:
       group: its heading in the list.
       module: has `main(argv)`, which returns the exit status.
-      what: what it does, one line.
+      what: a description in one line.
     """
 
     group: str

@@ -15,7 +15,7 @@ def did_you_mean(
 
     Args:
       known: the names that exist.
-      aliases: names that other projects use, and what they are called here.
+      aliases: other projects' names, and the ones here.
     """
     word = str(name)
     near = (aliases or {}).get(word) or nearest(word, known)

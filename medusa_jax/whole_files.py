@@ -129,7 +129,7 @@ def read_text(path: str | Path, name: str = "") -> str:
     """Read a text file by `decode_text`.
 
     Args:
-      name: what messages call the file.
+      name: of the file in messages.
 
     Raises:
       UserError: not readable, or not UTF-8.

@@ -15,9 +15,9 @@ import numpy as np
 
 from medusa_jax.api import DEMO, Model, default_dtype
 from medusa_jax.api.weightless import random_backbone, random_heads
+from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.commands.bench_race import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.config import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth

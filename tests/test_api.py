@@ -290,19 +290,6 @@ def test_heads_of_another_backbone_are_used_when_allowed(directory, tmp_path):
     assert text == plain
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_heads_are_those_of_the_backbone_in_every_type(directory, dtype):
-    """Types round differently; what is compared is the model."""
-    path, heads = str(directory[0]), str(directory[0] / "heads")
-    assert medusa_jax.load(path, heads, tree="chain:1", dtype=dtype).drafts
-
-
-def test_a_missing_model_is_named_before_its_heads():
-    for drafter in (None, "medusa", "nowhere/either"):
-        with pytest.raises(UserError, match="'/no/such/model' is not a directory"):
-            medusa_jax.load("/no/such/model", drafter)
-
-
 def test_the_context_ends_in_mid_generation(model):
     rows = [Options(max_new_tokens=500), Options(max_new_tokens=5)]
     long, short = model.generate(["the " * 20, "in"], rows)
@@ -334,11 +321,6 @@ def test_int8_weights_are_a_model_of_their_own(directory):
     assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
-def test_weights_that_are_not_there():
-    with pytest.raises(UserError, match="bfloat16 or int8, not 'int3'"):
-        medusa_jax.load(weights="int3")
-
-
 def test_compiling_is_timed_once(model):
     options = Options(max_new_tokens=11)
     assert model.compile(PROMPTS, options, tree="chain:3") > 0
@@ -358,18 +340,6 @@ def test_compare_reports_identity(model):
     assert facts["speedup"] == pytest.approx(1 / ratio)
     steps = one.drafted.steps / one.autoregressive.steps
     assert facts["step_latency_ratio"] == pytest.approx(ratio / steps)
-
-
-@pytest.mark.wide
-def test_compare_reports_where_a_lossy_text_parts(model):
-    options = Options(max_new_tokens=NEW, temperature=0.9, seed=1)
-    found = compare(model, PROMPTS[:1], options, acceptance="typical", repeats=1)
-    parted = [c for c in found if not c.identical]
-    assert parted
-    for one in parted:
-        at, gap = one.divergence.position, one.divergence.gap
-        ours, theirs = one.drafted.token_ids, one.autoregressive.token_ids
-        assert ours[:at] == theirs[:at] and ours[at] != theirs[at] and gap > 0
 
 
 @pytest.mark.wide
@@ -435,11 +405,10 @@ HOT = Options(temperature=1.0)
 @pytest.mark.parametrize(
     ("prompts", "options", "fields", "words"),
     [
-        *(
-            (prompts, None, {}, NO_PROMPT)
-            for prompts in ([5, 6], [None], [["in"]], [[1.5]])
-        ),
-        *((prompts, None, {}, TALK) for prompts in ([SAID], [[SAID]], SAID)),
+        ([5, 6], None, {}, NO_PROMPT),
+        ([[1.5]], None, {}, NO_PROMPT),
+        ([[SAID]], None, {}, TALK),
+        (SAID, None, {}, TALK),
         (["a" * CONTEXT], None, {}, f"{CONTEXT + 1} tokens.*context is {CONTEXT}"),
         ([[0, 40]], None, {}, OUTSIDE),
         ([[-1]], None, {}, OUTSIDE),
@@ -473,21 +442,15 @@ def test_limits_and_ends_beyond_any_text_are_none(model):
 SMALL = {"max_new_tokens": [0], "max_steps": [0], "logprobs": [-1], "top_k": [-2, 2**31]}
 WRONG = {"temperature": [-0.1, 1e-38, float("nan"), float("inf")], "top_p": [0.0, 1.5]}
 WRONG |= {"min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]} | SMALL
+WRONG |= {"eos_ids": [(3, -1)], "stop_sequences": [((),), ((1, -2),)]}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        *((name, value, name) for name, values in WRONG.items() for value in values),
-        ("eos_ids", (3, -1), r"eos_ids are token ids, 0 or more, not \(3, -1\)"),
-        ("stop_sequences", ((),), "at least one token id"),
-        ("stop_sequences", ((1, -2),), "at least one token id"),
-    ],
+    ("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]]
 )
-def test_options_out_of_range(name, value, words):
-    with pytest.raises(UserError, match=words):
+def test_options_out_of_range(name, value):
+    with pytest.raises(UserError, match=name):
         Options(**{name: value})
-    assert dataclasses.replace(Options(), max_new_tokens=3).max_new_tokens == 3
 
 
 def test_stopping_text_shows_nothing_that_a_stop_string_may_take_back(model):

@@ -29,23 +29,6 @@ def recipe_of(name, drafter):
     return json.loads((folder_of(name, drafter) / "heads.json").read_text())["recipe"]
 
 
-def size(path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def test_sizes_stay_within_their_limits():
-    assert size(DEMO / "backbone") <= 14_000_000
-    assert all(size(DEMO / name) <= 5_000_000 for name in OF_DEMO)
-    assert size(DEMO / "draft_model") <= 2_000_000 and size(DEMO) <= 40_000_000
-    assert all(size(folder_of(*heads)) <= 9_000_000 for heads in OF_MODELS)
-
-
-def test_every_family_is_there():
-    families = {"medusa", "hydra", "hydrapp", "amphista", "eagle", "eagle3"}
-    for name, row in NAMES.items():
-        assert set(bundled_heads(name)) == families and row.drafter in families
-
-
 @cache
 def prompts() -> list[list[int]]:
     lines = (DEMO / "prompts.jsonl").read_text().splitlines()

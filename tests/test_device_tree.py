@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 from tiny import write_model
 
@@ -74,16 +73,6 @@ def test_the_most_tokens_per_second_win_and_are_kept(directory, machine, capsys)
     assert measured and {batch for _, batch in measured} == {4}
 
 
-def test_it_is_measured_once_however_noisy_the_machine_is(directory, machine):
-    cost, measured = machine
-    rng = np.random.default_rng(0)
-    cost |= {n: lambda n=n: 1 + n * rng.exponential(0.3) for n in LADDER if n > 1}
-    chosen = load(directory).tree.n_nodes
-    cost |= dict.fromkeys(LADDER, 1.0)
-    del measured[:]
-    assert load(directory).tree.n_nodes == chosen and not measured
-
-
 def test_latency_only_measures_again(directory, machine, capsys):
     cost, measured = machine
     assert load(directory).tree.n_nodes == 8
@@ -103,21 +92,6 @@ def stuck(machine, monkeypatch):
     cost[1] = lambda: free.wait(60)
     yield free, measured
     free.set()
-
-
-def test_a_busy_machine_takes_the_files_choice_in_time_and_keeps_it_after_some_starts(
-    directory, stuck, monkeypatch
-):
-    free, measured = stuck
-    monkeypatch.setattr(device_tree, "TREES", 0.1)
-    begun = time.monotonic()
-    for _ in range(device_tree.TRIES):
-        del measured[:]
-        assert load(directory).tree.n_nodes == 2 and measured == [(1, 1)]
-    assert time.monotonic() - begun < 30
-    free.set()
-    del measured[:]
-    assert load(directory).tree.n_nodes == 2 and not measured
 
 
 def test_what_was_not_measured_in_time_is_measured_at_the_next_start(
@@ -160,18 +134,6 @@ def test_what_was_timed_in_time_decides(directory, machine, monkeypatch):
     assert load(directory).tree.n_nodes == 3
     free.set()
     assert measured[-1] == (4, 1)
-
-
-def test_sizes_between_those_timed_are_interpolated(directory, machine, monkeypatch):
-    """Only 8 nodes are timed in time: a step over 3 takes 1 + 2 x 1.6 / 7 = 1.46 plain ones."""
-    rounds = [(8, 2.6, 1.0)] * 3
-    timed = figures(rounds, LADDER)
-    assert fastest(timed) == 1 and fastest(timed, LADDER) == 3
-    just = (1 + 2 * 1.6 / 7) * device_tree.MARGIN  # tokens per step that 3 nodes need
-    assert fastest(timed, LADDER | {2: 1.0, 3: just + 0.01, 4: 1.0, 6: 1.0}) == 3
-    assert fastest(timed, LADDER | {2: 1.0, 3: just - 0.01, 4: 1.0, 6: 1.0}) == 1
-    monkeypatch.setattr(device_tree, "time_steps", lambda *_: iter(rounds))
-    assert load(directory).tree.n_nodes == 3
 
 
 def test_ctrl_c_ends_measuring_and_keeps_nothing(directory, machine, monkeypatch):
@@ -218,18 +180,6 @@ def test_many_numbers_of_rows_share_the_time(directory, stuck, monkeypatch):
         trees = trees_by_rows(model, row_sizes(4), True)
         assert {rows: tree.n_nodes for rows, tree in trees.items()} == {1: 2, 2: 2, 4: 2}
     assert measured == [(1, 1)]
-
-
-@pytest.mark.parametrize("measured", [True, False])
-def test_a_server_has_a_tree_for_each_number_of_rows(directory, monkeypatch, measured):
-    """Measured, or the file's."""
-    monkeypatch.setenv(device_tree.VARIABLE, "bundled")
-    model = load(directory)
-    monkeypatch.delenv(device_tree.VARIABLE)
-    rungs = {1: {"nodes": 3}, 2: {"nodes": 4}}
-    monkeypatch.setattr(device_tree, "measure_rung", lambda *given: rungs[given[2]])
-    trees = trees_by_rows(model, [1, 2], measured)
-    assert [tree.n_nodes for tree in trees.values()] == ([3, 4] if measured else [2, 2])
 
 
 def test_figures_are_of_the_quieter_half_of_the_rounds():
@@ -296,14 +246,6 @@ def test_rungs_of_the_tree_file(directory, machine, tmp_path, monkeypatch):
             medusa_jax.load(str(directory), heads)
 
 
-def test_where_no_tree_pays_none_is_used(directory, machine):
-    cost, _ = machine
-    cost |= {2: 1.6, 3: 2.0, 4: 2.5}
-    for _ in range(2):  # measured, and kept
-        model = load(directory)
-        assert model.tree == Tree.none() and model.variables["heads"]
-
-
 def test_bundled_is_the_files_own_choice(directory, machine, monkeypatch):
     _, measured = machine
     assert load(directory, tree="bundled").tree.n_nodes == 2
@@ -341,10 +283,11 @@ def test_steps_are_really_timed(directory, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = device_tree.measure_rung(model, model.calibrated, 1)
     assert found["rows"] and all(row["step_latency_ratio"] > 0 for row in found["rows"])
-    kept = device_tree.kept_for(model, model.calibrated)
-    for content in (None, {"1": {"nodes": 99}}, {"1": 7, "x": {"nodes": 2}}, [], "{"):
+    marks = model.config, model.drafter.heads, model.dtype, model.storage, model.mesh
+    kept = device_tree.kept_choices(model.calibrated, *marks)
+    for content in (None, {"1": {"nodes": 99}}, {"1": 7}, [], "{"):
         if content is not None:
             kept.file.write_text(content if content == "{" else json.dumps(content))
-        trees = device_tree.kept_trees(kept, model.calibrated)
+        trees = device_tree.kept_trees(model.calibrated, *marks)
         nodes = {rows: tree.n_nodes for rows, tree in trees.items()}
         assert nodes == ({1: found["nodes"]} if content is None else {})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from medusa_jax import Options, UserError, load
+from medusa_jax import UserError, load
 from medusa_jax.api.baselines import find_baseline
 from medusa_jax.api.finding import find_heads
 from medusa_jax.devices.chips import find_chip
@@ -22,9 +22,6 @@ from medusa_jax.tree.files import parse_tree
         (lambda: find_baseline("lookahead:widnow=7"), "window"),
         (lambda: parse_tree("auot"), "auto"),
         (lambda: parse_tree("chian:3"), "chain"),
-        (lambda: Options(max_tokens=3), "max_new_tokens"),
-        (lambda: Options(stop_strings=("a",)), "stop"),
-        (lambda: Options(temprature=1), "temperature"),
         (lambda: find_chip("tpuv5p"), "tpu-v5p"),
     ],
 )
@@ -39,7 +36,6 @@ def test_the_nearest_name_is_named(call, name):
     ("call", "known"),
     [
         (lambda: parse_tree("banana"), "chain:4, copy:4, cartesian:2,3"),
-        (lambda: Options(banana=1), "max_new_tokens, temperature"),
         (lambda: load(drafter="banana"), "medusa"),
     ],
 )

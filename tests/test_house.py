@@ -17,7 +17,8 @@ RESEARCH = PACKAGE.parent / "research"
 
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
-    {"errors", "config"},
+    {"arch", "errors"},
+    {"config"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
     {"hosts", "progress"},
     {"tree", "plots"},
@@ -146,7 +147,8 @@ SEAMS = {
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
     "api/tree_choice.py": "--tree auto",
-    "commands/decode_run.py": "--chat, --compare, --json, --save_drafts",
+    "commands/decode_run.py": "--chat, --compare, --json, --prompts_file, --save_drafts",
+    "commands/requests.py": "--prompts_file",
     "console.py": "the command's name",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
@@ -156,6 +158,7 @@ SEAMS = {
     "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
     "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
+    "training/export.py": "train.stage",
     "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",

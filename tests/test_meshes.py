@@ -21,7 +21,7 @@ import jax, numpy as np
 sys.path.insert(0, sys.argv[1])
 jax.config.update("jax_enable_x64", True)
 import optax
-from medusa_jax.heads import drafter_class
+from medusa_jax.heads.registry import drafter_class
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings
 from medusa_jax.training import checks, trainer

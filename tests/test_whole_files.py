@@ -24,7 +24,6 @@ from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.whole_files import (
-    decode_text,
     read_array,
     read_text,
     replacing,
@@ -113,23 +112,6 @@ def test_other_encodings_are_refused(tmp_path, name, encoding):
     path.write_bytes(text.encode(encoding))
     with pytest.raises(UserError, match=r"UTF-|utf-8"):
         read(path)
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"a\nb\ngr\xfc\xdfe\n", "invalid start byte in line 3"),
-        ("\ufeffa\n".encode() + b"\xe2\x82", "unexpected end of data in line 2"),
-        (b"a\n\n\0", "a zero byte in line 3"),
-        ("a\nb".encode("utf-16"), "UTF-16 in line 1"),
-    ],
-)
-def test_what_is_not_utf_8_is_named_by_its_line(tmp_path, data, reason):
-    with pytest.raises(UnicodeDecodeError, match=reason):
-        decode_text(data)
-    (tmp_path / "a.txt").write_bytes(data)
-    with pytest.raises(UserError, match=rf"cannot read .*a\.txt: not UTF-8 \({reason}\)"):
-        read_text(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), ValueError()])

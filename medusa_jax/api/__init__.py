@@ -4,9 +4,8 @@ decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
 from medusa_jax.api.finding import DEMO, default_drafter, find_heads, find_model
-from medusa_jax.api.functions import generate
 from medusa_jax.api.load import default_dtype, load
-from medusa_jax.api.model import Model
+from medusa_jax.api.model import Model, generate
 from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
 from medusa_jax.api.streaming import StoppingText
 

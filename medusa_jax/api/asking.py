@@ -2,18 +2,17 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from medusa_jax.api.results import Options
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from medusa_jax.constraints import Grammars
     from medusa_jax.decoding.guides import Guide
 
 # A prompt: text or token ids.
@@ -35,34 +34,24 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_bos=True)
     else:
-        ids = _token_ids(prompt)
+        try:
+            if is_message(prompt) or any(map(is_message, prompt)):
+                raise UserError(
+                    "a prompt is text or token ids, these are messages: call model.chat(messages)"
+                )
+            ids = [operator.index(part) for part in prompt]
+        except TypeError:
+            shown = repr(prompt)[:80]
+            raise UserError(
+                f"a prompt is text or a list of token ids, not {shown}"
+            ) from None
         if any(not 0 <= i < vocab_size for i in ids):
             raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
-    if not ids:
-        if tokenizer.bos_id is None:
-            raise UserError(
-                "the prompt is empty and the tokenizer has no BOS to start from"
-            )
-        ids = [tokenizer.bos_id]
-    return ids
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    """A prompt that is no text.
-
-    Raises:
-      UserError: it is a conversation, or no list of whole numbers.
-    """
-    try:
-        parts = [prompt] if is_message(prompt) else list(prompt)
-        if any(map(is_message, parts)):
-            raise UserError(
-                "a prompt is text or token ids, these are messages: call model.chat(messages)"
-            )
-        return [operator.index(part) for part in parts]
-    except TypeError:
-        shown = repr(prompt)[:80]
-        raise UserError(f"a prompt is text or a list of token ids, not {shown}") from None
+    if ids:
+        return ids
+    if tokenizer.bos_id is None:
+        raise UserError("the prompt is empty and the tokenizer has no BOS to start from")
+    return [tokenizer.bos_id]
 
 
 def conversation(
@@ -102,17 +91,17 @@ def request_of(
     config: LlamaConfig,
     eos_ids: Sequence[int],
     ids: Sequence[int] | None = None,
-    grammars: "Callable[[], Grammars] | None" = None,
+    guides: "list[Guide | None] | None" = None,
 ) -> loop.Request:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
-      eos_ids: what ends a text whose options name nothing else.
+      eos_ids: tokens that end a text whose options name none.
       ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
-      grammars: returns those of the tokenizer, for constraints.
+      guides: of the rows with constraints.
 
     Raises:
-      UserError: a prompt that leaves no room in the context, a constraint that cannot be met.
+      UserError: a prompt that leaves no room in the context, a bias for a token that does not exist.
     """
     context = config.max_position
     for prompt in prompts:
@@ -142,22 +131,8 @@ def request_of(
         delta=[o.delta for o in options],
         max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],
         penalties=[o.penalties for o in options],
-        guides=_guides(options, eos_ids, grammars),
+        guides=guides,
     )
-
-
-def _guides(
-    options: Sequence[Options],
-    eos_ids: Sequence[int],
-    grammars: "Callable[[], Grammars] | None",
-) -> "list[Guide | None] | None":
-    """The guide of each row with a constraint; None if no row has one."""
-    asked = [o.constraint for o in options]
-    if grammars is None or not any(asked):
-        return None
-    ends = [eos_ids if o.eos_ids is None else o.eos_ids for o in options]
-    guide = grammars().guide
-    return [guide(one, end) if one else None for one, end in zip(asked, ends)]  # type: ignore[arg-type]
 
 
 def _stops(
@@ -165,8 +140,12 @@ def _stops(
 ) -> list[tuple[int, ...]]:
     """The token sequences that end a request: EOS ids and its own stop sequences.
 
-    Those with ids outside the vocabulary never come.
+    Those with ids outside the vocabulary never occur.
     """
-    ending = eos_ids if options.eos_ids is None else options.eos_ids
-    ends = [*((i,) for i in ending), *options.stop_sequences]
+    ends = [*((i,) for i in ends_of(options, eos_ids)), *options.stop_sequences]
     return [ids for ids in ends if min(ids) >= 0 and max(ids) < vocab_size]
+
+
+def ends_of(options: Options, eos_ids: Sequence[int]) -> Sequence[int]:
+    """The tokens that end a text: the request's own, else these."""
+    return eos_ids if options.eos_ids is None else options.eos_ids

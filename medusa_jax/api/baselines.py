@@ -12,7 +12,7 @@ from functools import partial
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import STORED, HeadsConfig
+from medusa_jax.arch import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
 from medusa_jax.heads.registry import BASELINES, drafter_class

@@ -1,4 +1,4 @@
-"""The default tree of a model, fitted to this device and the number of rows: what `--tree auto` means.
+"""`--tree auto`: the size of the tree that is fastest on this device, for a number of rows.
 
 A tree file gives the order in which nodes are worth adding and the tokens per step of each size; both
 belong to the heads. The cost of a step depends on the machine and the number of rows, so it is measured
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.api.model import Model
-from medusa_jax.config import STORED, HeadsConfig, LlamaConfig
+from medusa_jax.arch import STORED, HeadsConfig, LlamaConfig
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import TREES, DeviceCache, within
@@ -47,8 +47,8 @@ ROUNDS, LEAST = 10, 3
 MARGIN = 1.02
 # Sizes that are tried on each side of the fastest.
 REACH = 2
-# Starts at which measuring may end without a result; then the first size is kept. Each compiles further, and
-# compiled programs are kept on disk.
+# Starts at which time may be up before anything is timed; then the first size is kept. Each start compiles
+# further, and compiled programs are kept on disk.
 TRIES = 3
 # Most nodes of the size that is measured first where weights are narrow: a row of a product is then not free.
 FEW = 3
@@ -82,9 +82,7 @@ def is_measured(calibrated: Json | None) -> TypeGuard[Json]:
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "bundled"):
         raise UserError(f"{VARIABLE} is bundled or not set, not {asked!r}")
-    if asked == "bundled" or jax.process_count() > 1:
-        return False
-    return bool(tokens_by_size(calibrated))
+    return asked == "" and jax.process_count() == 1 and bool(tokens_by_size(calibrated))
 
 
 def kept_choices(
@@ -102,20 +100,19 @@ def kept_choices(
     return DeviceCache("trees", *tree, config, heads, str(dtype), forms, kernels, sizes)
 
 
-def kept_for(model: Model, calibrated: Json) -> DeviceCache:
-    """`kept_choices` of a loaded model."""
-    marks = (model.drafter.heads, model.dtype, model.storage, model.mesh)
-    return kept_choices(calibrated, model.config, *marks)
-
-
-def kept_trees(kept: DeviceCache, calibrated: Json) -> dict[int, Tree]:
-    """The trees of a note by number of rows, without damaged entries."""
+def kept_trees(calibrated: Json, *marks: object) -> dict[int, Tree]:
+    """The trees of a note by number of rows; `marks` are the other arguments of `kept_choices`."""
     most, found = len(calibrated["growth"]) + 1, {}
-    for rows, rung in kept.read().items():
+    for rows, rung in kept_choices(calibrated, *marks).read().items():  # type: ignore[arg-type]
         nodes = rung.get("nodes") if isinstance(rung, dict) else None
-        if rows.isdecimal() and type(nodes) is int and 1 <= nodes <= most:
+        if type(nodes) is int and 1 <= nodes <= most:
             found[int(rows)] = tree_of_size(calibrated, nodes)
     return found
+
+
+def _marks(model: Model) -> tuple[object, ...]:
+    """The arguments of `kept_choices` after the tree file."""
+    return model.config, model.drafter.heads, model.dtype, model.storage, model.mesh
 
 
 def trees_by_rows(
@@ -125,12 +122,12 @@ def trees_by_rows(
 
     Args:
       measured: measure at first use what is fastest on this device, all in `TREES` seconds, if the tree
-        file says what each size gives; else they are the model's own.
+        file has evidence; else they are the model's own.
     """
     calibrated = model.calibrated
     if not (measured and is_measured(calibrated)):
         return {rows: model.tree_at(rows) for rows in sizes}
-    trees = kept_trees(kept_for(model, calibrated), calibrated)
+    trees = kept_trees(calibrated, *_marks(model))
     until = time.monotonic() + TREES
     for rows in sizes:
         if rows not in trees:
@@ -167,17 +164,16 @@ def measure_rung(
     if limit is not None:
         timed = within(limit, f"which tree is fastest for batch {rows}", rounds)
     found = figures(timed, tokens)
-    rung = {"nodes": fastest(found, tokens), "batch": rows, "rows": found}
-    kept, row = kept_for(model, calibrated), str(rows)
-    note, notes = rung, kept.read()
+    rung = {"nodes": fastest(found), "batch": rows, "rows": found}
+    kept = kept_choices(calibrated, *_marks(model))  # type: ignore[arg-type]
+    notes = kept.read()
+    note = rung
     if limit is not None and not found:
         rung["nodes"] = first_size(model, calibrated, rows)
-        before = notes.get(row)
-        tries = before.get("tries") if isinstance(before, dict) else 0
-        tries = tries + 1 if type(tries) is int else 1
+        tries = 1 + (notes.get(str(rows)) or {}).get("tries", 0)
         note = rung if tries >= TRIES else {"tries": tries}
     if most_nodes is None:
-        kept.write(notes | {row: note})
+        kept.write(notes | {str(rows): note})
     return rung
 
 
@@ -214,7 +210,7 @@ def time_steps(
             yield 1, plain, plain  # time may be up: the tree's step is another compilation
             found.append((size, clock.seconds(engines[size]), plain))
             yield found[-1]
-        at = sizes.index(fastest(figures(found, tokens), tokens))
+        at = sizes.index(fastest(figures(found, tokens)))
 
 
 def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
@@ -245,23 +241,10 @@ def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
     return rows
 
 
-def fastest(rows: Sequence[Json], tokens: Mapping[int, float] | None = None) -> int:
-    """The size that none beats by more than `MARGIN`, small ones first; 1 is plain decoding.
-
-    Args:
-      rows: `figures`, smallest size first.
-      tokens: tokens per step by size. Of sizes that were not timed, those below the largest that was
-        count with a step latency linear in the nodes between two timed sizes.
-
-    Example: a step over 8 nodes takes 2.6 plain steps, so one over 2 takes 1 + 1.6 / 7 = 1.23.
-    """
-    ratios = {1: 1.0} | {row["nodes"]: row["step_latency_ratio"] for row in rows}
-    speedups = {1: 1.0} | {row["nodes"]: row["speedup"] for row in rows}
-    for size, n in (tokens or {}).items():
-        if size not in ratios and size < max(ratios):
-            speedups[size] = n / np.interp(size, list(ratios), list(ratios.values()))
-    best = 1
-    for size, speedup in sorted(speedups.items()):
-        if speedup > MARGIN * speedups[best]:
-            best = size
+def fastest(rows: Sequence[Json]) -> int:
+    """The size that none of `figures` beats by more than `MARGIN`, small ones first; 1 is plain decoding."""
+    best, speedup = 1, 1.0
+    for row in rows:
+        if row["speedup"] > MARGIN * speedup:
+            best, speedup = row["nodes"], row["speedup"]
     return best

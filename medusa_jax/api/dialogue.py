@@ -20,7 +20,7 @@ SMALL, LARGE = 64, prefill.PIECE
 
 
 class Dialogue:
-    """Decodes prompts of which each begins as the last text: only the tokens after that are read.
+    """Decodes prompts that begin with the last text; reads only the tokens after it.
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.

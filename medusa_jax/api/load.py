@@ -19,7 +19,7 @@ from medusa_jax.api.finding import (
 )
 from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
-from medusa_jax.config import DTYPES, STORED, HeadsConfig, LlamaConfig
+from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
@@ -75,10 +75,10 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" is a ladder: what is fastest for `batch` rows,
-        and for another number what is known to pay there, from this device (`calibrate`) or the
+      tree: the default tree, as for `--tree`. "auto" is a ladder: the fastest tree for `batch` rows,
+        and for other numbers of rows the one known from this device (`calibrate`) or the
         tree file.
-      dtype: what to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
+      dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds and stores parameters so and computes in float32. "float64"
         needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
       weights: "stored" reads the blocks of a GGUF file as they are, in float32's results: the default
@@ -217,11 +217,11 @@ def _forms(
     weights: str | None,
     draft_weights: str | None,
 ) -> tuple[np.dtype, Storage]:
-    """What to compute in, and how kernels are stored (`placing.choose_storage`)."""
+    """The type to compute in, and the form of kernels (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
     storage = choose_storage(number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":
-        # The kernels compute in float32 whatever they read, and what is around them is quicker in it.
+        # The native kernels compute in float32, and XLA is quicker in it as well.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
     if draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
@@ -290,7 +290,7 @@ def _scored(
 
 
 def _ngram_size(directory: str, asked: int | None) -> int:
-    """`no_repeat_ngram_size`, or what the model's publisher recommends."""
+    """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
     size = asked
     if size is None:
         size = hf.generation_config(directory).get("no_repeat_ngram_size") or 0

@@ -1,4 +1,4 @@
-"""A loaded backbone with its draft heads: what `generate` and `stream` run on."""
+"""A loaded backbone with its draft heads."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import numpy as np
 
-from medusa_jax.api.asking import Prompt, conversation, is_message, prompt_ids, request_of
+from medusa_jax.api.asking import (
+    Prompt,
+    conversation,
+    ends_of,
+    is_message,
+    prompt_ids,
+    request_of,
+)
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.penalties import any_asked
@@ -86,13 +93,21 @@ class Model:
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
 
+    def use_trees(self, tree: Tree, ladder: Mapping[int, Tree]) -> None:
+        """Set the default trees: `tree`, and those by number of rows where they are known."""
+        self.tree, self.ladder = tree, ladder
+
+    def share_backbone(self, other: "Model") -> None:
+        """Use the parameters of another model with the same backbone, so that memory has them once."""
+        self.variables = self.variables | {"backbone": other.variables["backbone"]}
+
     @property
     def drafts(self) -> bool:
-        """Whether there is something to draft with."""
+        """Whether the model has heads, or a drafter that needs none."""
         return bool(self.variables["heads"]) or not self.drafter.trained
 
     def drafts_by(self, tree: Tree | None = None) -> str:
-        """What fills a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        """The drafter of a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
         tree = self.tree if tree is None else tree
         who = [self.drafter.heads.drafter] if tree.drafted.depth else []
         return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
@@ -225,8 +240,14 @@ class Model:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         encoded = [self.encode(p) for p in prompts]
-        more = ids, lambda: self._grammars
-        return request_of(encoded, options, self.config, self.eos_ids, *more)
+        guides = None
+        if any(o.constraint for o in options):
+            guide: Any = self._grammars.guide
+            guides = [
+                guide(o.constraint, ends_of(o, self.eos_ids)) if o.constraint else None
+                for o in options
+            ]
+        return request_of(encoded, options, self.config, self.eos_ids, ids, guides)
 
     @cached_property
     def _grammars(self) -> "Grammars":
@@ -235,7 +256,7 @@ class Model:
         return made
 
     def _compile(self, engine: Engine, request: loop.Request) -> float:
-        """Seconds spent on compiling what this request needs (0 if it is compiled already)."""
+        """Compile the programs of a request; the seconds it took, 0 if they are compiled already."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
@@ -262,7 +283,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
-        """Compile what `generate` or `stream` will run for these prompts; seconds it took."""
+        """Compile the programs that `generate` and `stream` run for these prompts; the seconds it took."""
         _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
@@ -420,3 +441,29 @@ class Model:
             engine_options = engine_options | {"tree": self.tree_at(len(rows))}
         engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
         return rows, engine, self.request(prompts, rows, ids)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    options: Options | Sequence[Options] = DEFAULTS,
+    *,
+    tree: str | Tree | None = None,
+    acceptance: str = "auto",
+) -> list[Result]:
+    """Decode a batch of prompts with draft heads, each to its end.
+
+    Args:
+      model: from `load`.
+      prompts: texts or lists of token ids; rows may differ in length.
+      options: one for all, or one per prompt.
+      tree: the draft tree, or its name as for `--tree`; "none" is plain decoding, and by
+        default it is the model's choice for this number of prompts (`Model.tree_at`).
+      acceptance: "auto", "greedy", "sampled", "rejection" or "typical"; "auto" is lossless.
+
+    Returns: one result per prompt, in order.
+
+    Raises:
+      UserError: as `Model.generate`.
+    """
+    return model.generate(prompts, options, tree=tree, acceptance=acceptance)

@@ -37,15 +37,15 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
     def one(variables: Params, state: DecodeState) -> Json:
         drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
         verified = parts.verify(engine, variables, state, drafts)
-        kept = parts.accept(engine, variables, state, verified)
-        after = parts.commit(engine, variables, state, verified, kept)
+        outcome = parts.accept(engine, variables, state, verified)
+        after = parts.commit(engine, variables, state, verified, outcome)
         return {
             "nodes": drafts.nodes_BM[0],
             "positions": verified.positions_BM[0],
             "targets": verified.logits_BMV[0].argmax(-1),
-            "path": kept.path_BL[0],
-            "n": kept.n_B[0],
-            "emitted": kept.emitted_BL[0],
+            "path": outcome.path_BL[0],
+            "n": outcome.n_B[0],
+            "emitted": outcome.emitted_BL[0],
             "length": (state.length_B[0], after.length_B[0]),
             "root": (state.root_B[0], after.root_B[0]),
             "text": state.tokens_BO[0],

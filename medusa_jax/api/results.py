@@ -1,21 +1,22 @@
-"""What a request may ask for and what it gives back."""
+"""The options of a request, and its result."""
 
 import dataclasses
 import importlib
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from medusa_jax.config import DELTA, EPSILON
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
@@ -24,23 +25,27 @@ if TYPE_CHECKING:
 
 # Compared with numbers, so that integers beyond it, which are no floats, are too large as well.
 LARGEST = sys.float_info.max
-# What other libraries call options that exist here.
-ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "n_predict": "max_new_tokens",
-    "stop_strings": "stop",
-    "stop_token_ids": "eos_ids",
-    "eos_token_id": "eos_ids",
-    "top_logprobs": "logprobs",
-    "random_seed": "seed",
-    "repeat_penalty": "repetition_penalty",
+# A test of the value of an option, and its words.
+LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda n: n >= 1, "at least 1"),
+    "max_steps": (lambda n: n is None or n >= 1, "at least 1"),
+    "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
+    # Logits that are divided by less overflow.
+    "temperature": (lambda t: t == 0 or 1e-30 <= t <= LARGEST, "0 or at least 1e-30"),
+    "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
+    "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
+    "top_k": (lambda k: 0 <= k < 2**31, "0 (off) to 2**31 - 1"),
+    "eos_ids": (lambda ids: not ids or min(ids) >= 0, "token ids, 0 or more"),
+    "stop_sequences": (
+        lambda found: all(ids and min(ids) >= 0 for ids in found),
+        "lists of at least one token id, 0 or more",
+    ),
+    "epsilon": (lambda e: 0 < e <= 1, "in (0, 1]"),
+    "delta": (lambda d: 0 < d <= LARGEST or d == math.inf, "positive"),
+    "presence_penalty": (lambda p: abs(p) <= LARGEST, "a finite number"),
+    "frequency_penalty": (lambda p: abs(p) <= LARGEST, "a finite number"),
+    "repetition_penalty": (lambda p: 0 < p <= LARGEST, "above 0"),
 }
-
-
-class UnknownOption(UserError, TypeError):
-    """A name that `Options` does not have; the nearest one is named."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Options:
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
         negative ones; 1 changes nothing.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
-      constraint: what the text may look like, one of {"json_schema": schema}, {"json_object": True},
+      constraint: restricts the text, one of {"json_schema": schema}, {"json_object": True},
         {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
       delta: its threshold by entropy, likewise.
@@ -91,54 +96,10 @@ class Options:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     constraint: "Constraint | Json | None" = None
 
-    if not TYPE_CHECKING:  # type checkers know the fields
-
-        def __new__(cls, *_: object, **given: Any) -> "Options":
-            known = [field.name for field in dataclasses.fields(cls)]
-            if wrong := next((name for name in given if name not in known), ""):
-                near = did_you_mean(wrong, known, ALIASES)
-                near = near or f" (there are: {', '.join(known)})"
-                raise UnknownOption(f"Options has no field {wrong!r}{near}")
-            return super().__new__(cls)
-
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise UserError(f"max_steps must be at least 1, not {self.max_steps}")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise UserError(f"logprobs must be 0 or more alternatives, not {self.logprobs}")
-        # Logits that are divided by less overflow.
-        if self.temperature != 0 and not 1e-30 <= self.temperature <= LARGEST:
-            raise UserError(
-                f"temperature must be 0 or more, 1e-30 the least above 0, not {self.temperature}"
-            )
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p must be in (0, 1], not {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise UserError(f"min_p must be in [0, 1], not {self.min_p}")
-        if not 0 <= self.top_k < 2**31:
-            raise UserError(f"top_k must be 0 (off) to 2**31 - 1, not {self.top_k}")
-        if any(i < 0 for i in self.eos_ids or ()):
-            raise UserError(f"eos_ids are token ids, 0 or more, not {self.eos_ids}")
-        if any(not s or min(s) < 0 for s in self.stop_sequences):
-            raise UserError(
-                "stop_sequences are lists of at least one token id, 0 or more, not "
-                f"{self.stop_sequences}"
-            )
-        delta_holds = 0 < self.delta <= LARGEST or self.delta == math.inf
-        if not (0 < self.epsilon <= 1 and delta_holds):
-            raise UserError(
-                "epsilon must be in (0, 1] and delta positive, not "
-                f"{self.epsilon} and {self.delta}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= LARGEST:
-                raise UserError(f"{name} must be a number, not {getattr(self, name)}")
-        if not 0 < self.repetition_penalty <= LARGEST:
-            raise UserError(
-                f"repetition_penalty must be above 0, not {self.repetition_penalty}"
-            )
+        for name, (holds, what) in LIMITS.items():
+            if not holds(getattr(self, name)):
+                raise UserError(f"{name} must be {what}, not {getattr(self, name)}")
         bias = dict(self.logit_bias)
         if any(i < 0 or not abs(value) <= LARGEST for i, value in bias.items()):
             raise UserError(
@@ -165,16 +126,14 @@ def constraints() -> Any:
 
 
 def bias_of(value: object) -> tuple[tuple[int, float], ...]:
-    """A JSON object of biases by token id, {"15": -100}.
+    """Biases by token id from a JSON object such as {"15": -100}.
 
     Raises:
-      UserError: none.
+      UserError: `value` has another form.
     """
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         if isinstance(value, Mapping) and not any(type(b) is bool for b in value.values()):
             return tuple((int(token), float(bias)) for token, bias in value.items())
-    except (TypeError, ValueError, OverflowError):
-        pass
     raise UserError(
         f"'logit_bias' must be numbers by token id, such as {{\"15\": -100}}, not {value!r}"
     )
@@ -185,7 +144,7 @@ class Result:
     """One decoded request.
 
     Attributes:
-      text: what was generated, without special tokens and stop strings.
+      text: the generated text without special tokens and stop strings.
       token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
@@ -196,7 +155,7 @@ class Result:
       acceptance_histogram: steps that appended 1, 2, ... tokens.
       prefill_seconds: of reading the prompts of the whole batch, without compiling.
       decode_seconds: of its decode steps, likewise.
-      compile_seconds: of compiling what this call needed first; 0 if it was there.
+      compile_seconds: of compiling programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if asked for.
       top_logprobs: for each token the likeliest ones in its place, pairs of id and
         log-probability, falling; barred tokens (`no_repeat_ngram_size`) are none of them.

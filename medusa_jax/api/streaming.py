@@ -100,7 +100,7 @@ class StoppingText:
 
 
 class GrowingTexts:
-    """The texts of all rows, fed with what the decode loop shows of its progress."""
+    """The texts of all rows; reads the progress of the decode loop."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[Sequence[str]]) -> None:
         self.rows = [StoppingText(tokenizer, stop) for stop in stops]
@@ -108,7 +108,7 @@ class GrowingTexts:
         self._ended = np.zeros(len(self.rows), bool)
 
     def take(self, progress: Progress) -> list[Piece]:
-        """What is new and may be shown, row by row."""
+        """The new text of each row that may be shown."""
         tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
         counts = np.asarray(progress.n_new_B)
         self._ended = np.asarray(progress.status_B) != RUNNING
@@ -172,10 +172,10 @@ def stream_rows(
 
 
 class TextStream(Iterator[str]):
-    """The text of one prompt as it grows: iterate for what is new.
+    """The text of one prompt as it grows: iterate for new text.
 
     Attributes:
-      pieces: what came so far, with the tree depths that it was accepted at.
+      pieces: the text so far, with the tree depths that it was accepted at.
     """
 
     def __init__(self, chunks: Iterator[Chunk]) -> None:
@@ -193,7 +193,7 @@ class TextStream(Iterator[str]):
 
     @property
     def result(self) -> Result:
-        """The whole answer; what has not come yet is decoded first."""
+        """The whole answer; decodes the rest of the text first."""
         for _ in self:
             pass
         return self._results[0]

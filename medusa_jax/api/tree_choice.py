@@ -1,4 +1,4 @@
-"""Which tree a model has by default."""
+"""The default tree of a model that is being loaded."""
 
 import importlib
 from collections.abc import Mapping
@@ -49,10 +49,8 @@ class TreeChoice:
         unmeasured = False
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if spec == "auto" and calibrated and _measuring().is_measured(calibrated):
-            kept = _measuring().kept_trees(
-                _measuring().kept_choices(calibrated, *marks), calibrated
-            )
+        if calibrated and spec == "auto" and _measuring().is_measured(calibrated):
+            kept = _measuring().kept_trees(calibrated, *marks)
             ladder, unmeasured = ladder | kept, batch not in kept
         if ladder:
             spec = tree_at(ladder, batch)
@@ -70,13 +68,13 @@ class TreeChoice:
         return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))
 
     def settle(self, model: Any, batch: int) -> None:
-        """Measure the tree if it is unmeasured; sets the model's tree and ladder."""
+        """Give a loaded model its default trees; measures the tree if it is unmeasured."""
+        tree = model.tree
         if self.unmeasured:
-            model.tree = _measuring().trees_by_rows(model, [batch])[batch]
-        if self.ladder:
-            model.ladder = {**self.ladder, batch: model.tree}
+            tree = _measuring().trees_by_rows(model, [batch])[batch]
+        model.use_trees(tree, {**self.ladder, batch: tree} if self.ladder else {})
 
 
 def _measuring() -> Any:
-    """The seam of `--tree auto`: what measures trees on this device."""
+    """The seam of `--tree auto`: measurements on this device."""
     return importlib.import_module("medusa_jax.api.device_tree")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding.generate import power_of_two, slot_ladder
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys

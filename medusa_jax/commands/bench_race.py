@@ -58,7 +58,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
-    """What every race takes."""
+    """Flags of every race."""
 
     drafters: str | None = flag(
         "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
@@ -71,7 +71,7 @@ class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFlags(RaceFlags):
-    """What a race of trees takes."""
+    """Flags of a race between trees."""
 
     trees: str = flag(
         "comma-separated --tree values (cartesian widths with x: cartesian:2x3)", "auto"
@@ -132,7 +132,7 @@ def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterato
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
         first = first or model
-        model.variables = model.variables | {"backbone": first.variables["backbone"]}
+        model.share_backbone(first)
         found = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, found, training_of(flags.model, name))
 

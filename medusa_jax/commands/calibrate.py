@@ -111,7 +111,7 @@ def run(flags: Flags) -> int:
 
 
 def print_sizes(rows: Sequence[Row]) -> None:
-    """What trees give by the evidence: counted on held-out texts, timed here."""
+    """Print the evidence of each size: tokens counted on held-out texts, steps timed here."""
     print("nodes  depth  copied  tokens/step  step latency  speed-up (predicted)")
     for row in rows:
         print(

@@ -1,7 +1,7 @@
-"""`python -m medusa_jax compile`: what a device's compiler makes of a decode step.
+"""`python -m medusa_jax compile`: a decode step or a training step by a device's own compiler.
 
 TPUs and GPUs need not be here: their compilers run anywhere. A model of shapes only is compiled, and
-the compiler's own estimates are added up by stage. Nothing is run, so these are estimates.
+the compiler's estimates are added up by stage. Nothing is run.
 """
 
 import contextlib

@@ -6,8 +6,8 @@ load (`formats/export_heads.py`); docs/formats.md has the keys of each layout.
 
 import dataclasses
 
+from medusa_jax.arch import DTYPES
 from medusa_jax.commands.flags import Program, flag
-from medusa_jax.config import DTYPES
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export_heads import TARGETS, convert

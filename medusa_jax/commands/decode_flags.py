@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.commands.flags import (
     GenerationFlags,
     HostFlags,
@@ -11,7 +12,6 @@ from medusa_jax.commands.flags import (
     flag,
     numbers,
 )
-from medusa_jax.config import DELTA, EPSILON
 
 EXAMPLES = """examples:
   python decode.py --prompt "def parse("

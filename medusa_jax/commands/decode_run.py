@@ -2,18 +2,14 @@
 
 import dataclasses
 import importlib
-import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
 
-from medusa_jax import hosts
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.asking import Prompt, ending_turns
-from medusa_jax.api.batching import equal_batches
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import file_to_write, load_model
@@ -136,7 +132,9 @@ def run(flags: Flags) -> int:
     repeats = flags.repeats if flags.compare else 0
     job = Job(model, prompts, options, acceptance, repeats)
     if flags.prompts_file:
-        return answer_file(job, flags.batch_size)
+        file = importlib.import_module("medusa_jax.commands.request_file")
+        status = file.answer(job, flags.batch_size)
+        return status
     if flags.json:
         seconds, [result] = job.compile([0]), job.generate([0])
         result.compile_seconds = seconds
@@ -222,26 +220,4 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")
-    return 0
-
-
-def answer_file(job: Job, batch_size: int) -> int:
-    """All requests of a file in batches; one JSON object a line, in the order of the file."""
-    from tqdm import tqdm
-
-    n = len(job.prompts)
-    write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
-    with tqdm(total=n, unit="request", disable=None) as bar:
-        for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
-            seconds, results = job.compile(rows), job.generate(rows)
-            for result in results:
-                result.compile_seconds = seconds
-            for _, facts in zip(ids, job.facts(rows, results)):
-                print_json(facts, write)
-            sys.stdout.flush()
-            bar.update(len(ids))
-            if hosts.asked_to_stop(number):
-                done = min((number + 1) * batch_size, n)
-                inform(f"stopped by SIGTERM after {done} of {n} requests")
-                return 128 + signal.SIGTERM
     return 0

@@ -1,6 +1,6 @@
 """`python -m medusa_jax distill`: the model answers seed prompts, heads learn from the answers.
 
-Heads are trained on what they will have to guess: the model's own output (Medusa 2.3.2). Seeds
+Heads are trained on the model's own output, which they will have to guess (Medusa 2.3.2). Seeds
 are prompts to go on with, or conversations whose user turns are asked again (see
 `conversation.py` for the three modes). The output directory holds
 
@@ -10,7 +10,7 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     samples.jsonl     mode continue: {"prompt_ids": [...], "token_ids": [...]}
     tokens.npy, doc_starts.npy, counted.npy
                       mode continue: the same as a token directory; prompts are not counted
-    vocab_counts.npy  how often the model wrote each token [V]: what a draft vocabulary is chosen by
+    vocab_counts.npy  counts of each token [V] that the model wrote, to choose a draft vocabulary by
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 
@@ -24,6 +24,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -93,27 +94,15 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
 
 
 def warn_if_quantised(model: str | None) -> None:
-    """The paper advises against a quantised teacher: its answers are not the model's own."""
+    """Warn of a quantised teacher, whose answers are not the model's own (Medusa 2.3.2)."""
     from medusa_jax.interop.tensors import read_json
 
     if not model or not os.path.isdir(model):
         return
-    found: str | None = None
-    for name in ("config.json", "recipe.json"):
-        try:
-            content = read_json(os.path.join(model, name))
-        except UserError:
-            continue
-        if name == "config.json":
-            found = found or (content.get("quantization_config") or {}).get("quant_method")
-        else:
-            trained_as = content.get("config", {}).get("model", {})
-            found = found or trained_as.get("quantise")
-    if found:
-        inform(
-            f"warning: {model} is quantised ({found}): heads would learn the quantised model's "
-            "answers; the paper advises to distil from the unquantised one (2.3.2)"
-        )
+    with suppress(UserError):
+        kind = read_json(os.path.join(model, "config.json")).get("quantization_config")
+        if kind:
+            inform(f"warning: {model} is quantised: heads would learn its answers")
 
 
 def run(flags: Flags) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from medusa_jax.config import DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 

@@ -67,7 +67,7 @@ def questions_of(flags: PromptFlags, model: str | None = None) -> list[Json]:
 def first_prompts(
     flags: PromptFlags, model: "Model", questions: Sequence[Json], new_tokens: int
 ) -> list[list[int]]:
-    """Ids of what is asked first: --questions through the chat template, --prompts unchanged."""
+    """Ids of the first prompts: --questions through the chat template, --prompts unchanged."""
     from medusa_jax.evaluate.conversation import find_template, turn_prompt
 
     if not flags.questions:

@@ -37,15 +37,13 @@ class Flags(MeshFlags, ModelFlags):
     max_body: int = flag("bytes of a call", 1 << 20)
     timeout: float = flag("for an answer, waiting included", 600.0, metavar="SECONDS")
     read_timeout: float = flag(
-        "for a client to send its call, and to take what it is sent",
-        30.0,
-        metavar="SECONDS",
+        "for a client to send its call, and to read its answer", 30.0, metavar="SECONDS"
     )
     drain: int = flag(
         "for running answers to end after SIGTERM", 60, type=at_least(0), metavar="SECONDS"
     )
     warm_up: int = flag(
-        "compile ahead what texts of up to this many tokens need; 0: nothing",
+        "compile programs ahead for texts of up to this many tokens; 0: none",
         256,
         type=at_least(0),
         metavar="TOKENS",

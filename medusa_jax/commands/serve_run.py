@@ -1,4 +1,4 @@
-"""What `serve` does once its flags are parsed."""
+"""`serve` after its flags are parsed."""
 
 import ipaddress
 import os
@@ -65,7 +65,7 @@ def run(flags: Flags) -> int:
 def answer_calls(
     listener: socket.socket, server: Server, template: str, key: str, flags: Flags
 ) -> None:
-    """Run the port until a signal ends it: what runs is finished, nothing new is taken."""
+    """Serve until a signal; running answers are finished, new calls are refused."""
     from medusa_jax.serving.http import Limits, make_app, make_listener
 
     limits = Limits(
@@ -93,17 +93,17 @@ def answer_calls(
 
 
 def name_of(model: str | None) -> str:
-    """What clients call a model: a path without its folder, which they need not know."""
+    """The name of a model for clients: a path without its folder."""
     if model and os.path.exists(model):
         return os.path.basename(os.path.abspath(model))
     return model or "demo"
 
 
 def chosen_template(model: Model, asked: str | None) -> str:
-    """The chat template: what was asked for, the tokenizer's own (""), or "plain".
+    """The chat template: the given one, the tokenizer's own (""), or "plain".
 
     Raises:
-      UserError: there is no such template, or it does not fit the tokenizer.
+      UserError: there is the template is unknown, or does not fit the tokenizer.
     """
     if asked is None:
         return "" if model.tokenizer.chat_template else PLAIN
@@ -116,7 +116,7 @@ def read_key(file: str | None) -> str:
     """The key that clients must send; "" for none.
 
     Raises:
-      UserError: the file cannot be read, holds nothing, or what no client could send.
+      UserError: the file cannot be read, is empty, or has characters that a header cannot have.
     """
     if file is None:
         where, key = f"the variable {KEY}", os.environ.get(KEY, "")

@@ -25,8 +25,8 @@ EXAMPLES = """\
 any field of the configuration:
   --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.data.preview      print one training sample, its counted tokens marked
-  --config.dry_run           print sizes and counted memory, then compile the step from shapes alone and print
-                             memory, traffic and the least time on known chips; =counted does not compile
+  --config.dry_run           print sizes and stored memory, then compile the step from shapes alone and print
+                             memory, the chips it fits and traffic; =counted does not compile
 
 Run again with the same --workdir, a training resumes."""
 # Other trainers' names for fields.
@@ -236,7 +236,7 @@ def override(cfg: Config, path: str, value: Any) -> None:
     """Set the field at `path` ("optim.lr").
 
     Raises:
-      KeyError: there is none.
+      KeyError: the configuration has no such field.
     """
     owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
     setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""Constrained output: what a text may look like, and which tokens that leaves at each place."""
+"""Constrained output: constraints of a text, and the tokens that they allow next."""
 
 from medusa_jax.constraints.asked import Constraint, constraint_of
 from medusa_jax.constraints.grammars import Grammars

@@ -1,4 +1,4 @@
-"""What a request may ask of its text: JSON, a JSON schema, a regular expression, choices, a grammar."""
+"""The constraints that a request may have: JSON, a schema, a regular expression, choices, a grammar."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError, did_you_mean
 
-# What a constraint is given as, by kind.
+# The value of a constraint, by kind.
 KINDS = {
     "json_object": "true",
     "json_schema": "a JSON schema",
@@ -16,7 +16,7 @@ KINDS = {
     "choice": "a list of strings, at least one",
     "grammar": "a grammar in Lark's notation, or in GBNF",
 }
-# Characters of a constraint: what is larger takes too long to be read.
+# Most characters of a constraint; larger ones take too long to be read.
 MOST_CHARACTERS = 1 << 18
 
 
@@ -25,7 +25,7 @@ class Constraint:
     """One constraint; made by `constraint_of`.
 
     Attributes:
-      kind: one of `KINDS`; or "tools", a grammar in Lark's notation of a server's own.
+      kind: one of `KINDS`, or "tools": a server's own grammar in Lark's notation.
       text: JSON of a schema or of choices, else the expression or grammar itself.
     """
 
@@ -34,12 +34,12 @@ class Constraint:
 
 
 def constraint_of(given: Any) -> Constraint:
-    """The constraint that {kind: value} asks for.
+    """Return the constraint of {kind: value}.
 
     Example: {"choice": ["yes", "no"]}.
 
     Raises:
-      UserError: none of `KINDS`, a value of another form, or a schema that cannot be served.
+      UserError: another kind, a value of another form, or a schema that cannot be served.
     """
     if isinstance(given, Constraint):
         return given
@@ -63,7 +63,7 @@ def constraint_of(given: Any) -> Constraint:
 
 
 def _text(kind: str, value: Any) -> str | None:
-    """A constraint's value as text; None if it has another form."""
+    """Return a constraint's value as text; None if it has another form."""
     if kind == "json_object":
         return "" if value is True else None
     if kind in ("regex", "grammar"):
@@ -87,7 +87,7 @@ def _text(kind: str, value: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value, in one line."""
+    """Return the beginning of a value, in one line."""
     try:
         return repr(value)[:80]
     except RecursionError:

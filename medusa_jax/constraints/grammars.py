@@ -8,8 +8,8 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
-        self._vocabularies: dict[tuple[int, ...], Any] = {}
-        self._compiled: OrderedDict[Any, Any] = OrderedDict()
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._vocabulary = lru_cache(KEPT)(self._make_vocabulary)
 
     def guide(self, constraint: Constraint, eos_ids: Sequence[int]) -> MatcherGuide:
         """Return the guide of one text, at its beginning.
@@ -69,20 +69,12 @@ class Grammars:
             bounds; no token ends a text, or there is no tokenizer.
         """
         ends = tuple(sorted(i for i in set(eos_ids) if i < self._vocab_size))
-        key = constraint, ends
+        matcher = self._compiled(constraint, ends)  # other threads do not wait for it
         with self._lock:
-            matcher = self._compiled.get(key)
-        if matcher is None:
-            matcher = self._compile(constraint, ends)  # others do not wait for it
-        with self._lock:
-            self._compiled[key] = matcher
-            self._compiled.move_to_end(key)
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
             matcher = matcher.deep_copy()
-        return MatcherGuide(matcher, self._vocabularies[ends][0].ordinary_W, ends)
+        return MatcherGuide(matcher, self._vocabulary(ends)[0].ordinary_W, ends)
 
-    def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
+    def _make_vocabulary(self, ends: tuple[int, ...]) -> tuple["Vocabulary", Any]:
         guidance = _llguidance()
         if isinstance(self._tokenizer, NoTokenizer):
             raise self._tokenizer.missing("constraints cannot be told in tokens")
@@ -90,17 +82,13 @@ class Grammars:
             raise UserError(
                 "a constraint needs a token that ends the text: eos_ids is empty"
             )
-        if ends not in self._vocabularies:
-            made = Vocabulary(self._tokenizer, self._vocab_size, ends)
-            self._vocabularies[ends] = (
-                made,
-                guidance.LLTokenizer(
-                    guidance.TokenizerWrapper(made),
-                    n_vocab=self._vocab_size,
-                    eos_token=list(ends),
-                ),
-            )
-        made, tokens = self._vocabularies[ends]
+        made = Vocabulary(self._tokenizer, self._vocab_size, ends)
+        wrapped, size = guidance.TokenizerWrapper(made), self._vocab_size
+        return made, guidance.LLTokenizer(wrapped, n_vocab=size, eos_token=list(ends))
+
+    def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
+        guidance = _llguidance()
+        made, tokens = self._vocabulary(ends)
         what = constraint.kind.replace("_", " ")
         tried = try_to_compile(constraint)
         if not tried:
@@ -126,7 +114,7 @@ class Grammars:
 
 def try_to_compile(constraint: Constraint) -> Json:
     """Compile a constraint in a child process with limits; returns its answer, {} if it met one."""
-    request = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
+    request: Json = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
     request |= {"paths": [path for path in sys.path if path], **SETTINGS}
     try:
         done = subprocess.run(

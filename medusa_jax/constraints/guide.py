@@ -1,4 +1,4 @@
-"""The tokens that a constraint leaves to one text, and down the paths of a tree."""
+"""The tokens that a constraint allows next in one text, and along the paths of a tree."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from medusa_jax.errors import UserError
 
 # Every token is allowed.
 ALL = np.uint32(0xFFFFFFFF)
-# Seconds of processor time: masks that take longer are slow; what those of a served request may take.
+# Seconds of processor time: of a mask before it counts as slow, and of all slow masks of a served request.
 SLOW_MASK, SLOW_MASKS = 0.02, 0.5
 
 
@@ -26,8 +26,8 @@ class MatcherGuide:
     Attributes:
       consumed: tokens of the text so far.
       possible: whether any token may come first.
-      first_W: bits of the tokens that may.
-      patience: seconds that slow masks may take yet.
+      first_W: bits of the tokens that may come first.
+      patience: seconds left for slow masks.
       error: as in `Guide`.
     """
 
@@ -63,13 +63,16 @@ class MatcherGuide:
         return not self._matcher.is_error() and bool(into_W.any())
 
     def _check(self) -> None:
-        """An error is a limit, as the tokens of the text were allowed, unless nothing may follow them."""
+        """Raise the matcher's error, which is a limit: the tokens so far were allowed.
+
+        "NoExtension" only says that nothing may follow them.
+        """
         why = first_line(self._matcher.get_error())
         if self._matcher.is_error() and not why.startswith("NoExtension"):
             raise UserError(f"the constraint is too costly for its grammar engine: {why}")
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """The text goes on with these."""
+        """Append tokens to the text."""
         self.consumed += len(tokens)
         for token in tokens:
             if token in self._ends:
@@ -145,7 +148,7 @@ class MatcherGuide:
         visit(0, [])
 
     def _allows(self, token: int) -> bool:
-        """Whether a token may come next."""
+        """Return whether a token may come next."""
         if token < 0 or not self._ordinary_W[token >> 5] >> np.uint32(token & 31) & 1:
             return False
         if token in self._ends:
@@ -153,7 +156,7 @@ class MatcherGuide:
         return self._matcher.validate_tokens([token]) == 1
 
     def _take_back(self, path: Sequence[int]) -> None:
-        """Undo the last token; `path` are those before it that are not in the text yet."""
+        """Undo the last token; `path` has the earlier ones that are not in the text yet."""
         if self._matcher.is_error():  # for good: nothing can be taken back
             self._matcher = self._start.deep_copy()
             self._matcher.consume_tokens([*self._text, *path])
@@ -162,15 +165,11 @@ class MatcherGuide:
 
     @staticmethod
     def _forbidden(allowed_W: np.ndarray) -> int:
-        """A token without a bit."""
-        word = int(np.argmax(allowed_W != ALL))
-        return 32 * word + int(
-            np.argmin(
-                np.unpackbits(allowed_W[word : word + 1].view(np.uint8), bitorder="little")
-            )
-        )
+        """Return a token whose bit is not set."""
+        bits = np.unpackbits(allowed_W.view(np.uint8), bitorder="little")
+        return int(np.argmin(bits))
 
 
 def first_line(error: Any) -> str:
-    """The first sentence of a message that may show the whole grammar."""
+    """Return the first line of a message that may show the whole grammar."""
     return str(error).strip().partition("\n")[0][:300]

@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance takes them: what only describes is dropped, what it misreads refused."""
+"""JSON schemas for llguidance: annotations are dropped, and keywords that it misreads are refused."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ FORMATS = (
 # Keywords whose values are data, and those whose values are schemas by names of the user's.
 DATA = ("const", "enum", "default", "example", "examples", "required")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Keywords whose numbers count; beyond this they lose digits, or their meaning.
+# Keywords whose numbers lose digits, or their meaning, beyond `LARGEST`.
 NUMBERS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"),
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
@@ -23,7 +23,7 @@ LARGEST = 2**63
 
 
 def served_schema(schema: Any) -> Any:
-    """A schema that allows what the given one does, without what llguidance refuses for no reason.
+    """Return an equivalent schema without the annotations that llguidance refuses.
 
     Raises:
       UserError: a number that is too large, or a `oneOf` whose schemas may overlap.
@@ -70,7 +70,7 @@ def _requires(schema: Any, name: str, root: Any) -> bool:
 
 
 def _largest(value: Any) -> float:
-    """The largest number of some data, without its sign; not finite ones are."""
+    """Return the largest absolute number in some data; NaN counts as infinite."""
     if isinstance(value, dict | list):
         within = value.values() if isinstance(value, dict) else value
         return max(map(_largest, within), default=0)
@@ -80,7 +80,7 @@ def _largest(value: Any) -> float:
 
 
 def _told_apart(schema: dict[str, Any], root: Any) -> str:
-    """The property whose constants tell the objects of a `oneOf` apart; "" if there is none."""
+    """Return the property whose constants tell the objects of a `oneOf` apart, or ""."""
     objects = [_resolved(one, root) for one in schema["oneOf"]]
     if any("object" not in (one.get("type"), schema.get("type")) for one in objects):
         return ""
@@ -94,7 +94,7 @@ def _told_apart(schema: dict[str, Any], root: Any) -> str:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """A schema, or the one within `root` that it refers to."""
+    """Return a schema, or the one within `root` that it refers to."""
     for _ in range(9):
         reference = schema.get("$ref", "") if isinstance(schema, dict) else ""
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -106,7 +106,7 @@ def _resolved(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def _constants(schema: Any, root: Any) -> set[tuple[bool, Any]]:
-    """The only values that a schema allows; none if there may be others."""
+    """Return the values of a schema that allows nothing else; otherwise none."""
     schema = _resolved(schema, root)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or any(isinstance(v, dict | list) for v in values):

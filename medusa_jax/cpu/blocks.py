@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.library import library
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import BlockRows

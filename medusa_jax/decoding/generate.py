@@ -146,6 +146,27 @@ def begin(
     return prefill(engine.depth_only, ladder[0], *arguments), ladder
 
 
+def sampling_of(request: Request, vocab_size: int) -> Sampling:
+    """Return the sampling parameters of each row of a request."""
+    B = len(request.prompts)
+
+    def per_row(values: Sequence | None, default: float, dtype: DTypeLike) -> Any:
+        return np.array(values if values is not None else [default] * B, dtype)
+
+    ids = request.ids if request.ids is not None else range(B)
+    return Sampling(
+        temperature_B=per_row(request.temperature, 0.0, np.float32),
+        top_k_B=per_row(request.top_k, 0, np.int32),
+        top_p_B=per_row(request.top_p, 1.0, np.float32),
+        min_p_B=per_row(request.min_p, 0.0, np.float32),
+        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
+        epsilon_B=per_row(request.epsilon, 0.09, np.float32),
+        delta_B=per_row(request.delta, 0.3, np.float32),
+        penalties=penalties_of(request.penalties, request.prompts, vocab_size),
+        first_BW=first_bits(request.guides, vocab_size),
+    )
+
+
 def prefill_arguments(
     engine: Engine, variables: Params, request: Request
 ) -> tuple[list[int], tuple[Any, ...]]:
@@ -162,30 +183,14 @@ def prefill_arguments(
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
 
-    def per_row(values: Sequence | None, default: float, dtype: DTypeLike) -> Any:
-        return np.array(values if values is not None else [default] * B, dtype)
-
-    ids = request.ids if request.ids is not None else range(B)
-    sampling = Sampling(
-        temperature_B=per_row(request.temperature, 0.0, np.float32),
-        top_k_B=per_row(request.top_k, 0, np.int32),
-        top_p_B=per_row(request.top_p, 1.0, np.float32),
-        min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
-        epsilon_B=per_row(request.epsilon, 0.09, np.float32),
-        delta_B=per_row(request.delta, 0.3, np.float32),
-        penalties=penalties_of(
-            request.penalties, request.prompts, engine.llama.config.vocab_size
-        ),
-        first_BW=first_bits(request.guides, engine.llama.config.vocab_size),
-    )
+    sampling = sampling_of(request, engine.llama.config.vocab_size)
     output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
     arguments = (
         variables,
         prompt_BT,
         lengths,
         limits,
-        per_row(request.max_steps, FOREVER, np.int32),
+        np.array(request.max_steps or [FOREVER] * B, np.int32),
         pack_stops(request.stops or [()] * B),
         sampling,
         output,

@@ -30,10 +30,10 @@ def decode_step(engine: Engine, variables: Params, state: DecodeState) -> Decode
     """As `step.decode_step`; the window moves before the accepted path is committed."""
     drafts = draft(engine, variables, state, engine.tree)
     verified, window_BWV = verify(engine, variables, state, drafts)
-    kept = accept(engine, variables, state, verified)
+    outcome = accept(engine, variables, state, verified)
     moved = drafter_of(engine).learn(state.drafter, state.root_B, window_BWV)
-    state = commit(engine, variables, state.replace(drafter=moved), verified, kept)
-    return append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
+    state = commit(engine, variables, state.replace(drafter=moved), verified, outcome)
+    return append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
 
 
 def verify(

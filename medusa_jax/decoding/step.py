@@ -37,9 +37,9 @@ def decode_step(
     """
     drafts = draft(engine, variables, state, tree or engine.tree)
     verified = verify(engine, variables, state, drafts)
-    kept = accept(engine, variables, state, verified)
-    state = commit(engine, variables, state, verified, kept)
-    return append(state, kept.emitted_BL, kept.n_B + 1, kept.logprobs)
+    outcome = accept(engine, variables, state, verified)
+    state = commit(engine, variables, state, verified, outcome)
+    return append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
 
 
 @jax.named_scope("draft")
@@ -147,7 +147,7 @@ def run_rows(
         return backbone.decode(tokens_BR, position_BR, state.cache, state.length_B, mask_RR)
 
 
-class Kept(NamedTuple):
+class Outcome(NamedTuple):
     """The tokens that a step keeps.
 
     Attributes:
@@ -170,7 +170,7 @@ def accept(
     state: DecodeState,
     verified: Verified,
     allowed_BMW: jax.Array | None = None,
-) -> Kept:
+) -> Outcome:
     """Keep one path by the engine's rule.
 
     Args:
@@ -189,7 +189,7 @@ def accept(
         path_BL1 = accepted.path_BL[..., None]
         logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    return Kept(*accepted, emitted_BL, logprobs)
+    return Outcome(*accepted, emitted_BL, logprobs)
 
 
 def emitted_tokens(nodes_BM: jax.Array, accepted: Accepted) -> jax.Array:
@@ -206,15 +206,19 @@ def emitted_tokens(nodes_BM: jax.Array, accepted: Accepted) -> jax.Array:
 
 @jax.named_scope("commit")
 def commit(
-    engine: Engine, variables: Params, state: DecodeState, verified: Verified, kept: Kept
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    verified: Verified,
+    outcome: Outcome,
 ) -> DecodeState:
     """Add the root and the accepted drafts to the text; the bonus token becomes the root."""
-    path_BL, running_B = kept.path_BL, state.status_B == RUNNING
-    taken_B = jnp.where(running_B, kept.n_B + 1, 0)
+    path_BL, running_B = outcome.path_BL, state.status_B == RUNNING
+    taken_B = jnp.where(running_B, outcome.n_B + 1, 0)
     new = Committed(
         jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1),
         jnp.take_along_axis(verified.drafts.nodes_BM, path_BL, axis=1),
-        kept.emitted_BL,
+        outcome.emitted_BL,
         jnp.take_along_axis(verified.positions_BM, path_BL, axis=1),
         taken_B,
     )
@@ -225,12 +229,12 @@ def commit(
         cache = cache.commit(state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
-        text_BS = write_tokens(text_BS, kept.emitted_BL, state.length_B + 1)
+        text_BS = write_tokens(text_BS, outcome.emitted_BL, state.length_B + 1)
     return state.replace(
         cache=cache,
         drafter=drafter,
         length_B=state.length_B + taken_B,
-        root_B=jnp.where(running_B, kept.bonus_B, state.root_B),
+        root_B=jnp.where(running_B, outcome.bonus_B, state.root_B),
         text_BS=text_BS,
     )
 
@@ -263,7 +267,7 @@ def emit(
     Args:
       logprobs: log-probabilities of those tokens, if the engine keeps them.
 
-    Returns: the state, and the number of tokens kept in each row.
+    Returns: the state, and the number of tokens outcome in each row.
     """
     # Rows write all L entries; the next step overwrites those after `n_new`.
     tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)

@@ -1,1 +1,1 @@
-"""What measures a loaded `Model`: speed, length, identity, likelihood, repetition."""
+"""Measurements of a loaded `Model`: speed, accepted lengths, divergences, trees for a device."""

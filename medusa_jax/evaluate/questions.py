@@ -4,15 +4,15 @@ Every record keeps its fields and gains those that `read_questions` lists. The f
 record determine the format of a file (`FORMATS`).
 """
 
-import gzip
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import Json, decode_text
+from medusa_jax.training.data import sources
+from medusa_jax.whole_files import Json
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
@@ -132,43 +132,21 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
 
 
 def read_records(path: str) -> list[Json]:
-    """Read the records of a .jsonl, .json (a list), .parquet or gzipped file.
+    """The records of a .jsonl or .json file, a .parquet file or a dataset, as in training.
 
     Raises:
       UserError: not readable, no records, or records that are not objects.
     """
-    try:
-        records = _parquet(path) if path.endswith(".parquet") else _json(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSONL: {error}") from error
-    if not records:
-        raise UserError(f"{path} holds no prompts")
-    if not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{path}: every record has to be a JSON object")
+    records = []
+    for number, record in enumerate(sources.read_records(path, DataConfig())):
+        try:
+            found = sources.parse(record)
+        except UserError as error:
+            raise UserError(f"{path}: record {number}: {error}") from error
+        if not isinstance(found, dict):
+            raise UserError(f"{path}: every record has to be a JSON object")
+        records.append(found)
     return records
-
-
-def _json(path: str) -> list[Json]:
-    data = Path(path).read_bytes()
-    text = decode_text(gzip.decompress(data) if path.endswith(".gz") else data)
-    if text.lstrip().startswith("["):
-        found: list[Json] = json.loads(text)
-        return found
-    # Not splitlines(): JSON strings may hold other line separators, such as U+2028.
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
-
-
-def _parquet(path: str) -> list[Json]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        rows: list[Json] = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"{path} is not a parquet file: {error}") from error
-    return rows
 
 
 def _instruction(record: Json) -> Json:

@@ -21,7 +21,7 @@ from functools import partial
 
 import numpy as np
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config

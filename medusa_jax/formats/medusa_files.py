@@ -16,7 +16,7 @@ import re
 
 import numpy as np
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export

@@ -25,27 +25,25 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
-    Drafter,
     DraftRequest,
     Params,
     Proposal,
     TextRows,
 )
-from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.layers import (
     CausalLayer,
     LayerState,
     ResBlock,
+    SeparateHeads,
     applied,
+    check_dropout,
     last_of,
-    lm_head_logits,
     lm_head_start,
-    logits_of_first,
     shift_left,
 )
 from medusa_jax.model.attention import attend
@@ -114,7 +112,7 @@ RunStage = Callable[[int, CausalLayer, Params, jax.Array], tuple[jax.Array, PyTr
 
 
 @dataclasses.dataclass(frozen=True)
-class Amphista(Drafter):
+class Amphista(SeparateHeads):
     """K heads on staged adaptation layers, mixed by bidirectional attention."""
 
     heads: AmphistaConfig
@@ -131,8 +129,7 @@ class Amphista(Drafter):
             )
         if h.blocks < 0:
             raise UserError(f"heads.blocks is 0 or more, not {h.blocks}")
-        if not 0 <= h.dropout < 1:
-            raise UserError(f"heads.dropout is from 0 to below 1, not {h.dropout}")
+        check_dropout(h.dropout)
 
     @property
     def _stage_shape(self) -> LlamaConfig:
@@ -242,11 +239,6 @@ class Amphista(Drafter):
         mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
         return jnp.moveaxis(mixed.reshape(B, T, self.n_heads, D), 2, 0)
 
-    def head_logits(
-        self, params: Params, backbone: Backbone, k: int, features: jax.Array
-    ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
-
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         return LayerState.zeros(self.llama, self.heads.stages, batch, slots, dtype)
 
@@ -274,8 +266,7 @@ class Amphista(Drafter):
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
         x_BKD = self.mix(params, contexts, backbone.llama.dtype)
         features = [x_BKD[:, k] for k in range(request.tree.depth)]
-        logits = logits_of_first(self, params, backbone, features)
-        return fill_by_rank(request, backbone, logits)
+        return self.fill(params, backbone, features, request)
 
 
 @dataclass(unsafe_hash=True)

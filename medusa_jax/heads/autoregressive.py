@@ -17,10 +17,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -31,8 +30,15 @@ from medusa_jax.heads.drafter import (
     Proposal,
     TextRows,
 )
-from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
-from medusa_jax.heads.layers import LayerState, last_of, shift_left
+from medusa_jax.heads.fill import Level, fill_by_level, level_rows
+from medusa_jax.heads.layers import (
+    LayerState,
+    last_of,
+    lm_head_logits,
+    lm_head_start,
+    shift_left,
+    zero_output,
+)
 from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
 from medusa_jax.sharding import PyTree
 
@@ -73,6 +79,17 @@ class Autoregressive(Drafter):
     ) -> jax.Array:
         """What the first level reads of accepted positions [B, T, D]."""
         return hidden_BTE
+
+    def head_logits(
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
+    ) -> jax.Array:
+        return lm_head_logits(self.heads, params["heads_0"], backbone, features)
+
+    def start_as_identity(self, layers: Params, backbone: Backbone) -> Params:
+        """Parameters of heads whose layers add nothing to their input, and whose LM head is the backbone's."""
+        stack = (f"layers_{j}" for j in range(self.heads.n_layers))
+        identity = {name: zero_output(layers[name]) for name in stack}
+        return {"heads_0": layers | identity | lm_head_start(self.heads, backbone)}
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         """Level k of row t is at position t + k and sees true rows up to t and levels 1 to k."""
@@ -116,16 +133,14 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest
     ) -> Proposal:
         """Draft level by level: run nodes with children after the text; the state has the root's row."""
-        tree = request.tree
-        inner = inner_nodes(Level.of(tree), tree)
+        rows_of = level_rows(request.tree)
 
         def logits_of(
             depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
         ) -> tuple[jax.Array, PyTree]:
-            features_BPD, cache, done = carry
+            features_BPD, cache = carry
             if depth:
-                done = np.concatenate([done, inner[depth]])
-                mask_PR = jnp.asarray(tree.mask_MM[inner[depth]][:, done])
+                mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
                 start_B = state.length_B
                 mask = cached_mask(P, state.cache.slots, start_B, mask_PR)
@@ -135,7 +150,7 @@ class Autoregressive(Drafter):
                     backbone.embed(tokens_BP), positions_BP, mask, cache, start_B + R - P,
                 )  # fmt: skip
             logits = self.head_logits(params, backbone, depth, features_BPD)
-            return logits, (features_BPD, cache, done)
+            return logits, (features_BPD, cache)
 
-        root = (state.context_BSD, state.cache.layers, np.zeros(0, int))
+        root = (state.context_BSD, state.cache.layers)
         return fill_by_level(request, backbone, logits_of, root)

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
-from medusa_jax.heads.fill import Level, fill_by_level, inner_nodes
+from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import take_last
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.untrained import Untrained
@@ -119,26 +118,25 @@ class DraftModel(Untrained):
 
         The root runs again along with the first level, which needs its key and value.
         """
-        model, (root_B, tree, _) = self._model(params, backbone), request
-        inner = inner_nodes(Level.of(tree), tree)
+        model, tree = self._model(params, backbone), request.tree
+        rows_of = level_rows(tree, with_root=True)
 
         def logits_of(
             depth: int, level: Level, tokens_BP: jax.Array, carry: PyTree
         ) -> tuple[jax.Array, PyTree]:
-            hidden_BPE, cache, done = carry
+            hidden_BPE, cache = carry
             if depth:
-                fresh = inner[depth]
+                P, (nodes_P, mask_PR) = tokens_BP.shape[1], rows_of[depth]
                 if depth == 1:
-                    fresh = np.concatenate([inner[0], fresh])
-                    tokens_BP = jnp.concatenate([root_B[:, None], tokens_BP], axis=1)
-                done = np.concatenate([done, fresh])
-                positions_BP = state.length_B[:, None] + tree.depth_M[fresh][None, :]
-                mask_PR = jnp.asarray(tree.mask_MM[fresh][:, done])
+                    tokens_BP = jnp.concatenate(
+                        [request.root_B[:, None], tokens_BP], axis=1
+                    )
+                positions_BP = state.length_B[:, None] + tree.depth_M[nodes_P][None, :]
                 hidden_BPE, cache = model.decode(
-                    tokens_BP, positions_BP, cache, state.length_B, mask_PR
+                    tokens_BP, positions_BP, cache, state.length_B, jnp.asarray(mask_PR)
                 )
-                hidden_BPE = hidden_BPE[:, -len(inner[depth]) :]
-            return model.lm_head(hidden_BPE), (hidden_BPE, cache, done)
+                hidden_BPE = hidden_BPE[:, -P:]
+            return model.lm_head(hidden_BPE), (hidden_BPE, cache)
 
-        root = (state.hidden_BE[:, None], state.cache, np.zeros(0, int))
+        root = (state.hidden_BE[:, None], state.cache)
         return fill_by_level(request, model, logits_of, root)

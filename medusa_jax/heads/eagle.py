@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
 from medusa_jax.model.attention import CausalMask, LayerCache, Mask
 from medusa_jax.model.layers import Block, Linear
 from medusa_jax.model.rope import rope_tables
@@ -97,11 +96,4 @@ class Eagle(Autoregressive):
         module = self.layers(jnp.float32)
         params: Params = dict(module.init(key, probe, probe, one, CausalMask())["params"])
         params["fc"] = params["fc"] | {"kernel": jnp.eye(2 * D, D, -D)}  # [0 ; I]
-        for j in range(self.heads.n_layers):
-            params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
-        return {"heads_0": params | lm_head_start(self.heads, backbone)}
-
-    def head_logits(
-        self, params: Params, backbone: Backbone, k: int, features: jax.Array
-    ) -> jax.Array:
-        return lm_head_logits(self.heads, params["heads_0"], backbone, features)
+        return self.start_as_identity(params, backbone)

@@ -29,11 +29,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.heads.layers import lm_head_logits, lm_head_start, zero_output
 from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair
 from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
 from medusa_jax.model.rope import rope_tables
@@ -220,13 +219,11 @@ class Eagle3(Autoregressive):
         params["norm"] = jax.tree.map(
             lambda x: x.astype(jnp.float32), backbone.params["norm"]
         )
-        for j in range(self.heads.n_layers):
-            params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
-        return {"heads_0": params | lm_head_start(self.heads, backbone)}
+        return self.start_as_identity(params, backbone)
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         if not self.heads.norm_output:
             features = self.run(params, backbone, features, method="normed")
-        return lm_head_logits(self.heads, params["heads_0"], backbone, features)
+        return super().head_logits(params, backbone, k, features)

@@ -168,3 +168,23 @@ def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
     Example: for the tree of `Level`: [0] and [1, 3].
     """
     return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]
+
+
+def level_rows(
+    tree: Tree, with_root: bool = False
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """For passes of a model down the tree: by depth from 1, the nodes with children, and their mask.
+
+    The mask is True where a node sees a row of this pass or an earlier one: an ancestor or itself.
+
+    Args:
+      with_root: the first pass runs the root as well.
+    """
+    inner = inner_nodes(Level.of(tree), tree)
+    done, rows = np.zeros(0, int), {}
+    for depth, nodes_P in enumerate(inner[1:], start=1):
+        if with_root and depth == 1:
+            nodes_P = np.concatenate([inner[0], nodes_P])
+        done = np.concatenate([done, nodes_P])
+        rows[depth] = nodes_P, tree.mask_MM[nodes_P][:, done]
+    return rows

@@ -17,25 +17,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    Drafter,
-    DraftRequest,
-    Params,
-    Proposal,
-    TextRows,
-)
+from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
+    LastHidden,
     ResBlock,
     applied,
-    lm_head_logits,
+    check_dropout,
     lm_head_start,
     shift_left,
-    take_last,
 )
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
@@ -76,7 +68,7 @@ class FirstBlock(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Hydra(Drafter):
+class Hydra(LastHidden):
     """K sequentially dependent MLP heads; the state is the last accepted b_t [B, D]."""
 
     heads: HydraConfig
@@ -90,8 +82,7 @@ class Hydra(Drafter):
             raise UserError(
                 f"heads.skip is identity, random or fixed, not {self.heads.skip!r}{near}"
             )
-        if not 0 <= self.heads.dropout < 1:
-            raise UserError(f"heads.dropout is from 0 to below 1, not {self.heads.dropout}")
+        check_dropout(self.heads.dropout)
 
     @property
     def stored_counts(self) -> tuple[int, int]:
@@ -143,19 +134,6 @@ class Hydra(Drafter):
             key = None if key is None else jax.random.fold_in(key, k)
             out.append(self.mlp(params, k, x, dtype, key))
         return jnp.stack(out)
-
-    def head_logits(
-        self, params: Params, backbone: Backbone, k: int, features: jax.Array
-    ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
-
-    def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
-        return jnp.zeros((batch, self.llama.d_model), dtype)
-
-    def commit(
-        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
-    ) -> PyTree:
-        return take_last(new.hidden_BTE, new.n_B, state)
 
     def context(self, state: PyTree) -> jax.Array:
         """b_t of the last accepted position [B, D]."""

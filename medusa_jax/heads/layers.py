@@ -8,8 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.heads.drafter import Backbone, Drafter, Params
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.heads.drafter import (
+    Backbone,
+    Committed,
+    Drafter,
+    DraftRequest,
+    Params,
+    Proposal,
+)
+from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
 from medusa_jax.model.attention import CausalMask, Pair, cached_mask
 from medusa_jax.model.cache import KVCache
@@ -17,6 +26,7 @@ from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.stored import multiply
+from medusa_jax.sharding import PyTree
 
 
 class ResBlock(nn.Module):
@@ -109,14 +119,52 @@ def lm_head_logits(
     return logits
 
 
-def logits_of_first(
-    drafter: Drafter, params: Params, backbone: Backbone, features: Sequence[jax.Array]
-) -> list[jax.Array]:
-    """Logits [B, O] of the first heads, one for each of the features [B, D]."""
-    if features and drafter.heads.lm_head == "shared":  # one pass over the LM head for all
-        logits_BKO = backbone.lm_head(jnp.stack(features, axis=1))
-        return [logits_BKO[:, k] for k in range(len(features))]
-    return [drafter.head_logits(params, backbone, k, f) for k, f in enumerate(features)]
+def check_dropout(rate: float) -> None:
+    """Refuse a rate of `heads.dropout` outside [0, 1).
+
+    Raises:
+      UserError: the rate is outside.
+    """
+    if not 0 <= rate < 1:
+        raise UserError(f"heads.dropout is from 0 to below 1, not {rate}")
+
+
+class SeparateHeads(Drafter):
+    """Base class of drafters whose head k has its own parameters, "heads_{k}"."""
+
+    def head_logits(
+        self, params: Params, backbone: Backbone, k: int, features: jax.Array
+    ) -> jax.Array:
+        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
+
+    def fill(
+        self,
+        params: Params,
+        backbone: Backbone,
+        features: Sequence[jax.Array],
+        request: DraftRequest,
+    ) -> Proposal:
+        """Fill the tree from the features [B, D] of the first heads, one for each of its depths."""
+        if features and self.heads.lm_head == "shared":  # one pass over the LM head for all
+            logits_BKO = backbone.lm_head(jnp.stack(features, axis=1))
+            logits = [logits_BKO[:, k] for k in range(len(features))]
+        else:
+            heads = enumerate(features)
+            logits = [self.head_logits(params, backbone, k, x) for k, x in heads]
+        return fill_by_rank(request, backbone, logits)
+
+
+class LastHidden(SeparateHeads):
+    """Base class of drafters that read one vector of the text, which is their whole state."""
+
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> PyTree:
+        """The last accepted hidden state [B, D]."""
+        return jnp.zeros((batch, self.llama.d_model), dtype)
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
+    ) -> PyTree:
+        return take_last(new.hidden_BTE, new.n_B, state)
 
 
 # Decoder layers of drafters.

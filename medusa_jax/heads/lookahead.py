@@ -37,7 +37,7 @@ from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import propose_given

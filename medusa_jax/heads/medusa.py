@@ -9,27 +9,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    Drafter,
-    DraftRequest,
-    Params,
-    Proposal,
-    TextRows,
-)
-from medusa_jax.heads.fill import fill_by_rank
-from medusa_jax.heads.layers import (
-    ResBlock,
-    applied,
-    lm_head_logits,
-    lm_head_start,
-    logits_of_first,
-    take_last,
-)
+from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
+from medusa_jax.heads.layers import LastHidden, ResBlock, applied, lm_head_start
 
 
-class Medusa(Drafter):
+class Medusa(LastHidden):
     """K independent heads on the last accepted hidden state, which is the whole state."""
 
     name = "medusa"
@@ -65,20 +49,6 @@ class Medusa(Drafter):
         heads = range(self.n_heads)
         return jnp.stack([self._features(params, k, rows.hidden_BTE, dtype) for k in heads])
 
-    def head_logits(
-        self, params: Params, backbone: Backbone, k: int, features: jax.Array
-    ) -> jax.Array:
-        return lm_head_logits(self.heads, params[f"heads_{k}"], backbone, features)
-
-    def start(self, batch: int, slots: int, dtype: DTypeLike) -> jax.Array:
-        """The last accepted hidden state [B, D]."""
-        return jnp.zeros((batch, self.llama.d_model), dtype)
-
-    def commit(
-        self, params: Params, backbone: Backbone, state: jax.Array, new: Committed
-    ) -> jax.Array:
-        return take_last(new.hidden_BTE, new.n_B, state)
-
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> Proposal:
@@ -86,5 +56,4 @@ class Medusa(Drafter):
             self._features(params, k, state, backbone.llama.dtype)
             for k in range(request.tree.depth)
         ]
-        logits = logits_of_first(self, params, backbone, features)
-        return fill_by_rank(request, backbone, logits)
+        return self.fill(params, backbone, features, request)

@@ -19,14 +19,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, propose_given
 from medusa_jax.heads.matches import continuations
-from medusa_jax.heads.text import TextState
+from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree.tree import Tree
@@ -43,6 +44,40 @@ class PromptLookupConfig(HeadsConfig):
     # Longest n-gram to look up, and most matches to fill the tree.
     ngram: int = 3
     matches: int = 8
+
+
+class TextState(PositionState):
+    """Tokens by position.
+
+    Attributes:
+      text_BS: the first `length` tokens of a row are valid; the root is not among them.
+      length_B: accepted positions.
+    """
+
+    text_BS: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, slots: int) -> "TextState":
+        """The state before any text."""
+        return cls(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32))
+
+    def extended(self, new: Committed) -> "TextState":
+        """The text with n more tokens.
+
+        All T candidates are written; those after the n-th are invalid, and the next call overwrites
+        them.
+        """
+        write = jax.vmap(
+            lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
+        )
+        tokens_BT = new.tokens_BT.astype(jnp.int32)
+        text_BS = write(self.text_BS, tokens_BT, self.length_B)
+        return TextState(self.length_B + new.n_B, text_BS)
+
+    def grown(self, slots: int) -> "TextState":
+        """The same text with room for `slots` tokens."""
+        more = slots - self.text_BS.shape[1]
+        return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))
 
 
 @dataclasses.dataclass(frozen=True)

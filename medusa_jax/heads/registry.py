@@ -3,7 +3,7 @@
 import dataclasses
 import importlib
 
-from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.drafter import Drafter, NoDrafter
 

@@ -63,7 +63,7 @@ def step_costs(
     flops_per_cycle: float = 0.0,
     filters: tuple[str, ...] = (),
 ) -> list[Cost]:
-    """What each instruction of the decode loop's body costs, of all loops and branches in it.
+    """Cost of each instruction in the decode loop's body, loops and branches inside it included.
 
     Args:
       bytes_per_cycle, flops_per_cycle: the chip's peaks; 0 if nothing has an estimate.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.interop import hf
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled

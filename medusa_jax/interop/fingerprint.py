@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.interop.tensors import flatten
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params

@@ -4,7 +4,7 @@ import math
 import os
 from dataclasses import dataclass, fields
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.whole_files import Json

@@ -5,7 +5,7 @@ import os
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hf import locate

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hf import model_shape
 

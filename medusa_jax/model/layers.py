@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.attention import LayerCache, Mask, PathMask, attention_of, tree_mask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate

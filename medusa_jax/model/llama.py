@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, PathMask, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm

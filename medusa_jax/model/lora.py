@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.config import LlamaConfig, LoraConfig
+from medusa_jax.arch import LlamaConfig, LoraConfig
 from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
 from medusa_jax.sharding import Params, PyTree

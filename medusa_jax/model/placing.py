@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.arch import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.llama import Llama, decoding_config, init_params

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.devices.platforms import platform
 from medusa_jax.sharding import Params
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 
-from medusa_jax.config import STORED
+from medusa_jax.arch import STORED
 from medusa_jax.model.product import product
 from medusa_jax.model.seams import cpu
 

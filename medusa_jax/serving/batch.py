@@ -1,6 +1,6 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,18 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, prefill, rows
 from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.decoding.generate import FOREVER, MIN_PROMPT, output_slots, power_of_two
+from medusa_jax.decoding.generate import (
+    FOREVER,
+    MIN_PROMPT,
+    output_slots,
+    power_of_two,
+    sampling_of,
+)
 from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide, GuideThreads
 from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.masks import first_bits
-from medusa_jax.decoding.penalties import Asked, penalties_of
+from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.prefill import Piece
-from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
@@ -173,27 +177,12 @@ class Batch:
         self, request: DecodeRequest, source: int, shared: int, group: Group
     ) -> Reading:
         """Begin to read a prompt after its first `shared` tokens, which row `source` holds."""
-
-        def own(values: Sequence[float] | None, dtype: type) -> Any:
-            return np.array(values, dtype)
-
-        sampling = Sampling(
-            temperature_B=own(request.temperature, np.float32),
-            top_k_B=own(request.top_k, np.int32),
-            top_p_B=own(request.top_p, np.float32),
-            min_p_B=own(request.min_p, np.float32),
-            key_B=row_keys(own(request.seed, np.uint32), own(request.ids, np.int32)),
-            epsilon_B=own(request.epsilon, np.float32),
-            delta_B=own(request.delta, np.float32),
-            penalties=penalties_of(request.penalties, request.prompts, self._vocab_size),
-            first_BW=first_bits(request.guides, self._vocab_size),
-        )
         row = rows.begin_row(
             self._engine,
             rows.take_row(self._engine, self._state, np.int32(source)),
-            sampling,
-            own(request.limits, np.int32),
-            own(request.max_steps or [FOREVER], np.int32),
+            sampling_of(request, self._vocab_size),
+            np.array(request.limits, np.int32),
+            np.array(request.max_steps or [FOREVER], np.int32),
             pack_stops(request.stops or [()], STOPS),
         )
         if group.logprobs:
@@ -360,14 +349,6 @@ def _placeholder(n: int, group: Group) -> DecodeRequest:
     return DecodeRequest(
         prompts=[[0] * n],
         limits=[1],
-        temperature=[0.0],
-        top_k=[0],
-        top_p=[1.0],
-        min_p=[0.0],
-        seed=[0],
-        ids=[0],
-        epsilon=[1.0],
-        delta=[1.0],
         penalties=[Asked(presence=1.0)] if group.penalties else None,
         guides=[None] if group.constrained else None,
     )

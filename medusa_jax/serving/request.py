@@ -1,4 +1,4 @@
-"""What a client asks of a server, and what it gets back while the answer grows."""
+"""A client's request, and the parts of its answer."""
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +33,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an answer ended.
+    """The end of an answer.
 
     Attributes:
-      result: the whole answer; its seconds are those of this request alone, and others ran
-        next to it.
+      result: the whole answer; others ran during its seconds.
       waited_seconds: from `submit` until its prompt began to be read.
       reused_tokens: prompt tokens that were not computed again.
-      tree_nodes: of the tree that it was last decoded with; 1 is plain decoding.
+      tree_nodes: of the tree of its last step; 1 is plain decoding.
     """
 
     result: Result
@@ -50,25 +49,25 @@ class Ending:
 
     @property
     def accepted_drafts(self) -> int:
-        """Its tokens that were drafted."""
+        """Number of its tokens that were drafted."""
         return sum(depth > 0 for depth in self.result.draft_depths)
 
     @property
     def drafted(self) -> int:
-        """Tokens that were drafted for it, as if its last tree had been that of all steps."""
+        """Number of tokens drafted for it, as if every step had had its last tree."""
         return self.result.steps * (self.tree_nodes - 1)
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of an answer.
+    """A new part of an answer.
 
     Attributes:
       text: may be shown now.
       parts: the same in pairs of text and draft depth (0: the backbone's own).
-      token_ids: the new tokens, whose text may still be held back.
-      logprobs, top_logprobs: of these, as in `Result`, if they were asked for.
-      ending: only in the last one.
+      token_ids: the new tokens; their text may still be held back.
+      logprobs, top_logprobs: of these tokens, as in `Result`, if asked for.
+      ending: only in the last part.
     """
 
     text: str
@@ -91,12 +90,12 @@ class TooCostly(Stopped):
     """The constraint of the answer met a limit before its end."""
 
 
-# Told every delta of an answer, and an exception if there will be no more; in the server's thread.
+# Called in the server's thread with every delta of an answer, and with an exception if no more will come.
 Deliver = Callable[[Delta | Stopped], None]
 
 
 class Handle:
-    """A request that was submitted: iterate over its deltas, or cancel it."""
+    """A submitted request: iterate over its deltas, or cancel it."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -104,16 +103,16 @@ class Handle:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """The rest is not wanted: its slot is free after the chunk of steps that is on its way."""
+        """Cancel the rest; the slot is free after the current chunk."""
         self.cancelled = True
         self._wake()
 
     def deliver(self, delta: Delta | Stopped) -> None:
-        """Where deltas go unless `submit` got another place."""
+        """Queue a delta for the iterator; the default of `submit`."""
         self._deltas.put(delta)
 
     def __iter__(self) -> Iterator[Delta]:
-        """The deltas as they come; the last has an ending.
+        """Yield the deltas as they come; the last has an ending.
 
         Raises:
           Stopped: the server ended first.

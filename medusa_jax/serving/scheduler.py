@@ -242,7 +242,8 @@ class Scheduler:
         """Give a row to the first request of the queue that can have one."""
         if not self._room.size_with(0)[0]:
             return None
-        job = next((job for job in self._waiting if self._fits(job, len(job.prompt))), None)
+        waiting = list(self._waiting)  # `_fits` may refuse some
+        job = next((job for job in waiting if self._fits(job, len(job.prompt))), None)
         if job is None:
             return None
         self._waiting.remove(job)

@@ -229,6 +229,7 @@ class Server:
             with self._wake:
                 self._error = error
                 self._take_inbox()
+            inform(f"error: decoding ended: {first_line(error)}")
             self._scheduler.fail(Stopped(f"decoding ended: {error}"))
             self._when_failed()
             if not isinstance(error, Exception):

@@ -5,7 +5,8 @@ from operator import attrgetter
 
 from jax.sharding import Mesh
 
-from medusa_jax.config import Config, LlamaConfig, TrainConfig
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import Config, TrainConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
 from medusa_jax.training.data import prepare

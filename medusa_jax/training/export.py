@@ -1,18 +1,19 @@
 """Export the result of a training run: heads, or a backbone with its heads and tokenizer."""
 
+import importlib
 import os
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, ModelConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import ModelConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
 from medusa_jax.interop import own_heads
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
@@ -37,8 +38,9 @@ def export(
         arch, backbone = trained
         base = own_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
-        if write:
-            ids = copy_tokenizer(model.tokenizer, model.path, directory)
+        if write:  # seam: a `train.stage` that trains the backbone
+            files = importlib.import_module("medusa_jax.interop.tokenizer_files")
+            ids = files.copy_tokenizer(model.tokenizer, model.path, directory)
         save_backbone(directory, arch, backbone, dtype, ids, write)
         if write:
             write_json(os.path.join(directory, "recipe.json"), recipe)
@@ -46,13 +48,9 @@ def export(
     if "heads" in params:
         assert base is not None
         chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
+        own = params["heads"] | chosen
         own_heads.save_heads(
-            heads_directory,
-            heads,
-            params["heads"] | chosen,
-            base=base,
-            recipe=recipe,
-            write=write,
+            heads_directory, heads, own, base=base, recipe=recipe, write=write
         )
 
 

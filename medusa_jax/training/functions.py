@@ -19,7 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Params, TextRows

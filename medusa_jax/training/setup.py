@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, ModelConfig, TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import ModelConfig, TrainConfig
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary

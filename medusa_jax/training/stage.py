@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from medusa_jax.config import HeadsConfig, LlamaConfig, LoraConfig, TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
+from medusa_jax.config import TrainConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
@@ -21,13 +22,7 @@ from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.losses import (
-    HeadObjective,
-    HeadTargets,
-    StepInputs,
-    Sums,
-    objectives,
-)
+from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import Trains, trained_groups
 
@@ -172,7 +167,7 @@ class GroupedBackbone:
 def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
     """The configured loss of draft heads."""
     if train.induction_weight:
-        objectives.induction().check(drafter)
+        losses.objectives.induction().check(drafter)
     targets = HeadTargets(
         train.label_weight,
         train.teacher_weight,

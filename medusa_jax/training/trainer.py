@@ -28,8 +28,7 @@ from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, 
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import prepare
-from medusa_jax.training.data.pipeline import batches, read
-from medusa_jax.training.data.rows import Rows, mix
+from medusa_jax.training.data.rows import Rows, batches, mix, read
 from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.export import export
 from medusa_jax.training.log.run_log import RunLog

@@ -67,20 +67,6 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert pictures == {"tree.png", "curves.png"}
 
 
-@pytest.mark.wide
-def test_calibrate_for_sampling(files, tmp_path):
-    directory, prompts = files
-    out = tmp_path / "tree.json"
-    arguments = [
-        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-        f"--out={out}", "--max_new_tokens=30", "--sizes=1,3", "--rounds=1", "--batches=1",
-        "--temperature=0.9", "--seed=-1",
-    ]  # fmt: skip
-    assert calibrate.main(arguments) == 0
-    found = json.loads(out.read_text())
-    assert found["acceptance"] == "sampled"
-
-
 def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
     directory, prompts = files
     arguments = [
@@ -120,12 +106,6 @@ def test_bench_races_trees_of_one_drafter(files, tmp_path, capsys):
         assert row["tokens"] == plain["tokens"] == 2 * 19
         assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
         assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
-
-
-def test_bench_alone_lists_its_tables(capsys):
-    assert bench.main([]) == 2
-    listed = capsys.readouterr().out
-    assert all(f"  {name} " in listed for name in bench.COMMANDS)
 
 
 @pytest.mark.parametrize("command", [distill, sweep, ties])

@@ -10,11 +10,10 @@ import sys
 import jax
 import pytest
 from children import output_of
-from tiny import CONTEXT, write_chat_model, write_model
+from tiny import write_chat_model
 
 import medusa_jax
 from medusa_jax.commands.decode import main
-from medusa_jax.commands.decode_report import summary
 
 NEW = "20"
 FIELDS = dict.fromkeys(
@@ -94,48 +93,12 @@ def test_json_has_the_documented_fields(decode):
     assert (facts["first_divergence"] is None) == facts["identical"]
 
 
-def test_rates_and_speed_up_of_a_comparison_are_of_the_same_runs(decode):
-    """The text is streamed once more, in a run that is timed by nothing else."""
-    flags = ("--prompt", "the cat", "--compare", "--repeats", 2)
-    facts = json.loads(decode(*flags, "--json")[1])
-    plain = facts["autoregressive"]
-    ratio = facts["tokens_per_second"] / plain["tokens_per_second"]
-    assert facts["speedup"] == pytest.approx(ratio, rel=1e-9)
-    line = summary(facts)
-    drafted, theirs = map(int, re.findall(r"(\d+) tokens/s", line))
-    shown = float(re.search(r"speed-up ([\d.]+)x", line)[1])
-    assert shown == pytest.approx(drafted / theirs, rel=0.05)
-
-
-def test_a_text_without_a_step_has_no_speedup(decode):
-    """Its one token comes from prefill; there is nothing that drafts could make faster."""
-    flags = ("--prompt", "the cat", "--max_new_tokens", 1, "--compare", "--repeats", 1)
-    _, out, err = decode(*flags, "--json")
-    facts = json.loads(out)
-    assert facts["speedup"] is None is facts["step_latency_ratio"]
-    assert facts["autoregressive"]["tokens_per_second"] == 0 and facts["identical"]
-    _, _, err = decode(*flags)
-    assert "autoregressive 0 tokens/s: no step to compare, the text ended with its" in err
-    assert err.rstrip().endswith("first token, identical text") and "speed-up" not in err
-
-
 def test_lossy_acceptance_is_labelled(decode):
     flags = ("--prompt", "the", "--acceptance", "typical", "--temperature", 0.7)
     facts = json.loads(decode(*flags, "--json")[1])
     assert facts["acceptance"] == "typical" and facts["lossless"] is False
     assert facts["guarantee"].startswith("LOSSY")
     assert "typical, LOSSY" in decode(*flags)[2]
-
-
-@pytest.mark.wide
-def test_rejection_is_labelled_lossless_in_distribution(decode):
-    flags = ("--prompt", "the", "--acceptance", "rejection", "--temperature", 1)
-    facts = json.loads(decode(*flags, "--json")[1])
-    assert facts["acceptance"] == "rejection" and facts["lossless"] is True
-    assert facts["tree_nodes"] == 4
-    _, _, err = decode(*flags, "--compare", "--repeats", 1)
-    assert "rejection, lossless in distribution" in err
-    assert "other draws from the same distribution" in err
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
@@ -201,18 +164,6 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     assert "stop strings cannot be found" in said
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [(os.O_WRONLY, "it is closed"), (os.O_RDONLY, "'utf-8' codec can't decode byte 0xff")],
-)
-def test_standard_input_that_cannot_be_read(refused, monkeypatch, tmp_path, mode, words):
-    """Closed: `console.open_standard_streams` puts a file there that cannot be read."""
-    (tmp_path / "bytes").write_bytes(b"a\xff")
-    with open(os.open(tmp_path / "bytes", mode), encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        assert f"cannot read standard input: {words}" in refused("--prompt", "-")
-
-
 def test_stop_and_standard_input(decode, monkeypatch):
     import io
 
@@ -226,28 +177,7 @@ def test_stop_and_standard_input(decode, monkeypatch):
     assert facts["finish_reason"] == "stop"
 
 
-def test_the_end_of_the_context_is_told(decode):
-    status, out, err = decode("--prompt", "a", "--max_new_tokens", 500)
-    assert status == 0 and f"context of {CONTEXT} tokens" in err
-    facts = json.loads(decode("--prompt", "a", "--max_new_tokens", 500, "--json")[1])
-    assert facts["finish_reason"] == "context"
-    assert facts["prompt_tokens"] + facts["new_tokens"] == CONTEXT
-    assert out == "a" + facts["text"] + "\n"
-
-
 # Bad input that takes more than flags and a file; the rest is in test_bad_input.py.
-
-
-def test_another_model_decodes_plainly_unless_heads_are_named(directory, capsys):
-    assert main(["--model", str(directory), "--prompt", "a", "--max_new_tokens", "4"]) == 0
-    err = capsys.readouterr().err
-    assert "no --drafter is given: plain decoding" in err and "(none, 1 nodes" in err
-
-
-def test_heads_of_another_model_when_allowed(decode, tmp_path):
-    write_model(tmp_path, seed=1)
-    status, _, err = decode("--prompt", "a", "--allow_other_base", model=tmp_path)
-    assert status == 0 and "(medusa, 4 nodes, greedy, lossless" in err
 
 
 def test_out_of_memory_is_one_line(decode, monkeypatch):
@@ -258,15 +188,6 @@ def test_out_of_memory_is_one_line(decode, monkeypatch):
     status, _, err = decode("--prompt", "a", "--json")
     assert status == 2 and err.count("\n") == 1
     assert "out of device memory" in err and "batch" in err and "1234" in err
-
-
-def test_other_errors_are_not_hidden(decode, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(medusa_jax.api.Model, "generate", broken)
-    with pytest.raises(RuntimeError, match="a bug"):
-        decode("--prompt", "a", "--json")
 
 
 @pytest.mark.parametrize(
@@ -356,14 +277,3 @@ def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
     assert outcomes[0] == outcomes[1]
     # One seed and one prompt, but two requests: other noise, another text.
     assert outcomes[0][1] != outcomes[0][2][:7]
-
-
-@pytest.mark.wide
-def test_a_progress_bar_for_people_only(decode, tmp_path, monkeypatch):
-    file = tmp_path / "requests.jsonl"
-    file.write_text('{"prompt": "a"}\n' * 3)
-    assert "request/s" not in decode("--prompts_file", file)[2]  # not a terminal
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = decode("--prompts_file", file, "--batch_size", 2)
-    assert status == 0 and out.count("\n") == 3 and "3/3" in err
-    assert all(json.loads(line)["new_tokens"] == 20 for line in out.splitlines())

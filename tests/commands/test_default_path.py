@@ -48,7 +48,3 @@ def test_the_default_command_finds_its_heads(platform, drafter, traced, monkeypa
     assert (engine.tree.n_nodes == 64) == (platform != "cpu")
     assert 1 < engine.tree.path_length <= model.drafter.n_heads + 1
     assert model.dtype == ("float32" if platform == "cpu" else "bfloat16")
-
-
-def test_all_kinds_of_heads_are_bundled():
-    assert DRAFTERS == ["amphista", "amphista_alpha", "eagle", "hydra", "hydrapp", "medusa"]

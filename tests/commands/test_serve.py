@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -13,18 +12,8 @@ from served import events_of, texts_of
 from tiny import write_model
 
 from medusa_jax.commands import serve_run
-from medusa_jax.commands.serve import main
-from medusa_jax.commands.serve_run import known_hosts, most_connections, read_key
+from medusa_jax.commands.serve_run import known_hosts, read_key
 from medusa_jax.errors import UserError
-
-
-def test_a_tree_that_copies_needs_no_heads(capsys, monkeypatch):
-    def load(flags, **more):
-        raise UserError(f"asked for {more['tree']}")
-
-    monkeypatch.setattr(serve_run, "load_model", load)
-    assert main(["--port", "0", "--drafter", "none", "--tree", "copy:4"]) == 2
-    assert "asked for copy:4" in capsys.readouterr().err
 
 
 def test_the_key(monkeypatch, tmp_path):
@@ -57,15 +46,6 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
         "smollm2",
         hub,
     ]
-
-
-def test_connections_leave_files_for_the_rest():
-    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (500, hard))
-    try:
-        assert most_connections() == 308
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 @pytest.mark.parametrize("key", ["clé", "a\tb", " ", "\udce9"])

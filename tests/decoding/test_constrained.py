@@ -5,101 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from planted import (
-    LIMITS,
-    PROMPTS,
-    SAMPLED,
-    check_counts,
-    planted,
-    planted_params,
-    random_model,
-    texts_of,
-)
+from guides import EOS, Rule, V
+from planted import LIMITS, PROMPTS, SAMPLED, planted, random_model, texts_of
 from tiny import forward_logits, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.constrained import look_ahead
-from medusa_jax.decoding.masks import NO_TOKEN, words
-from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-NEW, V, EOS = 40, 41, 7
+NEW = 40
 CONFIG = tiny_arch(vocab_size=V, n_layers=1)
-TREES = [
-    Tree.none(),
-    Tree.chain(3),
-    Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]),
-    Tree.from_choices([[0], [0, 0], [-1], [-1, -1], [-1] * 3], [[1], [0, 1], [0, 0, 0]]),
-]
-
-
-class Rule:
-    """Which tokens may follow depends on the last two; now and then one alone may, or none."""
-
-    def __init__(self, seed, dead=False, forcing=0.3):
-        self.seed, self.dead, self.forcing = seed, dead, forcing
-        self.text, self.consumed = [], 0
-        self.first_W = np.zeros(words(V), np.uint32)
-        self.fill(self.first_W)
-
-    def tokens(self, text):
-        """The tokens that may follow."""
-        rng = np.random.default_rng([self.seed, *text[-2:], len(text) % 3])
-        kind = rng.random()
-        if self.dead and text and kind > 0.93:
-            return []
-        if kind < self.forcing:
-            return [int(rng.integers(8, V))]
-        found = rng.choice(V, 12, replace=False).tolist()
-        return found if len(text) > 9 else [t for t in found if t != EOS] or [9]
-
-    def bits(self, text, into_W):
-        allowed = np.zeros(32 * words(V), np.uint8)
-        allowed[self.tokens(text)] = 1
-        into_W[:] = np.packbits(allowed, bitorder="little").view(np.uint32)
-        return bool(into_W.any())
-
-    def fill(self, into_W):
-        return self.bits(self.text, into_W)
-
-    def advance(self, tokens):
-        self.text += tokens
-        self.consumed += len(tokens)
-
-    def replace_forbidden(self, nodes_M, children, guesses_MK):
-        def visit(node, text):
-            allowed = self.tokens(text)
-            forced = allowed if len(allowed) == 1 else []
-            for child in children[node]:
-                if nodes_M[child] not in allowed:
-                    there = set(nodes_M[children[node]].tolist())
-                    others = (t for t in [*forced, *guesses_MK[node]] if t in allowed)
-                    nodes_M[child] = next((t for t in others if t not in there), 0)
-                visit(child, [*text, int(nodes_M[child])])
-
-        visit(0, self.text)
-
-    def fill_tree(self, nodes_M, children, into_MW):
-        def visit(node, text):
-            for child in children[node]:
-                after = [*text, int(nodes_M[child])]
-                if after[-1] in self.tokens(text):
-                    if self.bits(after, into_MW[child]):
-                        visit(child, after)
-                    else:
-                        there = self.tokens(text)
-                        nodes_M[child] = next(t for t in range(V) if t not in there)
-
-        visit(0, self.text)
 
 
 def request_of(acceptance, seed, dead=False, penalties=None):
@@ -133,29 +55,6 @@ def test_the_plain_loop_takes_the_best_allowed_token():
             allowed = rule.tokens(text[:t]) if rule else range(V)
             assert token == max(allowed, key=lambda i, s=scores: s[i])
         assert row == 1 or allowed_everywhere(rule, text)
-
-
-@pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
-def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
-    appended, ends = np.zeros(4, int), set()
-
-    @settings(max_examples=10, deadline=None, derandomize=True)
-    @given(st.sampled_from(TREES[1:]), st.integers(0, 5), st.booleans())
-    def check(tree, seed, dead):
-        penalties = [Asked(frequency=0.5)] * 3 if seed == 5 else None
-        plain = decode(TREES[0], {}, acceptance, seed, dead=dead, penalties=penalties)
-        expected = texts_of(plain)
-        known = [p + t for p, t in zip(PROMPTS, expected)]
-        heads = planted_params(known, V, seed)
-        got = decode(tree, heads, acceptance, seed, dead=dead, penalties=penalties)
-        assert texts_of(got) == expected
-        assert got.status_B.tolist() == plain.status_B.tolist()
-        check_counts(got)
-        appended[:] += np.asarray(got.histogram_BL).sum(0)
-        ends.update(got.status_B.tolist())
-
-    check()
-    assert (appended / appended.sum() > 0.04).all() and {STOPPED, STUCK} <= ends
 
 
 def test_a_text_that_is_forced_is_drafted():

@@ -13,25 +13,16 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import (
-    check_counts,
-    decode_traced,
-    filtered_scores,
-    planted,
-    planted_params,
-    texts_of,
-)
+from planted import drafted, filtered_scores, plain_texts, texts_of
 from tiny import decoder, forward_logits, random_params, tiny_arch
-from trees import TreeArrays, random_tree
+from trees import random_tree
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
-from medusa_jax.decoding.state import Engine
-from medusa_jax.tree.tree import Tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 
-VOCAB, NODES, DEPTH, NEW, SLOTS = 61, 16, 5, 200, 256
+VOCAB, NODES, DEPTH, NEW = 61, 16, 5, 200
 TOKENS = 100_000
 BATCHES = (1, 3, 8)
 MODES = {
@@ -42,14 +33,6 @@ MODES = {
 }
 # Scores this close count as tied in float32; its rounding moves logits by up to 4e-5.
 TIE = 2e-4
-
-
-def run(engine, variables, request, tree):
-    """Decode to the end in a cache of fixed size; `tree` is traced."""
-    state, ladder = loop.begin(engine, variables, request)
-    if ladder[0] < SLOTS:
-        state = loop.grow(engine, SLOTS, state)
-    return decode_traced(engine, variables, state, TreeArrays.of(tree))
 
 
 def is_tie(config, params, text, row, request, mode):
@@ -99,17 +82,12 @@ def test_a_hundred_thousand_tokens(dtype):
                 fields = {k: [v] * batch for k, v in mode.items()}
                 seeds = rng.integers(0, 2**31, batch).tolist()
                 request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
-                plain = Engine(llama, planted(config), Tree.none(), acceptance)
-                variables = {"backbone": backbone, "heads": {}}
-                expected = texts_of(run(plain, variables, request, Tree.none()))
-                known = [p + t for p, t in zip(prompts, expected)]
-                heads = planted_params(known, VOCAB, int(rng.integers(2**31)))
-                engine = Engine(llama, planted(config), shape, acceptance)
-                tree = random_tree(rng, NODES, DEPTH)
-                progress = run(
-                    engine, {"backbone": backbone, "heads": heads}, request, tree
+                model = None, llama, backbone
+                expected = plain_texts(config, *model[1:], request, acceptance)
+                tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
+                progress = drafted(
+                    config, model, request, expected, tree, seed, acceptance, shape
                 )
-                check_counts(progress)
                 histogram += np.asarray(progress.histogram_BL).sum(0)
                 for row, (got, want) in enumerate(zip(texts_of(progress), expected)):
                     done += len(got)

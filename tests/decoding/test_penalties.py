@@ -14,8 +14,6 @@ from planted import (
     LIMITS,
     PROMPTS,
     SAMPLED,
-    check_counts,
-    decode_traced,
     plain_texts,
     planted,
     planted_params,
@@ -150,33 +148,6 @@ def test_the_plain_loop_takes_the_best_penalised_token():
                 row = logits[len(prompt) + t - 1]
                 scores = expected_scores(row, prompt, text[:t], asked)
                 assert token == scores.argmax()
-
-
-@pytest.mark.parametrize("acceptance", ["sampled", *wide("greedy")])
-def test_any_tree_gives_the_text_of_plain_decoding(acceptance):
-    example = Tree.from_choices(
-        [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], *([r] for r in range(1, 5))]
-    )
-    histogram = 0
-
-    @SETTINGS
-    @given(trees(9, 4), st.integers(0, 3))
-    def check(tree, seed):
-        nonlocal histogram
-        _, llama, backbone = random_model(CONFIG, seed)
-        request, expected = reference(seed, acceptance)
-        engine = Engine(llama, planted(CONFIG), example, acceptance)
-        known = [p + t for p, t in zip(PROMPTS, expected)]
-        heads = planted_params(known, CONFIG.vocab_size, seed + tree.rank_M.sum())
-        variables = {"backbone": backbone, "heads": heads}
-        state, _ = loop.begin(engine, variables, request)
-        progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
-        assert texts_of(progress) == expected
-        check_counts(progress)
-        histogram = histogram + np.asarray(progress.histogram_BL).sum(0)
-
-    check()
-    assert (histogram / histogram.sum() > 0.04).all()
 
 
 def test_a_stream_counts_across_its_chunks():

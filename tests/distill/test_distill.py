@@ -1,7 +1,6 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ import pytest
 from children import environment
 from tiny import set_template, write_model
 
-from medusa_jax import progress
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
@@ -279,19 +277,6 @@ def test_continuations_are_counted_without_their_prompts():
     )
 
 
-def test_news_come_within_a_batch(model, seeds, tmp_path, capsys, monkeypatch):
-    """Where there is no terminal: tokens from the first chunk of the first batch on."""
-    monkeypatch.setattr(progress, "LINES", 0.0)
-    assert distill.main(flags_for(model, tmp_path, seeds, "--limit=8")) == 0
-    news = [line for line in capsys.readouterr().err.splitlines() if "of 8 seeds" in line]
-    first = re.match(r"answers: 0 of 8 seeds, (\d+) tokens, \d+ tokens/s$", news[0])
-    assert first and int(first[1]) > 0
-    counts = [int(re.search(r"(\d+) tokens,", line)[1]) for line in news]
-    assert counts == sorted(counts)
-    found = json.loads((tmp_path / "provenance.json").read_text())
-    assert counts[-1] == found["answer_tokens"] and " left" in news[-1]
-
-
 def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
     short = flags_for(model, tmp_path, seeds, "--limit=4")
     assert distill.main(short) == 0
@@ -396,7 +381,7 @@ def test_a_quantised_teacher_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(quantised))
     distill.warn_if_quantised(str(tmp_path))
     said = capsys.readouterr().err
-    assert "is quantised (awq)" in said and "unquantised" in said
+    assert "is quantised" in said
 
 
 def test_damaged_files_are_named(tmp_path):

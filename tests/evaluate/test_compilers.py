@@ -71,7 +71,7 @@ def compiled(target, cases, tmp_path):
     """The JSON objects of `compile` for these flags; skipped without the compiler."""
     packages = COMPILERS["cuda" if target == "h100" else "tpu"]
     if not {d.name for d in importlib.metadata.distributions()} & {*packages}:
-        pytest.skip(f"{' or '.join(packages)} is not installed: docs/scaling.md")
+        pytest.skip(f"{' or '.join(packages)} is not installed")
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     calls = [["--for", target, "--shape", str(tmp_path), *SMALL, *case] for case in cases]
     return printed(calls)

@@ -19,10 +19,9 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.lookahead import remembered
-from medusa_jax.heads.prompt_lookup import PromptLookupConfig
+from medusa_jax.heads.prompt_lookup import PromptLookupConfig, TextState
 from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.heads.state import grown
-from medusa_jax.heads.text import TextState
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 

@@ -31,9 +31,9 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import layers
 from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
+from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import BASELINES, DRAFTERS, make_drafter
 from medusa_jax.heads.state import grown, rewound
-from medusa_jax.heads.text import TextState
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh

@@ -4,15 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
-from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
@@ -83,7 +81,7 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     pieces = [event["choices"][0]["logprobs"] for event in events]
     names = ["content"]
     if kind == "completion":
-        names = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+        names = ["tokens", "token_logprobs", "top_logprobs"]
     for name in names:
         said = [one for piece in pieces if piece for one in piece[name]]
         assert len(said) == 9 and said == whole["logprobs"][name]
@@ -149,33 +147,6 @@ def test_tokens_with_one_text_have_names_of_their_own():
             self.name = lambda token_id: ("x", [120])
 
     assert Twins().names([7, 8, 9]) == {7: "x", 8: "bytes:\\x78", 9: "token_id:9"}
-
-
-def like_llama():
-    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
-    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
-    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    backend = tokenizers.Tokenizer(model)
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)]
-    )
-    backend.add_special_tokens(["<s>"])
-    return Tokenizer(backend)
-
-
-def test_text_offsets():
-    """Characters before the one that a token begins in, also where decoding drops a first space."""
-    bytes_ = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
-    for tokenizer in (bytes_, like_llama()):
-        ids = tokenizer.encode("a日 é! in the") + [min(tokenizer.special_ids)]
-        text, zeros = tokenizer.decode(ids), [0.0] * len(ids)
-        found = completion_logprobs(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
-        whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
-        assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
 
 
 @pytest.mark.parametrize("template", ["", "plain"])

@@ -98,6 +98,31 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
     return progress_of(state)
 
 
+def drafted(
+    config, model, request, known, tree, seed, acceptance="greedy", example=None, **fields
+) -> Progress:
+    """Decode with a planted drafter that knows the continuations `known`.
+
+    Args:
+      model: of `random_model`.
+      example: a tree of the same sizes; `tree` is then traced, and all of them share one program.
+    """
+    _, llama, backbone = model
+    engine = Engine(llama, planted(config), example or tree, acceptance, **fields)
+    texts = [p + t for p, t in zip(request.prompts, known)]
+    heads = planted_params(texts, config.vocab_size, seed)
+    variables = {"backbone": backbone, "heads": heads}
+    if example is None:
+        progress = loop.generate(engine, variables, request)
+    else:
+        state, ladder = loop.begin(engine, variables, request)
+        if len(ladder) > 1:  # this loop does not grow the cache
+            state = loop.grow(engine, ladder[-1], state)
+        progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
+    check_counts(progress)
+    return progress
+
+
 # Called on its own, every `lax.cond` of it would be compiled again each time.
 filtered_scores = jax.jit(filtered)
 

@@ -16,8 +16,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.training import losses
-from medusa_jax.training.data import pipeline
-from medusa_jax.training.data.rows import ARRAYS, TokenRows, first_fit, mix
+from medusa_jax.training.data.rows import ARRAYS, TokenRows, batches, first_fit, mix
 from medusa_jax.whole_files import checksum, write_json
 
 
@@ -211,7 +210,7 @@ def test_steps_in_order_and_resumed_anywhere(tokens):
     rows = rows_of(tokens)
     last = 3 * rows.rows // 8
     for first in (1, 2, last - 3):
-        read = list(pipeline.batches(rows, 8, first, last))
+        read = list(batches(rows, 8, first, last))
         assert len(read) == last - first + 1
         for n, batch in enumerate(read, first):
             expected = rows_of(tokens).batch((n - 1) * 8, 8)
@@ -222,7 +221,7 @@ def test_steps_in_order_and_resumed_anywhere(tokens):
 def test_a_process_reads_its_own_rows(tokens):
     """Two microbatches of four rows, of which this process has the last two each."""
     own = np.array([2, 3, 6, 7])
-    for n, batch in enumerate(pipeline.batches(rows_of(tokens), 8, 3, 5, own), 3):
+    for n, batch in enumerate(batches(rows_of(tokens), 8, 3, 5, own), 3):
         whole = rows_of(tokens).batch((n - 1) * 8, 8)
         for name, x in whole.items():
             np.testing.assert_array_equal(batch[name], x[own])
@@ -235,4 +234,4 @@ def test_what_goes_wrong_while_reading_reaches_the_run(tokens):
 
     rows = Broken(tokens, DataConfig(seq_len=16, packing="concat"), 64)
     with pytest.raises(UserError, match=r"tokens\.npy has gone"):
-        list(pipeline.batches(rows, 8, 1, 3))
+        list(batches(rows, 8, 1, 3))

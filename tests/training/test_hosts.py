@@ -21,16 +21,22 @@ from medusa_jax.errors import UserError
 STEPS = 40
 
 
-def test_launchers_that_start_several_processes_are_recognised():
-    assert not hosts.launched({})
-    # A shell inside an allocation of 8 tasks is one process; `srun` says which step it is.
-    assert not hosts.launched({"SLURM_NTASKS": "8"})
-    assert hosts.launched({"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n[1-2]"})
-    assert not hosts.launched({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"})
-    assert hosts.launched({"OMPI_COMM_WORLD_SIZE": "2"})
-    assert hosts.launched({"TPU_WORKER_HOSTNAMES": "a,b"})
-    assert not hosts.launched({"TPU_WORKER_HOSTNAMES": "a"})
-    assert hosts.launched({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"})
+@pytest.mark.parametrize(
+    ("several", "environment"),
+    [
+        (False, {}),
+        # A shell inside an allocation of 8 tasks is one process; `srun` says which step it is.
+        (False, {"SLURM_NTASKS": "8"}),
+        (True, {"SLURM_NTASKS": "8", "SLURM_STEP_NODELIST": "n[1-2]"}),
+        (False, {"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}),
+        (True, {"OMPI_COMM_WORLD_SIZE": "2"}),
+        (True, {"TPU_WORKER_HOSTNAMES": "a,b"}),
+        (False, {"TPU_WORKER_HOSTNAMES": "a"}),
+        (True, {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}),
+    ],
+)
+def test_launchers_that_start_several_processes_are_recognised(several, environment):
+    assert hosts.launched(environment) == several
 
 
 @pytest.mark.parametrize(
@@ -41,9 +47,8 @@ def test_launchers_that_start_several_processes_are_recognised():
     ],
 )
 def test_flags_that_do_not_say_who_is_who(given, words):
-    given = {"process_id": "0"} | given
     with pytest.raises(UserError, match=words):
-        hosts.join(given)
+        hosts.join({"process_id": "0"} | given)
 
 
 def test_a_claim_ends_with_its_process(tmp_path):

@@ -20,12 +20,12 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.layers import shift_left
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, hf, own_heads
+from medusa_jax.interop import heads_io, hf, own_heads, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import export, losses
+from medusa_jax.training import losses
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.setup import load_heads, more_layers
@@ -184,7 +184,7 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
     other = tmp_path / "elsewhere" / "generation_config.json"
     other.write_text('{"no_repeat_ngram_size": 2}')
     out = tmp_path / "out"
-    ids = export.copy_tokenizer(
+    ids = tokenizer_files.copy_tokenizer(
         str(tmp_path / "elsewhere"), str(tmp_path / "model"), str(out)
     )
     assert ids == {"bos_token_id": 1, "eos_token_id": [2, 7, 9]}

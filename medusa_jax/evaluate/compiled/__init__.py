@@ -1,1 +1,1 @@
-"""What vendors' compilers say of a program for accelerators that are not here."""
+"""Programs compiled by vendors' compilers for accelerators that are not here."""

@@ -12,7 +12,8 @@ from jax.stages import Compiled
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_state, abstract_variables
-from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import Config
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.evaluate.compiled.targets import Target
@@ -38,7 +39,7 @@ from medusa_jax.tree.tree import Tree
 
 @dataclass(frozen=True)
 class Case:
-    """What is compiled, the drafter and its tree aside.
+    """The program to compile, apart from the drafter and its tree.
 
     Attributes:
       context: tokens of each row before the step.
@@ -65,7 +66,7 @@ class Case:
 
     @property
     def within(self) -> float:
-        """What extrapolating to all layers may be off, as a share (research/log/)."""
+        """Largest relative error of extrapolating to all layers, by comparison with all of them compiled."""
         if self.compiled_layers == self.config.n_layers:
             return 0.0
         return 0.02 if self.layers >= 8 else 0.07

@@ -53,7 +53,7 @@ MISSING = {
     "cuda": "pip install --no-deps jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax} nvidia-cuda-nvcc "
     "nvidia-nvvm, or jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} nvidia-cuda-nvcc-cu12",
 }
-# What TPUs call themselves.
+# TPUs by their `device_kind`.
 KINDS = {
     "TPU v4": "tpu-v4",
     "TPU v5 lite": "tpu-v5e",
@@ -72,7 +72,7 @@ class Target:
     Attributes:
       name: generation and topology, such as "v5e:2x2"; "h100"; or "here".
       chip: its peaks; of what is here, 0 where unknown.
-      devices: what `make_mesh` takes; those that are not here cannot run anything.
+      devices: for `make_mesh`; those that are not here cannot run anything.
       compiler: the compiler's package and version.
       platform: as `devices.platforms.platform` names it.
     """
@@ -141,7 +141,7 @@ def _here() -> Target:
 def _tpu(name: str) -> tuple[Any, ...]:
     for variable, value in NO_HOST.items():
         os.environ.setdefault(variable, value)
-    # Otherwise each of a v4 chip's two cores is a device, of which no mesh can be made.
+    # Otherwise each of a v4 chip's two cores is a device, and `make_mesh` fails.
     chip = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
     return _topology(name, platform="tpu", topology_name=name, **chip)
 

@@ -7,7 +7,7 @@ is computed per row of the batch and per key/value head, so its intensity does n
 
 from dataclasses import dataclass, replace
 
-from medusa_jax.config import LlamaConfig
+from medusa_jax.arch import LlamaConfig
 
 BF16 = 2  # bytes of a number
 

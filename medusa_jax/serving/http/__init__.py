@@ -1,4 +1,4 @@
-"""The port: OpenAI's endpoints, health, metrics and a page, for one `Server`."""
+"""The HTTP port of one `Server`: OpenAI's endpoints, health, metrics and a page."""
 
 from medusa_jax.serving.http.app import Limits, make_app
 from medusa_jax.serving.http.listening import make_listener

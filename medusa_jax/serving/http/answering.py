@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.fields import Refused
+from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
 from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooCostly, TooLong
@@ -162,6 +162,8 @@ class EventStream:
             await unless_gone(receive, self._stream(send))
         except (Gone, OSError):
             status = 499
+        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
+            status = 503
         finally:
             await self._answering.__aexit__()
             self._ended(status)
@@ -199,4 +201,6 @@ class EventStream:
             await event("[DONE]")
         except Refused as error:  # the status is out already
             await event(error.body())
+        except asyncio.CancelledError:
+            await event(ending().body())
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""The endpoints: what is checked before a call, and who answers it."""
+"""The endpoints of the port, and the checks before a call."""
 
 import asyncio
 import hmac
@@ -29,13 +29,13 @@ from medusa_jax.serving.http.answering import (
     within,
 )
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import Refused
+from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
-# How JSON writes halves of surrogate pairs, whole pairs too.
+# Halves of surrogate pairs in JSON, also those of whole pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 # The page loads nothing from anywhere, and no page may frame it.
 PAGE_HEADERS = {
@@ -108,7 +108,7 @@ def make_app(
 
 
 def whole_page() -> str:
-    """The chat page in one piece: its style and scripts take the place of comments that name them."""
+    """Return the chat page, with its style and scripts in place of the comments that name them."""
     folder = Path(__file__).parent
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page_text.js", "page.js"):
@@ -200,6 +200,9 @@ class Port:
         except (Gone, ClientDisconnect):
             count(499)
             return Response(status_code=499)
+        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
+            count(503)
+            raise ending() from None
         except Exception:
             count(500)
             raise

@@ -69,6 +69,11 @@ class Refused(Exception):
         return {"error": about}
 
 
+def ending() -> Refused:
+    """Return the error of calls that outlast the server."""
+    return Refused(503, "the server is ending", code="closed", retry_after=5)
+
+
 class Fields:
     """The fields of an object. `finish` refuses those that were not read, in inner objects too.
 

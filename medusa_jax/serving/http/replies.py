@@ -1,6 +1,5 @@
 """The JSON objects of OpenAI's endpoints, whole and in pieces."""
 
-import codecs
 import secrets
 import time
 from collections.abc import Iterable
@@ -32,7 +31,6 @@ class Vocabulary:
 
         # Text and bytes of a token; of a part of a character the text is U+FFFD.
         self.name = lru_cache(maxsize=1 << 15)(name)
-        self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return a different name for each of some tokens; the first ones have their texts.
@@ -47,33 +45,6 @@ class Vocabulary:
             free = (form for form in forms if form not in found.values())
             found[token_id] = next(free, f"token_id:{token_id}")
         return found
-
-    def dropped(self, first: int) -> str:
-        """Return the space that decoding drops at the beginning of a text with this token, or ""."""
-        if self.name(first)[1][:1] != [0x20]:
-            return ""
-        return "" if self._decode([first]).startswith(" ") else " "
-
-
-class Offsets:
-    """Where the texts of tokens begin in a text that grows, in characters."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at: int | None = None  # nothing yet
-
-    def push(self, token_ids: Iterable[int]) -> list[int]:
-        """Return the places of the next tokens; a part of a character has the character's."""
-        places = []
-        for token_id in token_ids:
-            places.append(self._at or 0)
-            if token_id not in self._vocabulary.skipped:
-                text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
-                if self._at is None:
-                    text = text.removeprefix(self._vocabulary.dropped(token_id))
-                self._at = (self._at or 0) + len(text)
-        return places
 
 
 class Reply:
@@ -96,7 +67,6 @@ class Reply:
         }
         self.endings: dict[int, Ending] = {}
         self.readers = [CallReader(call.calls) for _ in call.requests if call.calls]
-        self._offsets = [Offsets(vocabulary) for _ in call.requests]
 
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
@@ -108,7 +78,7 @@ class Reply:
         said: Json = {"text": result.text}
         if self.call.chat:
             said = {"message": self._message(index, result)}
-        logprobs, reason = self._logprobs(result, index), self._finish_reason(index, ending)
+        logprobs, reason = self._logprobs(result), self._finish_reason(index, ending)
         ended = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index} | said | ended | {"medusa": self._stats(ending)}
 
@@ -124,7 +94,7 @@ class Reply:
         if self.call.chat:
             said = {"delta": self._delta(index, delta)}
         asked = self.call.requests[index].options.logprobs is not None
-        piece = self._piece(index, said, self._logprobs(delta, index) if asked else None)
+        piece = self._piece(index, said, self._logprobs(delta) if asked else None)
         own: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         [choice] = piece["choices"]
         if delta.ending:
@@ -214,7 +184,7 @@ class Reply:
             "reused_tokens": ending.reused_tokens,
         }
 
-    def _logprobs(self, of: Result | Delta, index: int = 0) -> Json | None:
+    def _logprobs(self, of: Result | Delta) -> Json | None:
         """Return log-probabilities in OpenAI's form, which the two endpoints do not share."""
         if of.logprobs is None or of.top_logprobs is None:
             return None
@@ -238,7 +208,6 @@ class Reply:
             "tokens": names,
             "token_logprobs": list(of.logprobs),
             "top_logprobs": likeliest,
-            "text_offset": self._offsets[index].push(of.token_ids),
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:

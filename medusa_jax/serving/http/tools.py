@@ -1,4 +1,4 @@
-"""`tools` and `tool_choice`: what a model may call, and what of its text is a call."""
+"""`tools` and `tool_choice` of a call, and the tool calls in a text."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from medusa_jax.serving.http.fields import Fields, Refused
 from medusa_jax.whole_files import Json
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-# What a call begins with, up to its arguments.
+# The beginning of a call, up to its arguments.
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(\w+)"\s*:\s*')
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -26,9 +26,9 @@ class Tools:
 
     Attributes:
       given: as the client sent them, for the template.
-      callable: by name the schemas of the arguments of those that may be called.
-      must: whether one has to be.
-      many: whether several may be.
+      callable: by name, the schemas of the arguments of tools that may be called.
+      must: whether one has to be called.
+      many: whether several calls may be made.
     """
 
     given: list[Json]
@@ -37,7 +37,7 @@ class Tools:
     many: bool
 
     def constraint(self, form: CallForm) -> Constraint:
-        """Calls as their schemas allow them, and free text where none has to be made."""
+        """Return a grammar of calls that their schemas allow, and of free text unless one is required."""
         names = [f"tool_{i}" for i in range(len(self.callable))]
         rules = [f"call: {json.dumps(form.begin)} tool {json.dumps(form.end)}"]
         if not form.begin:
@@ -68,7 +68,7 @@ class Tools:
 
 
 def asked_tools(fields: Fields) -> Tools | None:
-    """The tools that a body brings; None if there are none, or none may be called.
+    """Read the tools of a body; None if none may be called.
 
     Raises:
       Refused: tools or a choice of another form.
@@ -96,10 +96,10 @@ def asked_tools(fields: Fields) -> Tools | None:
 
 
 def _name(tool: Fields) -> tuple[Fields, str]:
-    """The function of a tool, and its name.
+    """Return the function of a tool, and its name.
 
     Raises:
-      Refused: it is none, or has no proper name.
+      Refused: not a function, or no proper name.
     """
     function = tool.inside("function")
     name = function.text("name")
@@ -110,7 +110,7 @@ def _name(tool: Fields) -> tuple[Fields, str]:
 
 
 def _tool(tool: Fields) -> tuple[str, Any]:
-    """The name of a tool and the schema of its arguments."""
+    """Return the name of a tool and the schema of its arguments."""
     function, name = _name(tool)
     what = f"a JSON schema (the 'parameters' of {name!r})"
     schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
@@ -124,7 +124,7 @@ def _tool(tool: Fields) -> tuple[str, Any]:
 
 
 def _chosen(choice: Fields) -> tuple[str, list[str]]:
-    """The mode of a `tool_choice` that names tools ("function": this one), and their names."""
+    """Return the mode of a `tool_choice` that names tools ("function": this one), and their names."""
     if choice.body.get("type") != "allowed_tools":
         return "function", [_name(choice)[1]]
     choice.text("type")

@@ -16,7 +16,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,8 @@ REPORT = "report.json"
 ROW = {"tokens": "int32", "positions": "int32", "segment_ids": "int32", "counted": "bool"}
 # Rows that first-fit packing keeps open at once.
 OPEN_ROWS = 64
+# Number of batches that Grain reads ahead, and of its threads.
+READ_AHEAD, THREADS = 4, 2
 
 
 class Rows(abc.ABC):
@@ -279,3 +281,32 @@ def stored_checksums(directory: str) -> dict[str, int]:
 
 def _again(directory: str) -> str:
     return f"delete {directory}, so that it is made again"
+
+
+def batches(
+    rows: Rows, batch_size: int, first_step: int, last_step: int,
+    local: np.ndarray | None = None,
+) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+    """This process's rows of the batch of every step, in order.
+
+    A batch is a pure function of its step number: step n has the rows from (n - 1) batch_size on, and every
+    process reads those of its devices. So a resumed run needs no iterator state.
+
+    Args:
+      first_step, last_step: 1-based, both included.
+      local: indices, ascending, of the batch's rows that this process reads; None: all.
+    """
+    import grain  # importing takes a second
+
+    numbers = np.arange(batch_size) if local is None else local
+    steps = grain.MapDataset.range(first_step, last_step + 1)
+    dataset = steps.map(lambda step: read(rows, (step - 1) * batch_size + numbers))
+    options = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=READ_AHEAD)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def read(rows: Rows, numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """The rows with these ascending numbers, one contiguous range at a time."""
+    ranges = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    batches = [rows.batch(int(r[0]), len(r)) for r in ranges]
+    return {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}

@@ -1,0 +1,67 @@
+"""A constraint without a grammar: the tokens that may follow depend on the last two."""
+
+import numpy as np
+
+from medusa_jax.decoding.masks import words
+
+V, EOS = 41, 7
+
+
+class Rule:
+    """Which tokens may follow depends on the last two; now and then one alone may, or none."""
+
+    def __init__(self, seed, dead=False, forcing=0.3):
+        self.seed, self.dead, self.forcing = seed, dead, forcing
+        self.text, self.consumed = [], 0
+        self.first_W = np.zeros(words(V), np.uint32)
+        self.fill(self.first_W)
+
+    def tokens(self, text):
+        """The tokens that may follow."""
+        rng = np.random.default_rng([self.seed, *text[-2:], len(text) % 3])
+        kind = rng.random()
+        if self.dead and text and kind > 0.93:
+            return []
+        if kind < self.forcing:
+            return [int(rng.integers(8, V))]
+        found = rng.choice(V, 12, replace=False).tolist()
+        return found if len(text) > 9 else [t for t in found if t != EOS] or [9]
+
+    def bits(self, text, into_W):
+        allowed = np.zeros(32 * words(V), np.uint8)
+        allowed[self.tokens(text)] = 1
+        into_W[:] = np.packbits(allowed, bitorder="little").view(np.uint32)
+        return bool(into_W.any())
+
+    def fill(self, into_W):
+        return self.bits(self.text, into_W)
+
+    def advance(self, tokens):
+        self.text += tokens
+        self.consumed += len(tokens)
+
+    def replace_forbidden(self, nodes_M, children, guesses_MK):
+        def visit(node, text):
+            allowed = self.tokens(text)
+            forced = allowed if len(allowed) == 1 else []
+            for child in children[node]:
+                if nodes_M[child] not in allowed:
+                    there = set(nodes_M[children[node]].tolist())
+                    others = (t for t in [*forced, *guesses_MK[node]] if t in allowed)
+                    nodes_M[child] = next((t for t in others if t not in there), 0)
+                visit(child, [*text, int(nodes_M[child])])
+
+        visit(0, self.text)
+
+    def fill_tree(self, nodes_M, children, into_MW):
+        def visit(node, text):
+            for child in children[node]:
+                after = [*text, int(nodes_M[child])]
+                if after[-1] in self.tokens(text):
+                    if self.bits(after, into_MW[child]):
+                        visit(child, after)
+                    else:
+                        there = self.tokens(text)
+                        nodes_M[child] = next(t for t in range(V) if t not in there)
+
+        visit(0, self.text)
