@@ -38,7 +38,6 @@ STARTS = {
     "convert": "convert --out {t}/out --drafter medusa --to tgi",
     "serve": "serve --port 0",
     "step_cost": "step_cost --out {t} --shape llama-7b",
-    "roofline": "roofline --out {t}",
     "family": "family --model m --data d --calibration c",
     "prefill_cost": "prefill_cost",
     "walk": "walk",
@@ -158,7 +157,6 @@ ROWS = {
         ("--chat vicnua --drafter none", "vicuna"),
     ],
     "step_cost": [("--shape llama-8b", "llama-7b")],
-    "roofline": [("--chip x", "'x'"), ("--curve no.json", "no.json")],
     "family": [
         ("--drafters=medusa,hydro", "configs/demo_hydro.py"),
         ("--drafters=hydra,eagle", "--lm_head shared"),
@@ -215,7 +213,7 @@ def line_of(capsys, words):
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]
     assert status == 2 and last.startswith("error: "), err
-    if command not in ("bench", "calibrate", "convert", "replay", "roofline"):
+    if command not in ("bench", "calibrate", "convert", "replay"):
         assert out == "" and err.count("\n") == 1, (out, err)
     return last
 
