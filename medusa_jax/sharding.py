@@ -128,8 +128,7 @@ def row_shards(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
-# The functions below are for use inside compiled functions, where they fix shardings that XLA would
-# choose. On one device, or without a mesh, they do nothing.
+# The next four functions are for use inside compiled functions, where they fix shardings that XLA would choose.
 
 
 def split_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
@@ -137,9 +136,7 @@ def split_rows(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
     Otherwise XLA follows the weights: every device computes all rows of a slice of each layer.
     """
-    if mesh is None or mesh.size == 1:
-        return x
-    return _constrained(mesh, x, P(_row_axes(mesh, x)))
+    return _constrained(mesh, x, lambda mesh: NamedSharding(mesh, P(_row_axes(mesh, x))))
 
 
 def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
@@ -147,9 +144,10 @@ def split_embedded(mesh: Mesh | None, x_BTD: jax.Array) -> jax.Array:
 
     `split_rows` comes next. In a single step XLA would replicate all rows in between.
     """
-    if mesh is None or mesh.size == 1 or x_BTD.shape[0] % mesh.shape["data"]:
+    if mesh is None or x_BTD.shape[0] % mesh.shape["data"]:
         return x_BTD
-    return _constrained(mesh, x_BTD, P("data", None, "fsdp"))
+    spec = P("data", None, "fsdp")
+    return _constrained(mesh, x_BTD, lambda mesh: NamedSharding(mesh, spec))
 
 
 def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
@@ -158,16 +156,21 @@ def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
     Otherwise XLA could return other shardings than a program was given, and the next call would be
     compiled again.
     """
-    if mesh is None or mesh.size == 1:
-        return state
-    return jax.lax.with_sharding_constraint(state, decode_shardings(mesh, state))
+    return _constrained(mesh, state, lambda mesh: decode_shardings(mesh, state))
 
 
 def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
     """Replicate on every device; each host can then read from its own devices."""
+    return _constrained(mesh, tree, replicated)
+
+
+def _constrained(
+    mesh: Mesh | None, tree: PyTree, shardings: Callable[[Mesh], PyTree]
+) -> PyTree:
+    """The tree with these shardings; as it is on one device or without a mesh."""
     if mesh is None or mesh.size == 1:
         return tree
-    return jax.lax.with_sharding_constraint(tree, replicated(mesh))
+    return jax.lax.with_sharding_constraint(tree, shardings(mesh))
 
 
 def decode_shardings(mesh: Mesh, state: PyTree) -> PyTree:
@@ -189,10 +192,6 @@ def decode_shardings(mesh: Mesh, state: PyTree) -> PyTree:
 
 def _row_axes(mesh: Mesh, x: jax.Array) -> tuple[str, ...] | None:
     return None if x.shape[0] % row_shards(mesh) else ROWS
-
-
-def _constrained(mesh: Mesh, x: jax.Array, spec: P) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -23,11 +23,12 @@ from medusa_jax import Options, UserError
 from medusa_jax.hlo.collectives import collectives
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.heads import Backbone, make_drafter
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.evaluate.compiled.programs import compiled_loop
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
 )

@@ -87,6 +87,7 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
     no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
     found, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
     parents = inner_nodes(Level.of(tree.drafted), tree.drafted)
+    drafted_N = np.setdiff1d(np.arange(M), tree.copied_C)
     for depth, (_, scores) in enumerate(drafts.ranked):
         scores_BPO = scores.reshape(B, -1, scores.shape[-1])
         P, K = scores_BPO.shape[1], min(GUESSES, scores_BPO.shape[-1])
@@ -97,7 +98,7 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
         rest = ((0, 0), (0, 0), (0, GUESSES - K))
         found.append(jnp.pad(tokens_BPK, rest, constant_values=NO_TOKEN))
         place_M[tree.depth_M == depth] = n
-        own = tree.drafted_N[parents[depth]]
+        own = drafted_N[parents[depth]]
         place_M[own] = n + (np.arange(len(own)) if P > 1 else 0)
         n += P
     return jnp.concatenate(found, axis=1)[:, place_M].astype(jnp.int32)

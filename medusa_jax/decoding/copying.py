@@ -91,7 +91,7 @@ def with_copies(
       running_B: the rows that decide whether spares are used.
     """
     copied_BC, length_B = copied_tokens(text_BS, last_B, len(tree.copied_C))
-    drafted = tree.without_spares.drafted
+    drafted = Tree(tree.choices).drafted
     place = {path: node for node, path in enumerate(((), *drafted.choices))}
     place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}
     place_M = np.array([place[path] for path in ((), *tree.choices)])
@@ -108,26 +108,3 @@ def with_copies(
     )
     arrays = (TreeArrays.of(t, tree.path_length) for t in (tree, tree.drafted))
     return Proposal(nodes_BM), jax.tree.map(partial(jnp.where, repeats), *arrays)
-
-
-def copied_lengths(
-    tokens_T: jax.Array, length: jax.Array, n: int
-) -> tuple[jax.Array, jax.Array]:
-    """Number of correct copied tokens for a step that starts after each position, and length of its match: [T].
-
-    At position t the step has t + 1 tokens in the cache and the root at t + 1, as in `rank_tuples`.
-    Tokens past the end of the text count as wrong.
-
-    Example: a b c a b c d, position 3: the root is b; the copied c is right, the copied a is not. The
-    match is a b.
-    """
-    T = tokens_T.shape[0]
-
-    def at(root: jax.Array) -> tuple[jax.Array, jax.Array]:
-        copied_1L, match_1 = copied_tokens(tokens_T[None], root[None], n)
-        place_L = root + 1 + jnp.arange(n)
-        true_L = tokens_T[jnp.minimum(place_L, T - 1)]
-        right_L = (copied_1L[0] == true_L) & (place_L < length)
-        return jnp.cumprod(right_L.astype(jnp.int32)).sum(), match_1[0]
-
-    return lax.map(at, jnp.minimum(jnp.arange(T) + 1, T - 1), batch_size=64)

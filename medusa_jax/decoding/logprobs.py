@@ -27,16 +27,6 @@ class Logprobs(struct.PyTreeNode):
     best_ids_BON: jax.Array
 
 
-def no_logprobs(tokens_BO: jax.Array, n: int, dtype) -> Logprobs:
-    """Zeros for the log-probabilities of `tokens_BO`, with `n` alternatives each."""
-    shape, dtype = tokens_BO.shape, at_least_f32(dtype)
-    return Logprobs(
-        token_BO=jnp.zeros(shape, dtype),
-        best_BON=jnp.zeros((*shape, n), dtype),
-        best_ids_BON=jnp.zeros((*shape, n), jnp.int32),
-    )
-
-
 def logprobs_of(logits_BLV: jax.Array, tokens_BL: jax.Array, n: int) -> Logprobs:
     """log softmax of the logits at `tokens_BL`, and its `n` largest with their tokens.
 

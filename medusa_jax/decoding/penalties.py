@@ -111,15 +111,6 @@ def penalties_of(
     )
 
 
-def no_penalties(rows: int, vocab_size: int) -> Penalties:
-    """Penalties that change nothing, for rows without a text."""
-    zero_B = jnp.zeros((rows,), jnp.float32)
-    none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
-    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
-    left_B = zero_B.astype(jnp.int32)
-    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
-
-
 def penalise(
     logits_BPV: jax.Array, penalties: Penalties, counts_BPV: jax.Array, depth_P: jax.Array
 ) -> jax.Array:

@@ -1,8 +1,10 @@
-"""Ranks of a text's tokens under the draft heads, as in decoding that text."""
+"""How a text's tokens rank under the draft heads, and how many can be copied, as in decoding that text."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from medusa_jax.decoding.copying import copied_tokens
 from medusa_jax.decoding.repeats import bar_repeats
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
@@ -63,3 +65,26 @@ def rank_tuples(
     ahead_11K = jnp.arange(2, drafter.n_heads + 2)[None, None, :]
     label_BTK = position_BT[..., None] + ahead_11K
     return jnp.where(label_BTK < length_B[:, None, None], ranks_BTK, MISS)
+
+
+def copied_lengths(
+    tokens_T: jax.Array, length: jax.Array, n: int
+) -> tuple[jax.Array, jax.Array]:
+    """Number of correct copied tokens for a step that starts after each position, and length of its match: [T].
+
+    At position t the step has t + 1 tokens in the cache and the root at t + 1, as in `rank_tuples`.
+    Tokens past the end of the text count as wrong.
+
+    Example: a b c a b c d, position 3: the root is b; the copied c is right, the copied a is not. The
+    match is a b.
+    """
+    T = tokens_T.shape[0]
+
+    def at(root: jax.Array) -> tuple[jax.Array, jax.Array]:
+        copied_1L, match_1 = copied_tokens(tokens_T[None], root[None], n)
+        place_L = root + 1 + jnp.arange(n)
+        true_L = tokens_T[jnp.minimum(place_L, T - 1)]
+        right_L = (copied_1L[0] == true_L) & (place_L < length)
+        return jnp.cumprod(right_L.astype(jnp.int32)).sum(), match_1[0]
+
+    return lax.map(at, jnp.minimum(jnp.arange(T) + 1, T - 1), batch_size=64)

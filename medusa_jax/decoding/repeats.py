@@ -5,30 +5,12 @@ text of a tree node includes its path, so every node has its own barred tokens, 
 that of plain decoding with the same option.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from medusa_jax.tree.tree import Nodes
-
-
-def barred_tokens(text: Sequence[int], n: int) -> list[int]:
-    """Tokens that must not follow `text`, on the host.
-
-    Example, n = 3:  a b c a b  ->  c
-    """
-    tail = tuple(text[len(text) - n + 1 :])
-    if len(tail) < n - 1:
-        return []
-    ends = range(n - 1, len(text))
-    return sorted({text[end] for end in ends if tuple(text[end - n + 1 : end]) == tail})
-
-
-def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
-    """Logits of one position, minus infinity for tokens barred after `text` (n = 0: none)."""
-    barred = barred_tokens(text, n) if n else []
-    return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
 
 
 def node_texts(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.logprobs import Logprobs
-from medusa_jax.decoding.penalties import Penalties, no_penalties
+from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import Piece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
@@ -198,6 +198,15 @@ def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
     """A state with these parts."""
     sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
+
+
+def no_penalties(rows: int, vocab_size: int) -> Penalties:
+    """Penalties that change nothing, for rows without a text."""
+    zero_B = jnp.zeros((rows,), jnp.float32)
+    none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
+    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
+    left_B = zero_B.astype(jnp.int32)
+    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
 
 
 @program(static_argnums=0)

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.decoding.acceptance import RULES, Rule
-from medusa_jax.decoding.logprobs import Logprobs, no_logprobs
+from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
+from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
@@ -188,8 +189,12 @@ def fresh_state(
 
 def empty_logprobs(engine: Engine, tokens_BO: jax.Array) -> Logprobs | None:
     """Zeros for the log-probabilities of new tokens; None if the engine keeps none."""
-    n = engine.logprobs
-    return None if n is None else no_logprobs(tokens_BO, n, engine.llama.dtype)
+    if engine.logprobs is None:
+        return None
+    shape, dtype = tokens_BO.shape, at_least_f32(engine.llama.dtype)
+    best = (*shape, engine.logprobs)
+    zeros = jnp.zeros(shape, dtype), jnp.zeros(best, dtype), jnp.zeros(best, jnp.int32)
+    return Logprobs(*zeros)
 
 
 def progress_of(state: DecodeState) -> Progress:

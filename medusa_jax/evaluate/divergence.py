@@ -21,7 +21,6 @@ from jax import lax
 from medusa_jax.api import Model, Options
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.penalties import count, penalise, penalties_of
-from medusa_jax.decoding.repeats import without_barred
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
@@ -110,6 +109,24 @@ def find_divergence(
         noise_band=float(moved / (option.temperature or 1.0)),
         at_cut=bool((kept_BV != kept_BV[:1])[:, pair].any()),
     )
+
+
+def barred_tokens(text: Sequence[int], n: int) -> list[int]:
+    """Tokens that must not follow `text`, on the host.
+
+    Example, n = 3:  a b c a b  ->  c
+    """
+    tail = tuple(text[len(text) - n + 1 :])
+    if len(tail) < n - 1:
+        return []
+    ends = range(n - 1, len(text))
+    return sorted({text[end] for end in ends if tuple(text[end - n + 1 : end]) == tail})
+
+
+def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
+    """Logits of one position, minus infinity for tokens barred after `text` (n = 0: none)."""
+    barred = barred_tokens(text, n) if n else []
+    return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
 
 
 def penalised_after(

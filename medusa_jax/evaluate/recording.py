@@ -15,9 +15,9 @@ import numpy as np
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
 from medusa_jax.api.batching import equal_batches
-from medusa_jax.decoding.copying import REPEATS, copied_lengths
+from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.ranks import rank_tuples
+from medusa_jax.decoding.ranks import copied_lengths, rank_tuples
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.errors import UserError
 from medusa_jax.progress import Progress

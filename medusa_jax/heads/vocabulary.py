@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Params
 
 # The entry of the parameters, and the frozen group of a training run.
@@ -94,27 +93,3 @@ def covered(counts_V: np.ndarray, n: int) -> float:
     """The share of the `n` highest counts in the sum of all counts."""
     highest = np.sort(counts_V)[::-1][:n]
     return float(highest.sum()) / max(float(counts_V.sum()), 1.0)
-
-
-def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
-    """Refuse ids that are not `heads.draft_vocab` ascending ids of the vocabulary.
-
-    Raises:
-      UserError: names the source and what is wrong.
-    """
-    if ids.shape != (heads.draft_vocab,):
-        raise UserError(
-            f"{source} holds draft vocabulary ids of shape {list(ids.shape)}, draft_vocab is "
-            f"{heads.draft_vocab}"
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-        raise UserError(
-            f"{source} has the draft vocabulary id {wrong}, outside 0..{vocab_size - 1}"
-        )
-    if (fall := np.flatnonzero(np.diff(ids.astype(np.int64)) <= 0)).size:
-        first, second = ids[fall[0]], ids[fall[0] + 1]
-        raise UserError(
-            f"{source} has the draft vocabulary ids {first} and {second} in a row: ids must be "
-            "unique and ascending"
-        )

@@ -17,7 +17,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.own_heads import DESCRIPTION, OWN, open_own
+from medusa_jax.interop.own_heads import DESCRIPTION, OWN, check_ids, open_own
 from medusa_jax.interop.own_heads import WEIGHTS as OWN_WEIGHTS
 from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
@@ -93,7 +93,7 @@ def load_heads(
         stored.source, ignore, convert,
     )  # fmt: skip
     if stored.ids is not None:
-        vocabulary.check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+        check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
     return heads, params, stored.meta

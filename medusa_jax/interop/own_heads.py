@@ -66,7 +66,7 @@ def _take_ids(
     ids, size = whole(tensor), base.get("vocab_size")
     if type(size) is not int:
         raise UserError(f"{DESCRIPTION} next to {weights}: base.vocab_size is {size!r}")
-    vocabulary.check_ids(ids, heads, size, weights)
+    check_ids(ids, heads, size, weights)
     return ids
 
 
@@ -136,7 +136,7 @@ def save_heads(
         arrays = codes.encode(arrays)
     if heads.draft_vocab:
         ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
-        vocabulary.check_ids(ids, heads, base["vocab_size"], directory)
+        check_ids(ids, heads, base["vocab_size"], directory)
         arrays[IDS] = ids
     if not write:
         return
@@ -149,3 +149,27 @@ def save_heads(
     weights = os.path.join(made_directory(directory), WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
+
+
+def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
+    """Refuse ids that are not `heads.draft_vocab` ascending ids of the vocabulary.
+
+    Raises:
+      UserError: names the source and what is wrong.
+    """
+    if ids.shape != (heads.draft_vocab,):
+        raise UserError(
+            f"{source} holds draft vocabulary ids of shape {list(ids.shape)}, draft_vocab is "
+            f"{heads.draft_vocab}"
+        )
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise UserError(
+            f"{source} has the draft vocabulary id {wrong}, outside 0..{vocab_size - 1}"
+        )
+    if (fall := np.flatnonzero(np.diff(ids.astype(np.int64)) <= 0)).size:
+        first, second = ids[fall[0]], ids[fall[0] + 1]
+        raise UserError(
+            f"{source} has the draft vocabulary ids {first} and {second} in a row: ids must be "
+            "unique and ascending"
+        )

@@ -1,7 +1,7 @@
 """Kernels of attention that XLA does not compile: cuDNN's on NVIDIA GPUs, splash attention and ours on TPUs.
 
 `attention.py` imports this file on these platforms only. The kernels store no scores. Those for TPUs have not
-run on one yet (`model/tpu.py`); cuDNN's have on an H100 (docs/hardware.md).
+run on one yet (`model/tpu.py`); cuDNN's have on an H100 (research/log/).
 
 MEDUSA_JAX_ATTENTION=own avoids all; =cudnn lets cuDNN attend to all caches.
 """
@@ -28,6 +28,8 @@ CUDNN_LONGEST = 8192
 # Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
 # of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (research/log/).
 CUDNN_SCORES = 2**25
+# From this many slots on, counted over all rows, a TPU attends to a cache for one token a row by the kernel, too:
+# XLA's attention of one row is faster over fewer (research/log/).
 ONE_ROW_SLOTS = 8192
 # Library kernels multiply float32 in lower precision, or fail.
 SHORT = (jnp.bfloat16, jnp.float16)

@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 
 from medusa_jax import hosts
-from medusa_jax.console import announced, inform
+from medusa_jax.console import UNWRITABLE, announced, inform
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.sharding import PyTree, shapes_with
 from medusa_jax.whole_files import checksum, write_json
@@ -114,7 +114,7 @@ class Checkpoints:
         self.manager.reload()  # Orbax counts checkpoints that it planned to delete as deleted
         remains = self.manager.latest_step()
         return UserError(
-            f"checkpoint of step {self.saving} in {self.directory} failed ({first_line(error)}); "
+            f"checkpoint of step {self.saving} in {self.directory} failed ({reason_of(error)}); "
             + ("none is complete" if remains is None else f"step {remains} remains")
         )
 
@@ -196,6 +196,12 @@ class Checkpoints:
             )
         hosts.broadcast_from_first(True)  # wait until process 0 has renamed them
         self.manager.reload()
+
+
+def reason_of(error: Exception) -> str:
+    """The disk's problem, which Orbax and TensorStore wrap in long messages, or the first line."""
+    problems = map(os.strerror, UNWRITABLE)
+    return next((x for x in problems if x in str(error)), first_line(error))
 
 
 def checksums(path: Path, names: list[str]) -> dict[str, int]:

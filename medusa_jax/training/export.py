@@ -48,8 +48,10 @@ def export(
     if "heads" in params:
         assert base is not None
         chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
-        own, facts = params["heads"] | chosen, {"base": base, "recipe": recipe}
-        own_heads.save_heads(heads_directory, heads, own, **facts, write=write)
+        own = params["heads"] | chosen
+        own_heads.save_heads(
+            heads_directory, heads, own, base=base, recipe=recipe, write=write
+        )
 
 
 def trained_backbone(

@@ -153,11 +153,6 @@ class Tree:
         drafted = (c for c in self.choices if c[0] != COPIED)
         return Tree(tuple(sorted((*drafted, *self.spares), key=lambda p: (len(p), p))))
 
-    @property
-    def without_spares(self) -> "Tree":
-        """The tree of a step that copies."""
-        return Tree(self.choices)
-
     @cached_property
     def in_every_step(self) -> "Tree":
         """One tree of as many nodes where no step may choose: half of the chain, and the best spares.
@@ -170,14 +165,6 @@ class Tree:
         kept = len(self.copied_C) - half
         choices = [c for c in self.choices if c[0] != COPIED or len(c) <= kept]
         return Tree(_ordered([*choices, *self.spares[:half]]))
-
-    @cached_property
-    def drafted_N(self) -> np.ndarray:
-        """Nodes that are not copied, the root first.
-
-        Example: [[-1], [0], [-1, -1], [0, 2]] has the copied nodes 1 and 3, and drafted 0, 2, 4.
-        """
-        return np.setdiff1d(np.arange(self.n_nodes, dtype=np.int32), self.copied_C)
 
     @property
     def path_length(self) -> int:
@@ -258,11 +245,6 @@ class Tree:
             family = self.children_MC[self.parent_M[node]].tolist()
             renamed[choice] = (*renamed[choice[:-1]], family.index(node))
         return Tree(tuple(renamed[c] for c in self.choices))
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether the j-th child of every node has rank j."""
-        return self.dense == self
 
     def level(self, depth: int) -> np.ndarray:
         """Nodes at one depth, in order."""

@@ -26,8 +26,9 @@ from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.repeats import bar_repeats, barred_tokens, node_texts
+from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.state import Engine
+from medusa_jax.evaluate.divergence import barred_tokens
 from medusa_jax.heads.drafter import Backbone, Proposal
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama

@@ -346,6 +346,7 @@ SHARDED = """
 import sys
 import jax, numpy as np
 from medusa_jax.interop import hf, tensors
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.sharding import make_mesh
 
 read = []

@@ -24,10 +24,10 @@ simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.evaluate.compiled.programs import compiled_loop
-from medusa_jax.heads import make_drafter
+from medusa_jax.heads.registry import make_drafter
 from research import counted, scaling
 from medusa_jax.training import dry
-from medusa_jax.tree import Tree
+from medusa_jax.tree.tree import Tree
 
 arch = LlamaConfig(vocab_size=8192, d_model=256, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=32,
                    d_ff=2048, max_position=512)

@@ -1,5 +1,6 @@
 """Constrained answers over the port, asked for by the official client as it is."""
 
+import json
 import re
 import threading
 import time
@@ -84,17 +85,17 @@ def test_vllms_names(client, extra, pattern):
 
 
 @pytest.mark.parametrize(
-    "form",
+    "fields",
     [
-        {"type": "json_object", "schema": SCHEMA},  # llama.cpp, Together, Anyscale
-        {"type": "json_schema", "schema": SCHEMA},  # llama.cpp, Together
-        {"type": "json_schema", "json_schema": {"name": "Pet", "schema": SCHEMA}},
+        # llama.cpp, Together, Anyscale
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"extra_body": {"guided_json": SCHEMA}},
+        {"extra_body": {"structured_outputs": {"json": json.dumps(SCHEMA)}}},
     ],
 )
-def test_forms_of_other_servers(client, form):
-    assert Pet.model_validate_json(
-        ask(client, response_format=form).choices[0].message.content
-    )
+def test_schemas_by_the_names_of_other_servers(client, fields):
+    assert Pet.model_validate_json(ask(client, **fields).choices[0].message.content)
 
 
 OWN = {"presence_penalty": 0.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3}

@@ -88,22 +88,18 @@ class FakeBatch:
       runs: what was asked for: with how many rows, and whether with drafts.
       steps: for each step that was taken, how many rows it was of use to.
       tokens_read: of prompts, padding included.
-      compiled: what `compile` was asked for.
     """
 
     def __init__(self, model, trees, most_new, piece):
         self.trees, self.piece = dict(trees), piece
         self.widest = max(tree.n_nodes for tree in trees.values())
         self.longest = max(tree.path_length for tree in trees.values())
-        self.runs, self.steps, self.tokens_read, self.compiled = [], [], 0, []
+        self.runs, self.steps, self.tokens_read = [], [], 0
         self.restart()
 
     def restart(self):
         self.rows, self.slots = min(self.trees), LEAST_SLOTS
         self.state = [self.idle() for _ in range(self.rows)]
-
-    def compile(self, group, n_rows, slots):
-        self.compiled.append((group, n_rows, slots))
 
     def idle(self):
         return Row(*(np.full(self.slots, RUBBISH) for _ in range(2)))

@@ -144,7 +144,7 @@ def test_spares_count_where_the_text_does_not_repeat() -> None:
     assert fit.replay([text._replace(repeats_P=np.zeros(5, bool))], tree) == (5, 3)
     other = text._replace(copied_P=np.zeros(5, int), repeats_P=np.zeros(5, bool))
     assert fit.replay([other], tree) == fit.replay([other], tree.drafted) == (5, 3)
-    assert fit.replay([other], tree.without_spares) == (5, 4)
+    assert fit.replay([other], Tree(tree.choices)) == (5, 4)
 
 
 def test_a_growth_with_spares_is_counted_by_the_replay() -> None:

@@ -209,7 +209,7 @@ def test_a_dense_tree_has_the_same_shape_and_ranks_without_gaps(tree):
     np.testing.assert_array_equal(dense.parent_M, tree.parent_M)
     np.testing.assert_array_equal(dense.depth_M, tree.depth_M)
     assert Tree.from_choices(dense.choices) == dense  # well-formed and in order
-    assert dense.is_dense and dense.dense == dense
+    assert dense.dense == dense
     for node in range(tree.n_nodes):
         family = np.flatnonzero(dense.parent_M[1:] == node) + 1
         assert dense.rank_M[family].tolist() == list(range(len(family)))

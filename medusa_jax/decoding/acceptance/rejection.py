@@ -26,14 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.decoding.acceptance.law import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
-from medusa_jax.decoding.sampling import (
-    Sampling,
-    best_token,
-    gumbel,
-    log_target_probs,
-    uniform,
-)
+from medusa_jax.decoding.sampling import Sampling, best_token, gumbel
 from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
@@ -44,6 +39,15 @@ DRAFT, TEST = 2**31, 2**31 + 1
 def draft_noise(sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype):
     """Gumbel noise [B, L, V] that orders the drafts at these positions."""
     return gumbel(sampling.stream(DRAFT).key_B, positions_BL, vocab_size, dtype)
+
+
+def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
+    """Uniform numbers in [0, 1) of one absolute position per row: [B, n] float32."""
+
+    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), (n,), jnp.float32)
+
+    return jax.vmap(draw)(key_B, position_B)
 
 
 def accept_rejection(
@@ -68,7 +72,7 @@ def accept_rejection(
         drawn from: [B, O], or [B, P, O] with one row for each of these nodes that has children.
       draft_ids_O: token ids of these logits; the head gives all others no mass. None: all tokens.
     """
-    if not tree.is_dense:
+    if tree.dense != tree:
         raise ValueError("rejection needs a tree whose siblings have the ranks 0, 1, ...")
     B, _, V = logits_BMV.shape
     row_B = jnp.arange(B)
