@@ -1,6 +1,6 @@
 """Forms of single operations for TPUs: attention, rotation, and writes to the cache.
 
-None has run on a TPU yet; their choices are the compiler's estimates (docs/accelerators.md).
+None has run on a TPU yet; their choices are the compiler's estimates (research/log/).
 MEDUSA_JAX_ATTENTION=own goes without the kernels of attention.
 """
 
