@@ -124,17 +124,13 @@ class Chat:
         """Answer one user turn; Ctrl-C ends the answer, not the chat.
 
         Raises:
-          UserError: the turn alone is too long for the context; it is taken back.
+          UserError: the turn alone is too long for the context, or cannot be answered; it is taken back.
         """
         self.messages.append({"role": "user", "content": text})
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
-        try:
-            prompt = self.fitting_prompt()
-        except UserError:
-            self.messages.pop()
-            raise
         shown = ended = ""
         try:
+            prompt = self.fitting_prompt()
             with announced("compiling"):
                 self._compiled.result()
             for pieces, done in self.dialogue.stream(
@@ -145,6 +141,9 @@ class Chat:
                     sys.stdout.write(coloured(part, depth) if self.show_drafts else part)
                 sys.stdout.flush()
                 ended = done[0].finish_reason if done else ""
+        except UserError:
+            self.messages.pop()
+            raise
         except KeyboardInterrupt:
             inform("\n(stopped)")
         else:

@@ -46,7 +46,7 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         "logit_bias, constraint; answers are JSON lines in the same order",
         None,
     )
-    batch_size: int = flag("requests decoded at a time", 8)
+    batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
     tree: str = flag(
         "auto (measured on this device at first use), bundled (the tree file's own choice), none, a "

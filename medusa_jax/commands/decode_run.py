@@ -160,8 +160,6 @@ def check_flags(flags: Flags, talking: bool) -> None:
         )
     if talking and jax.process_count() > 1:
         raise UserError("a chat runs on one host: give --prompt or --prompts_file")
-    if flags.batch_size < 1:
-        raise UserError(f"--batch_size must be at least 1, not {flags.batch_size}")
     if flags.logprobs is not None and not (flags.json or flags.prompts_file):
         raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
     if flags.save_drafts and (flags.json or flags.prompts_file or talking):

@@ -129,7 +129,8 @@ def test_a_drafter_may_name_its_tree(monkeypatch):
 
     def load(flags, name, tree):
         asked.append((name, tree))
-        model = SimpleNamespace(variables={"backbone": name}, tree=Tree.none())
+        model = SimpleNamespace(backbone=name, tree=Tree.none())
+        model.share_backbone = lambda other: setattr(model, "backbone", other.backbone)
         model.parse_tree = lambda spec: asked.append((name, spec)) or Tree.chain(1)
         return model
 
@@ -139,4 +140,4 @@ def test_a_drafter_may_name_its_tree(monkeypatch):
     # What is measured for "auto" comes with loading.
     assert asked == [("hydra", "cartesian:2,3"), ("medusa", "auto"), ("medusa", "8")]
     assert list(second.trees.values()) == [Tree.chain(1), Tree.none()]
-    assert second.model.variables["backbone"] == "hydra"
+    assert second.model.backbone == "hydra"

@@ -17,7 +17,7 @@ from medusa_jax.distill import files
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.errors import UserError
-from medusa_jax.interop import answers, chat
+from medusa_jax.interop import answers
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training.data.tokenise import Encoder
@@ -200,9 +200,9 @@ def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
 def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     seen = []
-    real = chat.tokenize
+    real = answers.tokenize
     monkeypatch.setattr(
-        chat, "tokenize", lambda t, text: seen.append(text) or real(t, text)
+        answers, "tokenize", lambda t, text: seen.append(text) or real(t, text)
     )
     assert answers.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)
