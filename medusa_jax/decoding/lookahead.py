@@ -1,6 +1,6 @@
-"""Lookahead's decode step: the core's, with the window in the same backbone pass (`heads/lookahead.py`).
+"""Lookahead's decode step: `step.decode_step` with the window in the same pass (`heads/lookahead.py`).
 
-With a constraint the core's step decodes: the window does not move, and nothing is drafted.
+Rows with a constraint decode with `constrained.step`: the window does not move, nothing is drafted.
 """
 
 import jax

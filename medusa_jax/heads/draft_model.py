@@ -26,7 +26,7 @@ from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 
-# The entry of the parameters with those of the draft model, in the form of `model/placing.py`.
+# Entry of the parameters that contains the draft model's, as `model/placing.py` prepares them.
 MODEL = "model"
 
 
@@ -100,7 +100,7 @@ class DraftModel(Untrained):
     ) -> DraftState:
         """One pass over the accepted tokens and the root after them.
 
-        The root's key and value are not kept; the next call writes over them.
+        The root's key and value are discarded; the next call overwrites them.
         """
         tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
         positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]

@@ -205,7 +205,7 @@ class CausalLayer(nn.Module):
         """T rows after the `start` cached ones, each seeing itself and all earlier ones.
 
         Args:
-          only_B: the row whose output is asked for; None: all.
+          only_B: the row whose output is needed; None: all.
         """
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)

@@ -136,7 +136,7 @@ def merged(
 
     Args:
       chains_BCL: in order of preference; L is at least the tree's depth.
-      there_BC: which of them exist.
+      there_BC: which chains exist.
 
     Returns: tokens of all nodes, and which of them come from a chain [B, M].
     """

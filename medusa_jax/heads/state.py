@@ -1,4 +1,4 @@
-"""Drafter states that keep something per text position, and what the decode loops do with any state."""
+"""Drafter states with values per text position, and the changes that decode loops make to any state."""
 
 from typing import Self
 
@@ -40,7 +40,7 @@ def grown(state: PyTree, slots: int) -> PyTree:
 def rewound(state: PyTree, length_B: jax.Array) -> PyTree:
     """A drafter's state truncated to the first `length_B` positions.
 
-    The next `Drafter.commit` starts there with at least one position. So values that belong to the
-    last position only need not be restored: that call replaces them.
+    The next `Drafter.commit` starts there with at least one position and replaces values that belong only
+    to the last position, so these need not be restored.
     """
     return _map(lambda part: part.rewound(length_B), state)

@@ -18,8 +18,8 @@ from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooCostl
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
-# Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without
-# constraints wait for no thread meanwhile.
+# Calls with constraints are submitted one at a time, on their own thread: compiling takes up to seconds,
+# and other calls must not wait for it.
 COMPILER = ThreadPoolExecutor(1, "constraints")
 
 
@@ -141,8 +141,8 @@ class EventStream:
     It ends early, and frees the slots, when the client leaves.
 
     Args:
-      answering: entered already; the stream leaves it.
-      seconds: most that an answer may take.
+      answering: already entered; the stream exits it.
+      seconds: time limit of the answer.
       ended: called with the status at the end.
     """
 
@@ -199,7 +199,7 @@ class EventStream:
             for piece in self._reply.last():
                 await event(piece)
             await event("[DONE]")
-        except Refused as error:  # the status is out already
+        except Refused as error:  # the status has already been sent
             await event(error.body())
         except asyncio.CancelledError:
             await event(ending().body())
