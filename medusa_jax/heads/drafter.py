@@ -222,7 +222,10 @@ class Drafter:
 
     @property
     def stored_counts(self) -> tuple[int, int]:
-        """Number of heads with separate parameters, and number of separate layers in each."""
+        """Number of heads with separate parameters, and number of separate layers in each.
+
+        Parameters that all heads share are those of "heads_0": (1, layers).
+        """
         return self.heads.n_heads, self.heads.n_layers
 
     @property
