@@ -32,7 +32,9 @@ def problem(name, **fields):
     cfg.model.arch = ARCH
     heads = {"lm_head": "own", "draft_vocab": len(IDS)} if name == "eagle3" else {}
     cfg.heads = family.small_heads(name, **{"n_heads": 3} | heads | fields)
-    if make_drafter(cfg.heads, ARCH).stored_counts[0] == 1:  # one set of layers for all levels
+    if (
+        make_drafter(cfg.heads, ARCH).stored_counts[0] == 1
+    ):  # one set of layers for all levels
         cfg.train.levels = 3
     frozen = {"backbone": jax.tree.map(jnp.asarray, random_params(ARCH, 0))}
     if cfg.heads.draft_vocab:
