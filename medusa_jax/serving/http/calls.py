@@ -40,7 +40,7 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (1e-3, 1e3),
 }
-# vLLM's names of constraints: alone as guided_..., and within `structured_outputs`.
+# vLLM's names of constraints: as fields guided_..., and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
 # Other fields of `structured_outputs`, with their neutral values.
