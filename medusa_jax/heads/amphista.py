@@ -34,6 +34,7 @@ from medusa_jax.heads.drafter import (
     Params,
     Proposal,
     TextRows,
+    shift_left,
 )
 from medusa_jax.heads.layers import (
     CausalLayer,
@@ -44,7 +45,6 @@ from medusa_jax.heads.layers import (
     check_dropout,
     last_of,
     lm_head_start,
-    shift_left,
 )
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout

@@ -29,6 +29,7 @@ from medusa_jax.heads.drafter import (
     Params,
     Proposal,
     TextRows,
+    shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import (
@@ -36,7 +37,6 @@ from medusa_jax.heads.layers import (
     last_of,
     lm_head_logits,
     lm_head_start,
-    shift_left,
     zero_output,
 )
 from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask

@@ -82,6 +82,13 @@ class TextRows(NamedTuple):
     dropout_key: jax.Array | None = None
 
 
+def shift_left(x: jax.Array, ahead: int) -> jax.Array:
+    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
+    rest = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(rest, pad)
+
+
 class DraftRequest(NamedTuple):
     """What to draft in a step, the input of `Drafter.propose`.
 

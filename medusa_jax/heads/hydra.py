@@ -19,7 +19,14 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
+from medusa_jax.heads.drafter import (
+    Backbone,
+    DraftRequest,
+    Params,
+    Proposal,
+    TextRows,
+    shift_left,
+)
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     LastHidden,
@@ -27,7 +34,6 @@ from medusa_jax.heads.layers import (
     applied,
     check_dropout,
     lm_head_start,
-    shift_left,
 )
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear

@@ -49,13 +49,6 @@ def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
     return out
 
 
-def shift_left(x: jax.Array, ahead: int) -> jax.Array:
-    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    rest = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(rest, pad)
-
-
 def last_of(n_B: jax.Array) -> jax.Array:
     """The last of n rows, 0-based; row 0 where n = 0."""
     return jnp.maximum(n_B - 1, 0)

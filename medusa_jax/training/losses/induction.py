@@ -15,8 +15,7 @@ from jax import lax
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.attention import (
     BLOCK,
     CausalMask,

@@ -15,8 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree

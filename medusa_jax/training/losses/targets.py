@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import shift_left
 
 Batch = dict[str, jax.Array]
 
