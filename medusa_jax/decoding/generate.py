@@ -30,7 +30,7 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import platform, program
-from medusa_jax.heads.state import grown
+from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         more = text_slots(engine, slots) - text_BS.shape[1]
         text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
     larger = state.replace(
-        cache=state.cache.grown(slots), drafter=grown(state.drafter, slots), text_BS=text_BS
+        cache=state.cache.grow(slots),
+        drafter=grow_state(state.drafter, slots),
+        text_BS=text_BS,
     )
     return pin_state(engine.llama.mesh, larger)
 

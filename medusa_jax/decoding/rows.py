@@ -22,7 +22,7 @@ from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.state import rewound
+from medusa_jax.heads.state import rewind_state
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 
@@ -128,7 +128,7 @@ def read_row(
     text_BS = row.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
-    row = row.replace(drafter=rewound(row.drafter, piece.begin_B))
+    row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B))
     read = prefill_start(engine, row)
     read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B

@@ -54,8 +54,8 @@ class DraftState(PositionState):
     cache: KVCache
     hidden_BE: jax.Array
 
-    def grown(self, slots: int) -> "DraftState":
-        return self.replace(cache=self.cache.grown(slots + 1))
+    def grow(self, slots: int) -> "DraftState":
+        return self.replace(cache=self.cache.grow(slots + 1))
 
 
 @dataclasses.dataclass(frozen=True)

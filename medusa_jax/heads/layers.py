@@ -277,6 +277,6 @@ class LayerState(PositionState):
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
 
-    def grown(self, slots: int) -> "LayerState":
+    def grow(self, slots: int) -> "LayerState":
         """The same state with room for `slots` positions."""
-        return self.replace(cache=self.cache.grown(slots))
+        return self.replace(cache=self.cache.grow(slots))

@@ -74,7 +74,7 @@ class TextState(PositionState):
         text_BS = write(self.text_BS, tokens_BT, self.length_B)
         return TextState(self.length_B + new.n_B, text_BS)
 
-    def grown(self, slots: int) -> "TextState":
+    def grow(self, slots: int) -> "TextState":
         """The same text with room for `slots` tokens."""
         more = slots - self.text_BS.shape[1]
         return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))

@@ -66,7 +66,7 @@ def completion_of(*trees: PyTree) -> jax.Array:
     return jnp.sum(jnp.stack(firsts))
 
 
-def rematerialised(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
+def rematerialise(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
     """f with a backward pass that keeps only its arguments and computes f again from them.
 
     `jax.checkpoint` relies on barriers. A CPU drops them and recomputes the activations of every layer

@@ -48,7 +48,7 @@ class KVCache(struct.PyTreeNode):
         """Slots per row."""
         return self.layers[0][0].shape[2] if self.layers else 0
 
-    def grown(self, slots: int) -> "KVCache":
+    def grow(self, slots: int) -> "KVCache":
         """The same rows with room for `slots` slots (never fewer than now)."""
         extra = max(0, slots - self.slots)
         return jax.tree.map(
