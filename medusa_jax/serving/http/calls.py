@@ -160,7 +160,7 @@ def _options(
     """Read the options of both endpoints.
 
     Args:
-      most: default maximum of new tokens.
+      most: maximum number of new tokens.
       constraint: the constraint in `response_format`.
     """
     asked = fields.text("model", name)
