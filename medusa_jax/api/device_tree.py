@@ -246,7 +246,7 @@ def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
 
 
 def fastest(rows: Sequence[Json]) -> int:
-    """The size that none of `figures` beats by more than `MARGIN`, small ones first; 1 is plain decoding."""
+    """The fastest size; a larger one must beat smaller ones by more than `MARGIN`; 1 is plain decoding."""
     best, speedup = 1, 1.0
     for row in rows:
         if row["speedup"] > MARGIN * speedup:

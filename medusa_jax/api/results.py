@@ -287,7 +287,7 @@ def results_of(
 
 
 def logprobs_of_row(progress: Progress, row: int, places: slice, n: int | None) -> Json:
-    """The fields of a result that hold log-probabilities, with `n` alternatives, of some tokens."""
+    """The log-probability fields of a result for some tokens, with `n` alternatives."""
     if n is None or progress.logprobs is None:
         return {}
     kept = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # accelerators compiling a further program takes longer than a smaller cache saves.
 MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
-# No limit on steps.
+# Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
 

@@ -101,7 +101,9 @@ class RowWork:
                 self.replaced.wait()
             if not self.stuck:
                 part()
-        except BaseException as error:  # a panic of the grammar engine is no `Exception`
+        except (
+            BaseException
+        ) as error:  # a panic of the grammar engine is not an `Exception`
             what = "" if isinstance(error, UserError) else "the grammar engine failed: "
             self.stuck, self.guide.error = True, f"{what}{error}".partition("\n")[0]
         done.set()

@@ -57,7 +57,7 @@ def verify(
 def rows_of_pass(drafter: Lookahead, tree: Nodes) -> tuple[jax.Array, jax.Array]:
     """Depths and mask of all rows of a pass: tree nodes, then the window.
 
-    Example: a chain of two nodes and two rows of the window, the second of which sees the first:
+    Example: a chain of two nodes and two window rows; the second row sees the first:
 
         root   1 . . .
         node   1 1 . .

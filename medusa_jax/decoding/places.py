@@ -19,7 +19,7 @@ from medusa_jax.tree.tree import Nodes
 
 
 class Places(NamedTuple):
-    """P places in each row's text, after each of which a token is chosen.
+    """P places in each row's text where the next token is chosen.
 
     Attributes:
       text_BPS: the text up to each place; None bars no n-grams.

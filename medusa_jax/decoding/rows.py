@@ -122,8 +122,8 @@ def read_row(
 ) -> DecodeState:
     """Read a piece of the prompt; the last piece emits the first token.
 
-    The cache must hold the text before the piece and have room for it: begin + T <= slots. Pieces may
-    overlap.
+    The cache must contain the text before the piece and have room for it: begin + T <= slots. Pieces
+    may overlap.
     """
     text_BS = row.text_BS
     if text_BS is not None:

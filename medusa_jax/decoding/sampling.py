@@ -38,7 +38,7 @@ class Sampling(struct.PyTreeNode):
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
       epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
-      penalties: biases and penalties; None where no row asks for any.
+      penalties: biases and penalties; None if no row has any.
       first_BW: bits of the tokens that may come first (`masks`); None: all.
     """
 

@@ -4,7 +4,7 @@ A smaller model with the same tokenizer drafts the tree level by level, each nod
 the node's path. A chain of gamma nodes is the method of the papers; a tree with branches merges several
 chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those of heads, so greedy, sampled and
 rejection decoding need no special code. The draft model caches keys and values of the accepted text;
-those of tree nodes are kept only while the tree is drafted.
+those of tree nodes exist only while the tree is drafted.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class DraftState(PositionState):
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Untrained):
-    """A second model as the drafter; its parameters are those of a backbone."""
+    """A second model as the drafter; it has the parameters of a backbone."""
 
     heads: DraftModelConfig
 

@@ -53,7 +53,7 @@ class Committed(NamedTuple):
     Attributes:
       hidden_BTE: the backbone's hidden states, then the streams of `Drafter.taps`: E = (1 + A) D.
       tokens_BT: the tokens at these positions.
-      next_tokens_BT: the tokens after them; that of the last valid position is the new root.
+      next_tokens_BT: the tokens after them; the last valid one is the new root.
       positions_BT: absolute positions.
       n_B: number of valid candidates, 0 to T; 0 leaves the state of that row unchanged.
     """

@@ -117,8 +117,8 @@ def fill_by_level(
 ) -> Proposal:
     """Fill the tree with guesses that depend on the path.
 
-    Rows of a level are gathered from the level above by constants, so shapes are static and there is
-    no loop over nodes.
+    Rows of a level are gathered from the level above by constants, so shapes are static, without a
+    loop over nodes.
 
     Args:
       backbone: maps logits to tokens.
@@ -149,7 +149,7 @@ def propose_given(
     logits are not computed.
 
     Args:
-      given_BM: False for nodes that hold a placeholder instead of a draft.
+      given_BM: False for nodes with a placeholder instead of a draft.
     """
     B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
     for depth, level in enumerate(Level.of(tree)):

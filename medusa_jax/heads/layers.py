@@ -270,7 +270,7 @@ class LayerState(PositionState):
         Candidates after the n-th are invisible from now on; the next call overwrites them.
 
         Args:
-          contexts: outputs of each layer, of all T candidates or of the n-th alone [B, 1, D].
+          contexts: outputs of each layer, for all T candidates or only for the n-th [B, 1, D].
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
         new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]

@@ -22,7 +22,7 @@ class Medusa(LastHidden):
     def check(self) -> None:
         if self.heads.n_layers == 0 and self.heads.lm_head == "shared":
             raise UserError(
-                "heads.n_layers 0 needs separate LM heads: a head would have no parameters"
+                "heads.n_layers 0 needs LM heads of their own: a head would have no parameters"
             )
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

@@ -11,7 +11,7 @@ right, as in transformers: an earlier one has more text after it. Example, ngram
 The first `matches` of them fill the static tree: the r-th child of a node is the r-th distinct next
 token among the matches that agree with the path to the node. A chain uses only the first match, as
 transformers does. A match that reaches the end of the text continues from its start, as the text would
-if it kept repeating. Without a match, nodes hold the root token.
+if it kept repeating. Without a match, all nodes get the root token.
 """
 
 import dataclasses

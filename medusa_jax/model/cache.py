@@ -64,7 +64,7 @@ class KVCache(struct.PyTreeNode):
         copies land after the new length, where the next step writes.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
-        then hold the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
+        get the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
         if on_tpu := tpu():

@@ -176,7 +176,7 @@ class Batch:
     def begin(
         self, request: DecodeRequest, source: int, shared: int, group: Group
     ) -> Reading:
-        """Begin to read a prompt after its first `shared` tokens, which row `source` holds."""
+        """Begin to read a prompt after its first `shared` tokens, which row `source` has cached."""
         row = rows.begin_row(
             self._engine,
             rows.take_row(self._engine, self._state, np.int32(source)),

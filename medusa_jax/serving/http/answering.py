@@ -28,7 +28,7 @@ class Gone(Exception):
 
 
 class Answering:
-    """The requests of one call, submitted together. Leaving the context cancels the unfinished ones."""
+    """The requests of one call, submitted together. Exiting the context cancels unfinished ones."""
 
     def __init__(
         self, server: Server, requests: Sequence[Request], metrics: Metrics

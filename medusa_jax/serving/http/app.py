@@ -35,7 +35,7 @@ from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
-# Halves of surrogate pairs in JSON, also those of whole pairs.
+# Escapes of surrogates in JSON, single or in pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 # The page loads no external resources, and no page may frame it.
 PAGE_HEADERS = {

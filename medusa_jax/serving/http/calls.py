@@ -40,7 +40,7 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (1e-3, 1e3),
 }
-# vLLM's names of constraints: alone as guided_..., and within `structured_outputs`.
+# vLLM's names of constraints: as fields guided_..., and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
 # Other fields of `structured_outputs`, with their neutral values.
@@ -160,7 +160,7 @@ def _options(
     """Read the options of both endpoints.
 
     Args:
-      most: default maximum of new tokens.
+      most: maximum number of new tokens.
       constraint: the constraint in `response_format`.
     """
     asked = fields.text("model", name)

@@ -105,7 +105,7 @@ class Reply:
         return piece
 
     def last(self) -> list[Json]:
-        """Return the end of a stream: the counts of tokens, if they were asked for."""
+        """Return the end of a stream: the token counts, if requested."""
         if not self.call.usage:
             return []
         return [self._event([]) | {"usage": self.usage()}]

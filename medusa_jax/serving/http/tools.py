@@ -193,7 +193,7 @@ class CallReader:
         return new, False
 
     def _call(self, ended: bool) -> tuple[str, bool]:
-        """Take a call, or text that only looked like one; also return whether to go on."""
+        """Take a call, or text that only looked like one; also return whether to continue."""
         begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
         head = HEAD.match(self._held)
         closed = end in self._held  # true of an empty mark

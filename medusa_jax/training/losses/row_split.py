@@ -19,7 +19,7 @@ class RowSplit(NamedTuple):
     the axis P, and it is summed once after the loop. Kernels are gathered once, before the loop.
     The tensor axis is left to XLA.
 
-    On one device, or where the devices do not divide the rows, there is no axis P.
+    On one device, or if the devices do not divide the rows, arrays have no axis P.
 
     Attributes:
       mesh: None for a single shard.

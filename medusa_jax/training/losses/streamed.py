@@ -101,7 +101,7 @@ def heads_cross_entropy(
 
     On a mesh every device sums its own rows; these sums are added once, at the end (`RowSplit`).
 
-    Returns: the weighted loss, which alone has a gradient, and the sums of each head, each [K].
+    Returns: the weighted loss, and the sums per head, each [K], without gradients.
     """
     leaves, treedef = jax.tree.flatten(params)
     specs = [spec_for(path_string(p)) for p, _ in jax.tree.leaves_with_path(params)]
@@ -267,7 +267,7 @@ def _streamed_fwd(
     ) -> Gradients:
         """Add the gradients and sums of one chunk and one shard of its rows."""
         probs, sums_K, d_features = _teacher_probs(plan.teacher, block.teacher_BTD), [], []
-        # Serialise the heads: otherwise XLA holds the logits of all at once.
+        # Serialise the heads; otherwise XLA keeps the logits of all at once.
         done: jax.Array | None = None
         for k, head in enumerate(plan.heads):
 
