@@ -66,15 +66,15 @@ class Delta:
       text: new text that may be shown.
       parts: the same in pairs of text and draft depth (0: the backbone's own).
       token_ids: the new tokens; their text may still be held back.
-      logprobs, top_logprobs: of these tokens, as in `Result`, if requested.
+      logprobs, top_logprobs: of these tokens, as in `Result`, if asked for; None for a prompt's first.
       ending: only in the last part.
     """
 
     text: str
     parts: list[tuple[str, int]]
     token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[int, float]]]
+    logprobs: Sequence[float | None]
+    top_logprobs: Sequence[list[tuple[int, float]] | None]
     ending: Ending | None = None
 
 

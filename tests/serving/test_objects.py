@@ -3,17 +3,22 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tokenizers
 from served import ASKED, NAME, alone, events_of, texts_of
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
+from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
+from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
+from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
@@ -81,7 +86,7 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     pieces = [event["choices"][0]["logprobs"] for event in events]
     names = ["content"]
     if kind == "completion":
-        names = ["tokens", "token_logprobs", "top_logprobs"]
+        names = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
     for name in names:
         said = [one for piece in pieces if piece for one in piece[name]]
         assert len(said) == 9 and said == whole["logprobs"][name]
@@ -120,9 +125,10 @@ def test_variables_of_the_chat_template(tmp_path, variables):
 
 
 def completion_logprobs(tokenizer, ids, logprobs, top):
-    call = Call([Request(ids)], stream=False, usage=False, seed=0, chat=False)
+    asked = [Request(ids, Options(logprobs=0))]
+    call = Call(asked, stream=False, usage=False, seed=0, chat=False)
     delta = Delta("", [], ids, logprobs, top)
-    return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(delta)
+    return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)
 
 
 def test_tokens_with_one_text_have_names_of_their_own():
@@ -149,6 +155,75 @@ def test_tokens_with_one_text_have_names_of_their_own():
     assert Twins().names([7, 8, 9]) == {7: "x", 8: "bytes:\\x78", 9: "token_id:9"}
 
 
+def like_llama():
+    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>"])
+    return Tokenizer(backend)
+
+
+def test_text_offsets():
+    """Characters before the one that a token begins in, also where decoding drops a first space."""
+    bytes_ = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
+    for tokenizer in (bytes_, like_llama()):
+        ids = tokenizer.encode("a日 é! in the") + [min(tokenizer.special_ids)]
+        text, zeros = tokenizer.decode(ids), [0.0] * len(ids)
+        found = completion_logprobs(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
+        whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
+        assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
+
+
+@pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])
+def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
+    """`max_tokens` 0, or 1 whose token they leave out; compared with a teacher-forced pass."""
+    ids = port.model.encode(given)
+    asked = ASKED | {"prompt": given, "logprobs": 3, "echo": True}
+    scored = http.post(PATHS["completion"], json=asked | {"max_tokens": 0}).json()
+    [choice] = scored["choices"]
+    found = choice["logprobs"]
+    decoded = given if isinstance(given, str) else port.model.tokenizer.decode(given)
+    assert choice["text"] == decoded and choice["finish_reason"] == "length"
+    assert scored["usage"]["completion_tokens"] == 0
+    assert scored["usage"]["prompt_tokens"] == len(ids) == len(found["tokens"])
+    assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
+    expected = log_probabilities(port.model, ids[:1], ids[1:])
+    np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=2e-4, atol=2e-4)
+    for token, logprob, top in list(zip(*list(found.values())[:3]))[1:]:
+        assert top[token] == logprob and len(top) in (3, 4)
+        assert logprob == min(top.values()) or len(top) == 3
+    # What the model goes on with is scored as it was when it was written.
+    asked["max_tokens"] = 6
+    [more] = http.post(PATHS["completion"], json=asked).json()["choices"]
+    for name in found:
+        assert more["logprobs"][name][: len(ids)] == found[name]
+    alone = http.post(PATHS["completion"], json=asked | {"echo": False}).json()
+    [answer] = alone["choices"]
+    assert more["text"] == decoded + answer["text"]
+    own = answer["logprobs"]
+    assert more["logprobs"]["token_logprobs"][len(ids) :] == own["token_logprobs"]
+    offsets = [len(decoded) + place for place in own["text_offset"]]
+    assert more["logprobs"]["text_offset"][len(ids) :] == offsets
+
+
+def test_echo_of_prompts_longer_than_a_piece(port):
+    ids = np.random.default_rng(0).integers(3, 30, 70).tolist()
+    for piece in (8, 128):
+        echo = echo_of(port.model, "", ids, 2, piece)
+        expected = log_probabilities(port.model, ids[:1], ids[1:])
+        np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
+        first, *rest = echo.top_logprobs
+        assert first is None and [len(one) for one in rest] == [2] * 69
+
+
 @pytest.mark.parametrize("template", ["", "plain"])
 def test_a_message_that_spells_out_special_tokens(port, template):
     """It says so as text; those of the template stay."""
@@ -167,8 +242,9 @@ def test_logprobs_of_parts_of_a_character():
     ids = tokenizer.encode("é日")
     top = [[(i, -1.0)] for i in ids]
     delta = Delta("é日", [], ids, [-1.0] * len(ids), top)
-    call = Call([], stream=True, usage=False, seed=0, chat=True)
-    content = Reply(call, Vocabulary(tokenizer), NAME)._logprobs(delta)["content"]
+    asked = [Request(ids, Options(logprobs=1))]
+    call = Call(asked, stream=True, usage=False, seed=0, chat=True)
+    content = Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)["content"]
     assert len(content) == 5 and content[0]["token"] == "\ufffd"
     for entries in (content, [one["top_logprobs"][0] for one in content]):
         assert bytes(b for one in entries for b in one["bytes"]).decode() == "é日"

@@ -22,7 +22,8 @@ COMPLETIONS = [
     ({"stream": "yes"}, "stream:"),
     ({"stream_options": {"every": 1}}, "every:"),
     ({"stream_options": {"continuous_usage_stats": True}}, "'stream_options' is not"),
-    ({"echo": True}, "echo:"),
+    ({"echo": 0}, "echo:"),
+    ({"max_tokens": 0}, "max_tokens:"),
     ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos:"),
     ({"min_tokens": 3}, "min_tokens:"),  # more than max_tokens
     ({"stop_token_ids": [10**6]}, "stop_token_ids:"),

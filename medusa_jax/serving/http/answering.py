@@ -3,24 +3,28 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from medusa_jax.api import Result
 from medusa_jax.errors import UserError
+from medusa_jax.serving.echo import echo_of
 from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Handle, Request, Stopped, TooCostly, TooLong
+from medusa_jax.serving.request import Delta, Ending, Handle, Stopped, TooCostly, TooLong
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
 # Calls with constraints are submitted one at a time, on their own thread: compiling takes up to seconds,
 # and other calls must not wait for it.
 COMPILER = ThreadPoolExecutor(1, "constraints")
+# Prompts are scored one at a time, since they share the device.
+SCORER = ThreadPoolExecutor(1, "scoring")
 
 
 class Gone(Exception):
@@ -28,19 +32,22 @@ class Gone(Exception):
 
 
 class Answering:
-    """The requests of one call, submitted together. Exiting the context cancels unfinished ones."""
+    """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
 
-    def __init__(
-        self, server: Server, requests: Sequence[Request], metrics: Metrics
-    ) -> None:
-        self._server, self._requests, self._metrics = server, requests, metrics
+    Args:
+      reply: to the call; gets the prompts that it repeats.
+    """
+
+    def __init__(self, server: Server, reply: Reply, metrics: Metrics) -> None:
+        self._server, self._reply, self._metrics = server, reply, metrics
+        self._requests = reply.call.requests
         self._queue: asyncio.Queue[tuple[int, Delta | Stopped]] = asyncio.Queue()
-        self._open = set(range(len(requests)))
+        self._open = set(range(len(self._requests)))
         self._left = False
         self._handles: list[Handle] = []
 
     async def __aenter__(self) -> "Answering":
-        loop = asyncio.get_running_loop()
+        loop, call = asyncio.get_running_loop(), self._reply.call
 
         def deliver(index: int, delta: Delta | Stopped) -> None:
             # The loop may be closed before the server is.
@@ -51,14 +58,26 @@ class Answering:
         constrained = any(request.options.constraint for request in self._requests)
 
         def submit() -> None:
+            echoes = self._reply.echoes
+            for i, (text, request) in enumerate(zip(call.echo, self._requests)):
+                asked = self._server.model, text, request.prompt, request.options.logprobs
+                # Choices of one prompt share its scores.
+                echoes[i] = echoes.get(i - request.id) or echo_of(*asked)
+            if call.empty:
+                for each, request in zip(delivers, self._requests):
+                    n = len(request.prompt)
+                    none = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
+                    each(Delta("", [], [], [], [], Ending(none, 0.0, 0, 1)))
+                return
             self._handles = self._server.submit_all(self._requests, delivers)
             if self._left:
                 self._cancel()
 
-        n = len(self._requests) if constrained else 0
+        executor = SCORER if call.echo else COMPILER if constrained else None
+        n = len(self._requests) if executor else 0
         try:  # in a thread, since tokenising a long text takes time
             with self._server.preparing(n):
-                await loop.run_in_executor(COMPILER if constrained else None, submit)
+                await loop.run_in_executor(executor, submit)
         except asyncio.CancelledError:  # `submit` may still be waiting for its thread
             self._left = True
             self._cancel()

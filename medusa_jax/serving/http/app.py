@@ -224,7 +224,7 @@ class Port:
             message = f"a call has at most {most} choices here, this one {n}"
             raise Refused(400, message, "n")
         reply = Reply(call, self._vocabulary, self._name)
-        answering = Answering(self._server, call.requests, self._metrics)
+        answering = Answering(self._server, reply, self._metrics)
         entered = within(seconds, answering.__aenter__())
         await unless_gone(request.receive, entered)
         if call.stream:

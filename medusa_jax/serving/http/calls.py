@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class Call:
       seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
       calls: form of tool calls in the answer; None if it can only be text.
+      echo: for each request the text of its prompt, which the answer begins with; (): no echo.
+      empty: no token is to be generated.
     """
 
     requests: list[Request]
@@ -69,6 +71,8 @@ class Call:
     seed: int
     chat: bool
     calls: CallForm | None = None
+    echo: Sequence[str] = ()
+    empty: bool = False
 
 
 def completion_call(
@@ -84,7 +88,8 @@ def completion_call(
       Refused: a field that is not understood.
     """
     fields = Fields(body, {**NEUTRAL, "add_special_tokens": (True,)})
-    most = fields.whole("max_tokens", COMPLETION_TOKENS, 1, 2**31 - 1)
+    echo = fields.flag("echo")
+    most = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
     options = _options(fields, name, most)
     logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
     options = dataclasses.replace(options, logprobs=logprobs)
@@ -103,7 +108,13 @@ def completion_call(
         tokens = [model.encode(one) for one in prompts]  # once, not for each choice
     except UserError as error:
         raise Refused(400, str(error), "prompt") from error
-    return _call(fields, model, tokens, options, chat=False)
+    call = _call(fields, model, tokens, options, chat=False, empty=most == 0)
+    texts = []
+    for given, read in zip(prompts, tokens) if echo else ():
+        check(read)  # it is scored before the server checks its length
+        text = given if isinstance(given, str) else model.tokenizer.decode(read)
+        texts += [text] * (len(call.requests) // len(prompts))
+    return dataclasses.replace(call, echo=texts)
 
 
 def chat_call(
@@ -172,7 +183,7 @@ def _options(
     }
     seed = fields.take("seed", (int,), "a whole number", None)
     options |= {
-        "max_new_tokens": most,
+        "max_new_tokens": max(1, most),
         "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
         "seed": secrets.randbits(32) if seed is None else seed % 2**32,
         "stop": _stops(fields),

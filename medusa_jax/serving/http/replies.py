@@ -1,9 +1,11 @@
 """The JSON objects of OpenAI's endpoints, whole and in pieces."""
 
+import codecs
 import secrets
 import time
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from medusa_jax.api import Result
 from medusa_jax.interop.token_bytes import TokenBytes
@@ -31,6 +33,7 @@ class Vocabulary:
 
         # Text and bytes of a token; the text is U+FFFD for part of a character.
         self.name = lru_cache(maxsize=1 << 15)(name)
+        self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return a unique name for each token: its text if no earlier token has it.
@@ -46,12 +49,41 @@ class Vocabulary:
             found[token_id] = next(free, f"token_id:{token_id}")
         return found
 
+    def dropped(self, token_ids: Iterable[int]) -> str:
+        """Return the space that decoding drops at the beginning of a text with these tokens, or ""."""
+        first = [i for i in token_ids if i not in self.skipped][:1]
+        spaced = any(self.name(i)[0].startswith(" ") for i in first)
+        return " " if spaced and not self._decode(first).startswith(" ") else ""
+
+
+class Offsets:
+    """Where the texts of tokens begin in a text that grows, in characters."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at: int | None = None  # nothing yet
+
+    def push(self, token_ids: Iterable[int]) -> list[int]:
+        """Return the places of the next tokens; a part of a character has the character's."""
+        places = []
+        for token_id in token_ids:
+            places.append(self._at or 0)
+            if token_id not in self._vocabulary.skipped:
+                text = self._decoder.decode(bytes(self._vocabulary.name(token_id)[1]))
+                if self._at is None:
+                    text = text.removeprefix(self._vocabulary.dropped([token_id]))
+                self._at = (self._at or 0) + len(text)
+        return places
+
 
 class Reply:
     """Builds the answer to one call.
 
     Attributes:
       endings: the ending of each finished choice.
+      echoes: by choice, the prompts that the answer begins with; none without `echo`. The first
+        delta of a stream takes its choice's.
       readers: by choice, its `CallReader`; empty if the answer can only be text.
     """
 
@@ -66,7 +98,9 @@ class Reply:
             "model": model,
         }
         self.endings: dict[int, Ending] = {}
+        self.echoes: dict[int, Delta] = {}
         self.readers = [CallReader(call.calls) for _ in call.requests if call.calls]
+        self._offsets = [Offsets(vocabulary) for _ in call.requests]
 
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
@@ -74,27 +108,36 @@ class Reply:
         return self._head | {"choices": choices, "usage": self.usage()}
 
     def _choice(self, index: int, ending: Ending) -> Json:
-        result = ending.result
+        result, echo = ending.result, self.echoes.get(index)
         said: Json = {"text": result.text}
         if self.call.chat:
             said = {"message": self._message(index, result)}
-        logprobs, reason = self._logprobs(result), self._finish_reason(index, ending)
+        if echo:
+            space = self.vocabulary.dropped(result.token_ids)
+            said = {"text": echo.text + space + result.text}
+        logprobs = self._logprobs(index, *([echo] if echo else []), result)
+        reason = self._finish_reason(index, ending)
         ended = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index} | said | ended | {"medusa": self._stats(ending)}
 
     def first(self) -> list[Json]:
-        """Return the beginning of a stream: the role of each choice of a chat."""
+        """Return the beginning of a stream: the role of each choice of a chat, or the prompts."""
         delta = {"role": "assistant", "content": ""}
         numbers = range(len(self.call.requests)) if self.call.chat else ()
-        return [self._piece(i, {"delta": delta}, None) for i in numbers]
+        return [self._piece(i, {"delta": delta}, None) for i in numbers] + [
+            self._piece(i, {"text": echo.text}, self._logprobs(i, echo))
+            for i, echo in self.echoes.items()
+        ]
 
     def piece(self, index: int, delta: Delta) -> Json:
         """Return the event of a delta."""
         said: Json = {"text": delta.text}
         if self.call.chat:
             said = {"delta": self._delta(index, delta)}
-        asked = self.call.requests[index].options.logprobs is not None
-        piece = self._piece(index, said, self._logprobs(delta) if asked else None)
+        elif delta.token_ids and index in self.echoes:
+            del self.echoes[index]  # only the first delta follows the prompt
+            said = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
+        piece = self._piece(index, said, self._logprobs(index, delta))
         own: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         [choice] = piece["choices"]
         if delta.ending:
@@ -184,11 +227,13 @@ class Reply:
             "reused_tokens": ending.reused_tokens,
         }
 
-    def _logprobs(self, of: Result | Delta) -> Json | None:
+    def _logprobs(self, index: int, *parts: Result | Delta) -> Json | None:
         """Return log-probabilities in OpenAI's form, which differs between the two endpoints."""
-        if of.logprobs is None or of.top_logprobs is None:
+        if self.call.requests[index].options.logprobs is None:
             return None
-        tokens = zip(of.token_ids, of.logprobs, of.top_logprobs)
+        tokens: list[Any] = []
+        for of in parts:
+            tokens += zip(of.token_ids, of.logprobs or (), of.top_logprobs or ())
         if self.call.chat:
             return {
                 "content": [
@@ -200,14 +245,16 @@ class Reply:
         names, likeliest = [], []
         for token_id, logprob, top in tokens:
             # The token itself comes last if it is not among the likeliest.
-            by_id = {**dict(top), token_id: logprob}
+            by_id = {**dict(top or ()), token_id: logprob}
             named = self.vocabulary.names(by_id)
             names.append(named[token_id])
-            likeliest.append({named[i]: p for i, p in by_id.items()})
+            best = {named[i]: p for i, p in by_id.items()}
+            likeliest.append(None if top is None else best)
         return {
             "tokens": names,
-            "token_logprobs": list(of.logprobs),
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
             "top_logprobs": likeliest,
+            "text_offset": self._offsets[index].push(token_id for token_id, *_ in tokens),
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:

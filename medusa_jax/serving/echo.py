@@ -1,0 +1,57 @@
+"""Prompts that an answer repeats: evaluation harnesses score texts with them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
+from medusa_jax.devices.platforms import program
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.model.cache import KVCache
+from medusa_jax.serving.batch import MOST_BEST, piece_for
+from medusa_jax.serving.request import Delta
+from medusa_jax.sharding import on_all, pin_state
+
+
+def echo_of(
+    model: Model, text: str, ids: Any, n: int | None, piece: int | None = None
+) -> Delta:
+    """Return a prompt as the first part of an answer, read piece by piece like any prompt.
+
+    Args:
+      ids: the tokens of the text.
+      n: likeliest tokens in the place of each; None: no log-probabilities. The first token has none.
+      piece: tokens read at a time, a power of two; by default as the server reads.
+    """
+    if n is None:
+        return Delta(text, [], list(ids), [], [])
+    piece = piece or piece_for(model)
+    backbone, slots = model.backbone, power_of_two(len(ids), piece)
+    config, most = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
+    sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
+    state: Any = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
+    text_S = np.zeros(slots + 1, np.int32)
+    text_S[: len(ids)] = ids
+    logprobs, tops = list[float | None]([None]), list[Any]([None])
+    for begin in range(0, len(ids) - 1, piece):
+        two = (text_S[None, b : b + piece] for b in (begin, begin + 1))
+        state, found = read_scored(backbone, most, state, *two, np.array([begin], np.int32))
+        own_T, best_TN, ids_TN = (np.asarray(x)[0].tolist() for x in jax.tree.leaves(found))
+        logprobs += own_T
+        tops += [list(zip(*top))[:n] for top in zip(ids_TN, best_TN)]
+    return Delta(text, [], list(ids), logprobs[: len(ids)], tops[: len(ids)])
+
+
+@program(static_argnums=1, donate_argnums=2)
+def read_scored(
+    backbone: Backbone, n: int, state: Any, tokens_BT: Any, next_BT: Any, begin_B: Any
+) -> tuple[Any, Logprobs]:
+    """Read tokens from position `begin` on; return log-probabilities of the token after each."""
+    position_BT = begin_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, state["cache"], begin_B)
+    found, mesh = logprobs_of(backbone.lm_head(hidden_BTE), next_BT, n), backbone.llama.mesh
+    return pin_state(mesh, {"cache": cache}), on_all(mesh, found)
