@@ -17,7 +17,7 @@ from medusa_jax.plots import draw_mask, draw_step, draw_tree
 
 EXAMPLES = """examples:
   python -m research walk --dtype float64
-  python -m research walk --prompt "import os" --tree cartesian:3,2 --step 4
+  python -m research walk --prompt "import os" --tree cartesian:3,2 --step 4 --temperature 0.7 --seed 1
   python -m research walk --dtype float64 --pictures docs/pictures
 """
 
@@ -30,14 +30,18 @@ class Flags(ModelFlags):
     prompt: str = flag("text to continue", "def parse(")
     tree: str = flag("as for decode.py", "cartesian:2,2,1")
     step: int = flag("step to show", 2)
+    temperature: float = flag("0 is greedy", 0.0)
+    seed: int = flag("of the draws", 0)
     pictures: str | None = flag(
         "also draw tree, mask and step to this directory", None, metavar="DIR"
     )
 
 
-def describe(model: Model, prompt: str, n: int) -> str:
+def describe(model: Model, flags: Flags) -> str:
     """The step as Markdown."""
-    found, tree = take_steps(model, prompt, n), model.tree
+    prompt, n, temperature = flags.prompt, flags.step, flags.temperature
+    found = take_steps(model, prompt, n, temperature, flags.seed)
+    tree, scores_MV = model.tree, found["scores"]
     M, accepted = tree.n_nodes, int(found["n"])
     length, after = (int(x) for x in found["length"])
     path = found["path"][: accepted + 1].tolist()
@@ -69,18 +73,20 @@ def describe(model: Model, prompt: str, n: int) -> str:
     )
     verdicts = []
     for v in range(M):
-        if v == 0:
-            verdict = "the root, chosen by the previous step"
-        else:
-            wanted = found["targets"][tree.parent_M[v]] == found["nodes"][v]
+        token, target = found["nodes"][v], found["targets"][v]
+        score, verdict = "", "the root, chosen by the previous step"
+        if v > 0:
+            parent = tree.parent_M[v]
+            score = f"{scores_MV[parent, token]:.3f}"
+            wanted = found["targets"][parent] == token
             verdict = "its parent's target token" if wanted else "not its parent's target"
-        kept = "kept" if v in path else ""
-        row = (v, show(found["nodes"][v]), show(found["targets"][v]), verdict, kept)
-        verdicts.append(row)
+        kept, best = "kept" if v in path else "", f"{scores_MV[v, target]:.3f}"
+        verdicts.append((v, show(token), score, show(target), best, verdict, kept))
     verified = markdown_table(
-        ["node", "token", "target token after it", "the draft is", "accepted path"],
+        ["node", "token", "its score", "target token after it", "the target's score", "the draft is",
+         "accepted path"],
         verdicts,
-    )
+    )  # fmt: skip
     rows = markdown_table(
         ["slot", "candidate written to it", "after the commit"],
         [
@@ -95,9 +101,11 @@ def describe(model: Model, prompt: str, n: int) -> str:
         ],
     )
     emitted = ", ".join(show(t) for t in found["emitted"][: accepted + 1])
+    how = f"temperature {temperature}, seed {flags.seed}" if temperature else "greedy"
+    score = f"logit / {temperature} + noise of the position" if temperature else "logit"
     return f"""# One decode step
 
-Step {n} after the prompt `{prompt}`, greedy, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
+Step {n} after the prompt `{prompt}`, {how}, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
 The text, with {length} positions in the cache and then the root:
 
 ```
@@ -118,7 +126,8 @@ ancestors and itself.
 
 {mask}
 
-The *target token* of a node is the token that plain decoding would emit after it.
+The *target token* of a node is the token that plain decoding would emit after it: the token with the best score, which
+is the {score}. A draft's score is the one after its parent.
 
 {verified}
 
@@ -157,7 +166,7 @@ def run(flags: Flags) -> int:
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
     model = load_model(flags, needs_heads=True, tree=flags.tree)
-    print(describe(model, flags.prompt, flags.step), end="")
+    print(describe(model, flags), end="")
     if flags.pictures:
         draw(model, flags.prompt, flags.step, Path(flags.pictures))
     return 0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api.model import Model
@@ -10,6 +11,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
 from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.sampling import filtered
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
@@ -17,17 +19,22 @@ from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
 
-def take_steps(model: Model, prompt: str, n: int) -> Json:
-    """Decode n - 1 steps greedily, then run the n-th part by part.
+def take_steps(
+    model: Model, prompt: str, n: int, temperature: float = 0.0, seed: int = 0
+) -> Json:
+    """Decode n - 1 steps, then run the n-th part by part.
 
-    Returns: NumPy values of that step: nodes, positions, targets, each [M]; path (node numbers) with
-      its length n; emitted; length and root before and after; text and n_new before.
+    Returns: NumPy values of that step: nodes, positions, targets, each [M]; scores [M, V], logits / T + g (T = 0:
+      the logits) after each node, whose argmax is its target; path (node numbers) with its length n; emitted;
+      length and root before and after; text and n_new before.
 
     Raises:
       UserError: the text ends before that step.
     """
-    engine = model.engine()
-    request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
+    engine = model.engine(sampled=temperature > 0)
+    most = n * engine.tree.path_length
+    options = Options(max_new_tokens=most, temperature=temperature, seed=seed)
+    request = model.request([prompt], [options])
     state, sizes = loop.begin(engine, model.variables, request)
     if len(sizes) > 1:  # room for all steps, since a loop stops when its cache is full
         state = loop.grow(engine.depth_only, sizes[-1], state)
@@ -37,12 +44,17 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
     def one(variables: Params, state: DecodeState) -> Json:
         drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
         verified = parts.verify(engine, variables, state, drafts)
+        scores_MV = verified.logits_BMV[0]
+        if drafts.noise_BLV is not None:
+            noise_MV = drafts.noise_BLV[0][jnp.asarray(drafts.tree.depth_M)]
+            scores_MV = filtered(verified.logits_BMV, state.sampling)[0] + noise_MV
         outcome = parts.accept(engine, variables, state, verified)
         after = parts.commit(engine, variables, state, verified, outcome)
         return {
             "nodes": drafts.nodes_BM[0],
             "positions": verified.positions_BM[0],
-            "targets": verified.logits_BMV[0].argmax(-1),
+            "scores": scores_MV,
+            "targets": scores_MV.argmax(-1),
             "path": outcome.path_BL[0],
             "n": outcome.n_B[0],
             "emitted": outcome.emitted_BL[0],

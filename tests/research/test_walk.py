@@ -31,15 +31,18 @@ def test_pictures_are_drawn_as_well(tmp_path, capsys):
 
 
 @pytest.mark.wide
-def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch):
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch, temperature):
     """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""
     monkeypatch.setattr(loop, "MIN_SLOTS", 16)
     write_model(tmp_path)
     model = load(str(tmp_path), str(tmp_path / "heads"), tree="chain:2")
-    found = take_steps(model, "the cat", 9)
-    [result] = model.generate(["the cat"], Options(max_new_tokens=40))
+    found = take_steps(model, "the cat", 9, temperature, seed=3)
+    options = Options(max_new_tokens=40, temperature=temperature, seed=3)
+    [result] = model.generate(["the cat"], options)
     *before, last = result.accepted_lengths[:9]
     n, accepted = 1 + sum(before), found["n"]
     assert (found["n_new"], accepted + 1) == (n, last)
     emitted = [*found["text"][:n], *found["emitted"][: accepted + 1]]
     assert emitted == result.token_ids[: n + last]
+    assert [found["targets"][v] for v in found["path"][: accepted + 1]] == emitted[n:]
