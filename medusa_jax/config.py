@@ -144,7 +144,7 @@ class TrainConfig:
     # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).
     levels: int = 1
     # EAGLE, on the first level: + induction_weight x lambda_decay x mean of -log of the share of attention that the
-    # first layer gives to earlier occurrences of the token to predict, 0 if there are none (`losses/induction.py`).
+    # first layer gives to earlier occurrences of the token to predict, 0 if there are none (`training/losses/induction.py`).
     induction_weight: float = 0.0
     # Noise on the hidden states that heads read in training: uniform(-1, 1) x this / sqrt(L d).
     hidden_noise: float = 0.0

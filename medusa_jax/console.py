@@ -45,20 +45,22 @@ def print_json(
     write(json.dumps(record, ensure_ascii=not utf8))
 
 
-def open_standard_streams() -> None:
-    """Make closed standard streams safe, and let any encoding print any text.
+def open_standard_streams() -> bool:
+    """Make closed standard streams safe, and let any encoding print any text; returns whether stdout is closed.
 
-    The descriptor of a closed stream is opened on the null device, so that no later file gets its number.
-    Characters that the encoding of stdout lacks are escaped, as on stderr.
+    The descriptor of a closed stream is opened on the null device, so that no later file gets its number. Reading
+    that input or writing that output fails (EBADF); messages are dropped. Characters that the encoding of
+    stdout lacks are escaped, as on stderr.
     """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is fd
-    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115
+    closed = sys.stdout is None
+    modes = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}  # fmt: skip
+    for fd, (name, (mode, flags)) in enumerate(modes.items()):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, flags)  # gets the lowest free number, which is fd
+            setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    return closed
 
 
 def _discard(stream: TextIO) -> None:
@@ -186,13 +188,12 @@ def give_memory_back() -> None:
 def run_main(main: Callable[[], int]) -> int:
     """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
     and exit status 2."""
-    open_standard_streams()
+    closed = open_standard_streams()
     try:
         try:
             return main()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a failure is still handled
+            sys.stdout.flush()  # here, where a failure is still handled
     except UserError as error:
         inform(f"error: {error}")
         return 2
@@ -202,7 +203,8 @@ def run_main(main: Callable[[], int]) -> int:
         _discard(sys.stdout)
         return 0
     except OSError as error:
-        if error.filename is None and error.errno not in UNWRITABLE:
+        unwritable = error.errno in UNWRITABLE or (closed and error.errno == errno.EBADF)
+        if error.filename is None and not unwritable:
             raise
         if error.filename is None:
             _discard(sys.stdout)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.attention import CausalMask
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses.objectives import HeadObjective, hidden_states

@@ -1,4 +1,4 @@
-"""Prompts, conversations and options as the decode loop takes them."""
+"""Convert prompts, conversations and options to the decode loop's form."""
 
 import dataclasses
 import operator
@@ -28,8 +28,8 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
     """Token ids of a prompt, BOS first where the tokenizer puts one.
 
     Raises:
-      UserError: neither text nor token ids, nothing to start from (an empty prompt and no BOS), or
-        ids out of range.
+      UserError: not text or token ids, nothing to start from (an empty prompt and no BOS), or ids out
+        of range.
     """
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_bos=True)
@@ -61,7 +61,7 @@ def conversation(
     options: Options,
     template: str = "",
 ) -> tuple[list[int], Options]:
-    """Token ids of a conversation up to where the model is to answer, and options for the answer.
+    """Token ids of a conversation up to the model's answer, and options for the answer.
 
     Args:
       messages: turns with "role" and "content", the last one the user's; or that turn's text.
@@ -97,8 +97,8 @@ def request_of(
 
     Args:
       eos_ids: tokens that end a text whose options name none.
-      ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
-      guides: of the rows with constraints.
+      ids: request ids, which determine the noise together with the seed; by default 0, 1, ...
+      guides: by row, the guide of its constraint or None.
 
     Raises:
       UserError: a prompt that leaves no room in the context, a bias for a token that does not exist.

@@ -29,17 +29,17 @@ from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
-# Two tokenizers that agree on this are taken for one.
+# Two tokenizers that encode this text alike are considered equal.
 PROBE = "def f(x):\n    return 'The 17 naïve foxes' + x  # [[0.5, -1]]\n"
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A drafter without heads, as asked for.
+    """A requested drafter without heads.
 
     Attributes:
-      config: its fields; the draft model's shape is filled in when it is read.
-      path: of the draft model, "" for others.
+      config: its configuration; reading a draft model fills in the model's shape.
+      path: path of the draft model, "" for others.
     """
 
     config: HeadsConfig
@@ -50,10 +50,10 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
     """The baseline that `drafter` names, None if it names heads.
 
     Args:
-      draft_model: the directory of the one that comes with the model, "" if none does.
+      draft_model: directory of the draft model that comes with the model, or "".
 
     Raises:
-      UserError: fields that it does not have; no path of a draft model.
+      UserError: unknown fields, or no path of a draft model.
     """
     name, _, rest = drafter.partition(":")
     if name not in BASELINES:
@@ -84,14 +84,14 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
 def load_baseline(
     found: Baseline, tokenizer: Tokenizer, dtype: DTypeLike, mesh: Mesh, storage: Storage
 ) -> tuple[HeadsConfig, Params]:
-    """Its configuration, and its parameters as decoding reads them; {} if it has none.
+    """Return its configuration, and its parameters in decoding form ({} if it has none).
 
     Args:
-      tokenizer: the backbone's, which a draft model's must agree with where both are there.
-      storage: the form of kernels; a draft model's are stored like the backbone's.
+      tokenizer: the backbone's; a draft model's tokenizer, if both exist, must agree with it.
+      storage: the form of kernels, for the draft model as for the backbone.
 
     Raises:
-      UserError: a draft model that cannot be read, or that has another tokenizer.
+      UserError: a draft model that cannot be read or has another tokenizer.
     """
     if not found.path:
         return found.config, {}

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 
 def equal_batches(n: int, size: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Numbers 0, ..., n - 1 in batches, and each batch filled up with its last to `size`.
+    """Numbers 0, ..., n - 1 in batches, and each batch padded to `size` with its last number.
 
-    With fewer than `size` in all, the one batch is as large as they are many.
+    If n < `size`, there is one batch of size n.
 
     Example: 5 in batches of 2: ([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4, 4]).
     """

@@ -1,9 +1,9 @@
 """`--tree auto`: the size of the tree that is fastest on this device, for a number of rows.
 
-A tree file gives the order in which nodes are worth adding and the tokens per step of each size; both
-belong to the heads. The cost of a step depends on the machine and the number of rows, so it is measured
-there: once, in at most `measured.TREES` seconds, and kept in the user's cache directory. Plain decoding is
-one of the sizes: where no tree is faster, none is used. `calibrate` measures without a time limit.
+A tree file gives the best order in which to add nodes and the tokens per step of each size; both depend on
+the heads. The cost of a step depends on the device and the number of rows. It is measured on first use, for
+at most `measured.TREES` seconds, and saved in the user's cache directory. Plain decoding is one of the
+sizes, so no tree is used where none is faster. `calibrate` measures without a time limit.
 """
 
 import os
@@ -35,22 +35,22 @@ from medusa_jax.tree.files import (
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
-# "bundled": the file's own choice is used and nothing is measured.
+# "bundled": use the tree file's choice and measure nothing.
 VARIABLE = "MEDUSA_JAX_TREES"
 # Steps of a timed run, tokens of the prompt.
 STEPS, PROMPT = 4, 16
-# Raised whenever `StepClock` measures something else, so that kept choices are measured again.
+# Increase when `StepClock` changes, so that saved choices are measured again.
 CLOCK = 2
-# Rounds of a size; with fewer than LEAST it does not count.
+# Rounds per size; sizes with fewer than LEAST are ignored.
 ROUNDS, LEAST = 10, 3
 # A larger tree must be faster by more than this, since two measurements may differ by as much.
 MARGIN = 1.02
-# Sizes that are tried on each side of the fastest.
+# Number of sizes to try on each side of the fastest.
 REACH = 2
-# Starts at which time may be up before anything is timed; then the first size is kept. Each start compiles
-# further, and compiled programs are kept on disk.
+# After this many starts in which time ran out before any size was timed, save the first size. Each start gets
+# further, since compiled programs are cached on disk.
 TRIES = 3
-# Most nodes of the size that is measured first where weights are narrow: a row of a product is then not free.
+# Most nodes of the first measured size if weights are narrow: further rows of a product then cost time.
 FEW = 3
 
 # A round: nodes of a tree, seconds of a step with it and of a plain one.
@@ -58,10 +58,10 @@ Round = tuple[int, float, float]
 
 
 def tokens_by_size(calibrated: Json | None) -> dict[int, float]:
-    """Tokens per step by number of nodes, smallest first, as the tree file's evidence has them.
+    """Tokens per step by number of nodes, smallest first, from the tree file's evidence.
 
-    On an accelerator, where a step with 64 nodes costs little more than with one, that size counts with
-    the tokens of the largest one in the evidence.
+    On an accelerator a step with 64 nodes costs little more than with one, so that size is added with the
+    tokens per step of the largest size in the evidence.
     """
     ladder = ((calibrated or {}).get("evidence") or {}).get("ladder") or []
     most = len((calibrated or {}).get("growth", ())) + 1
@@ -74,7 +74,7 @@ def tokens_by_size(calibrated: Json | None) -> dict[int, float]:
 def is_measured(calibrated: Json | None) -> TypeGuard[Json]:
     """Whether "auto" is measured: the tree file has evidence and measuring is not disabled.
 
-    Several processes would choose different trees, and their programs would not fit together.
+    Not with several processes, which would choose different trees and run different programs.
 
     Raises:
       UserError: the variable has another value than "bundled".
@@ -93,7 +93,7 @@ def kept_choices(
     storage: Storage,
     mesh: Mesh,
 ) -> DeviceCache:
-    """The note of this device's choices for these heads: number of rows -> `measure_rung`."""
+    """This device's saved choices for these heads: number of rows -> result of `measure_rung`."""
     tree = (*order_of(calibrated), calibrated["evidence"]["ladder"], STEPS, PROMPT, CLOCK)
     forms, sizes = (storage, storage.of_drafts), tuple(mesh.shape.values())
     kernels = cpu().mark() if storage.panel else None
@@ -101,7 +101,7 @@ def kept_choices(
 
 
 def kept_trees(calibrated: Json, *marks: object) -> dict[int, Tree]:
-    """The trees of a note by number of rows; `marks` are the other arguments of `kept_choices`."""
+    """Saved trees by number of rows; `marks` are the further arguments of `kept_choices`."""
     most, found = len(calibrated["growth"]) + 1, {}
     for rows, rung in kept_choices(calibrated, *marks).read().items():  # type: ignore[arg-type]
         nodes = rung.get("nodes") if isinstance(rung, dict) else None
@@ -121,8 +121,8 @@ def trees_by_rows(
     """The tree for each number of rows: the fastest for one may be slow for eight.
 
     Args:
-      measured: measure at first use what is fastest on this device, all in `TREES` seconds, if the tree
-        file has evidence; else they are the model's own.
+      measured: on first use, measure the fastest trees on this device, within `TREES` seconds in total, if
+        the tree file has evidence; otherwise use the model's default trees.
     """
     calibrated = model.calibrated
     if not (measured and is_measured(calibrated)):
@@ -144,12 +144,12 @@ def measure_rung(
     limit: float | None = None,
     most_nodes: int | None = None,
 ) -> Json:
-    """Measure which tree is fastest, and keep it for this device unless `most_nodes` limits it.
+    """Measure which tree is fastest, and save it for this device unless `most_nodes` limits it.
 
     Args:
       rows: batch size.
-      limit: seconds; the sizes timed by then decide. Without any `first_size` is used, and kept after `TRIES`
-        starts.
+      limit: seconds after which the sizes timed so far decide. If none was timed, use `first_size`, and save
+        it after `TRIES` starts.
       most_nodes: larger trees are not tried.
 
     Returns: the fastest size as `nodes`, and figures by size as `rows`.
@@ -207,7 +207,11 @@ def time_steps(
         tried.add(size)
         for _ in range(ROUNDS):
             plain = clock.seconds(engines[1])
-            yield 1, plain, plain  # time may be up: the tree's step is another compilation
+            yield (
+                1,
+                plain,
+                plain,
+            )  # the caller may stop here, before compiling the tree's step
             found.append((size, clock.seconds(engines[size]), plain))
             yield found[-1]
         at = sizes.index(fastest(figures(found, tokens)))
@@ -216,8 +220,8 @@ def time_steps(
 def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
     """Figures of each size that was timed often enough, smallest first.
 
-    Other work on a machine comes in bursts and only adds time. So ratios are taken within a round, and
-    only the quieter half of the rounds counts.
+    Other work on the machine comes in bursts and only adds time, so we take ratios within a round and use
+    only the faster half of the rounds.
 
     Returns: rows with the median ratio, the speed-up, and `spread`: the difference between the quartiles
       of the ratios, as a share of the median.
@@ -242,7 +246,7 @@ def figures(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
 
 
 def fastest(rows: Sequence[Json]) -> int:
-    """The size that none of `figures` beats by more than `MARGIN`, small ones first; 1 is plain decoding."""
+    """The fastest size; a larger one must beat smaller ones by more than `MARGIN`; 1 is plain decoding."""
     best, speedup = 1, 1.0
     for row in rows:
         if row["speedup"] > MARGIN * speedup:

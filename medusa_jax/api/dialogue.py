@@ -13,9 +13,9 @@ from medusa_jax.decoding import prefill, rows
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.sharding import Params
 
-# Slots of the first cache; every size is a program to compile.
+# Slots of the first cache; each size is a further program to compile.
 LEAST_SLOTS = 1024
-# Prompt tokens that are read at once: up to four small pieces rather than a large one that is half empty.
+# Prompt tokens per piece: up to four small pieces instead of a half-empty large one.
 SMALL, LARGE = 64, prefill.PIECE
 
 
@@ -47,7 +47,7 @@ class Dialogue:
     def begin(
         self, engine: Engine, variables: Params, request: loop.Request
     ) -> tuple[DecodeState, list[int]]:
-        """Read a prompt from where it differs from the last text; the state, and its cache size."""
+        """Read a prompt from where it differs from the last text; returns the state and cache size."""
         _, arguments = loop.prefill_arguments(engine, variables, request)
         _, _, lengths_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
         sizes = rows.Sizes(output.shape[1], stop_BQW.shape[1:])

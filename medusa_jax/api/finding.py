@@ -15,9 +15,7 @@ MODELS = Path(__file__).parents[1] / "models"
 
 
 def default_drafter(model: str | None) -> str:
-    """The heads that go with a model when none are named: those of the demo, those that a name
-    brings with it, else "none".
-    """
+    """The default heads of a model: the demo's, those bundled with a model's name, or "none"."""
     if model is None:
         return "hydra"
     row = named(model)
@@ -25,7 +23,7 @@ def default_drafter(model: str | None) -> str:
 
 
 def bundled_heads(model: str | None) -> list[str]:
-    """The drafters whose heads come with a model: with the demo (None) or one called by name."""
+    """Names of the drafters whose heads are bundled with the demo (None) or a model by name."""
     folder = _bundle(model)
     return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
 
@@ -47,7 +45,7 @@ def find_model(model: str | None) -> str:
     """The directory of the backbone; None is the demo's.
 
     Raises:
-      UserError: nowhere.
+      UserError: the model cannot be found.
     """
     if model is not None:
         return resolve(model)
@@ -57,10 +55,10 @@ def find_model(model: str | None) -> str:
 
 
 def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
-    """The heads that `drafter` names, described and not read; None for "none".
+    """A description of the heads that `drafter` names, without reading them; None for "none".
 
     Raises:
-      UserError: there are none.
+      UserError: the heads cannot be found.
     """
     if drafter == "none":
         return None

@@ -75,29 +75,28 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" is a ladder: the fastest tree for `batch` rows,
-        and for other numbers of rows the one known from this device (`calibrate`) or the
-        tree file.
+      tree: the default tree, as for `--tree`. "auto" uses the fastest tree for `batch` rows, and for
+        other numbers of rows the tree saved for this device (`calibrate`) or the tree file's.
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
-        native products "bfloat16" rounds and stores parameters so and computes in float32. "float64"
-        needs JAX's 64-bit types, which are a switch of the whole process and the caller's.
-      weights: "stored" reads the blocks of a GGUF file as they are, in float32's results: the default
-        for such a file where it can be (`dtype` float32 on one CPU with a C++ compiler). "float32"
-        unpacks them. "bfloat16" or "int8" stores kernels so, which makes a step's bytes fewer; the
-        model is then the one with these rounded weights. By default they have the `dtype`.
-      draft_weights: "float32", "bfloat16" or "int8" stores the kernels of draft heads so. By
-        default they are int8 on a CPU with native products while nothing but speed depends on them,
-        and read once more, as wide as `weights`, by the first call of an acceptance rule whose text
-        depends on the drafts (typical, rejection).
+        native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
+        needs JAX's 64-bit types, which the caller enables for the whole process.
+      weights: type of stored kernels, by default `dtype`. "stored" reads the blocks of a GGUF file
+        unchanged, with float32's results: the default for such a file if possible (`dtype` float32
+        on one CPU with a C++ compiler). "float32" unpacks them. "bfloat16" or "int8" rounds the
+        weights: a step reads fewer bytes, and the model is the one with rounded weights.
+      draft_weights: "float32", "bfloat16" or "int8", the type of the draft heads' kernels. By default
+        int8 on a CPU with native products, while only speed depends on them; the first call with an
+        acceptance rule whose text depends on the drafts (typical, rejection) reads the heads again,
+        as wide as `weights`.
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not next to the model. A model without any takes
         prompts as token ids and gives token ids.
-      batch: rows that will be decoded at a time, which "auto" fits the tree to.
+      batch: rows to be decoded at a time; "auto" chooses the tree for this number.
       all_heads: False reads only the heads that `tree` uses.
-      no_repeat_ngram_size: no n-gram of this size twice in prompt and text, 0 bars nothing; by
+      no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
-      eos_ids: tokens that end a text unless a request names others; by default those that
-        the model's and the tokenizer's files name.
+      eos_ids: tokens that end a text unless a request names others; by default from the model's and
+        the tokenizer's files.
       allow_other_base: accept heads that were trained on another backbone of the same sizes:
         fewer drafts are accepted, the text stays the backbone's own.
 
@@ -191,7 +190,7 @@ def _checked_dtype(dtype: str) -> str:
 
 
 def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
-    """How weights are stored: by default the blocks of a GGUF file unchanged, if that is possible.
+    """How to store weights: by default the blocks of a GGUF file unchanged, if possible.
 
     Raises:
       UserError: "stored" was requested for a file without blocks or another type than float32.
@@ -221,7 +220,7 @@ def _forms(
     number = jnp.dtype(dtype)
     storage = choose_storage(number, mesh, weights, draft_weights)
     if storage.panel and dtype == "bfloat16":
-        # The native kernels compute in float32, and XLA is quicker in it as well.
+        # The native kernels compute in float32, which is also faster in XLA.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
     if draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
@@ -245,8 +244,8 @@ def _read_wide(
 class _DraftHead:
     """The backbone's LM head for the tokens of a draft vocabulary, where heads share it.
 
-    Its columns are selected while the backbone is read, before kernels are converted to their decoding
-    form, and converted themselves: a smaller kernel, not a product with all columns.
+    Its columns are selected while the backbone is read, before kernels are converted to decoding form; the
+    smaller kernel is then converted separately.
     """
 
     def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:

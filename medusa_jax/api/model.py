@@ -49,12 +49,12 @@ class Model:
       variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
         `model/placing.py` makes them.
       tokenizer: text to ids and back.
-      tree: the default draft tree, for the number of rows that was loaded for.
-      ladder: default trees by number of rows, where they are known; {}: `tree` for all.
+      tree: the default draft tree, for the `batch` given to `load`.
+      ladder: default trees by number of rows, as far as known; {}: `tree` for all.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
       calibrated: content of the tree file next to the heads, or None.
-      no_repeat_ngram_size: no n-gram of this size twice in prompt and text; 0 bars nothing.
+      no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Model:
         self._warm: set[tuple[object, ...]] = set()
 
     def use_trees(self, tree: Tree, ladder: Mapping[int, Tree]) -> None:
-        """Set the default trees: `tree`, and those by number of rows where they are known."""
+        """Set the default trees: `tree`, and known trees by number of rows."""
         self.tree, self.ladder = tree, ladder
 
     def share_backbone(self, other: "Model") -> None:
-        """Use the parameters of another model with the same backbone, so that memory has them once."""
+        """Share the parameters of another model with the same backbone, to save memory."""
         self.variables = self.variables | {"backbone": other.variables["backbone"]}
 
     @property
@@ -114,7 +114,7 @@ class Model:
 
     @property
     def products(self) -> str:
-        """Whose products of few rows these are: "native", the kernels of our own, or "plain", XLA's."""
+        """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
         return "native" if self.storage.panel else "plain"
 
     def guarantee(self, acceptance: str) -> bool | str:
@@ -125,10 +125,10 @@ class Model:
         return "bitwise" if self.llama.native and not rule.by_drafts else True
 
     def variables_by(self, acceptance: str) -> Params:
-        """`variables` as decoding by this rule reads them.
+        """`variables` for decoding by this rule.
 
-        Where the rule's text depends on the drafts and the heads are stored narrower than the
-        weights, by default, they are read again, as wide, and kept as well.
+        If the rule's text depends on the drafts and the heads were by default stored narrower than
+        the weights, reads the heads again, as wide as the weights, and keeps both.
         """
         if self._read_wide is None or not RULES[acceptance].by_drafts:
             return self.variables
@@ -188,7 +188,7 @@ class Model:
 
         Args:
           sampled: whether any row has temperature > 0.
-          logprobs: most alternatives that any row asks for, None if none asks for any.
+          logprobs: the largest number of alternatives of any row, None if no row has log-probabilities.
         """
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
@@ -207,7 +207,7 @@ class Model:
         tree = self.parse_tree(tree)
         return Engine(
             self.llama,
-            # Plain decoding runs no layers that serve drafting only.
+            # Plain decoding skips layers that only drafting needs.
             self.drafter if tree.drafted.depth else no_drafter(self.config),
             tree,
             acceptance,
@@ -229,7 +229,7 @@ class Model:
         options: Sequence[Options],
         ids: Sequence[int] | None = None,
     ) -> loop.Request:
-        """Prompts and per-row options as the decode loop takes them.
+        """Prompts and per-row options in the decode loop's form.
 
         Args:
           ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
@@ -256,7 +256,7 @@ class Model:
         return made
 
     def _compile(self, engine: Engine, request: loop.Request) -> float:
-        """Compile the programs of a request; the seconds it took, 0 if they are compiled already."""
+        """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
@@ -283,7 +283,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
-        """Compile the programs that `generate` and `stream` run for these prompts; the seconds it took."""
+        """Compile the programs that `generate` and `stream` run for these prompts; returns the seconds."""
         _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
@@ -300,23 +300,23 @@ class Model:
         Args:
           prompts: texts or lists of token ids; rows may differ in length.
           options: one for all, or one per prompt.
-          ids: request ids, by default 0, 1, ...: with the seed they decide every draw, so a
-            prompt keeps its text in any batch and slot if it keeps its id.
-          watch: called now and then with the number of new tokens of every row so far.
+          ids: request ids, by default 0, 1, ...: with the seed they determine every draw, so a
+            prompt with the same id gets the same text in any batch and slot.
+          watch: called repeatedly with the number of new tokens of every row so far.
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
 
         Raises:
           UserError: a prompt that leaves no room in the context or has ids outside the
-            vocabulary, a tree that the heads cannot fill, options that do not go together.
+            vocabulary, a tree that the heads cannot fill, incompatible options.
         """
         rows, engine, request = self.plan(prompts, options, ids, engine_options)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         if (
             watch or request.guides or any(o.stop for o in rows)
-        ):  # the host has a part in it
+        ):  # the host takes part in every step
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch)
             assert results is not None
@@ -354,7 +354,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> TextStream | Iterator[Chunk]:
-        """Decode while handing out text, a few steps at a time.
+        """Decode a few steps at a time, yielding the new text.
 
         Args:
           prompts: as for `generate`; or one text or conversation, as for `chat`.
@@ -363,9 +363,10 @@ class Model:
           engine_options: as for `generate`.
 
         Returns:
-          The new text of one text or conversation, in whole characters and without anything that a
-            stop string may take back; draft depths and the result are attributes. Of a list of
-            prompts pairs (new pieces of all rows, None), and at the end ([], the results).
+          For one text or conversation, an iterator over its new text, in whole characters and
+            without any possible beginning of a stop string; draft depths and the result are
+            attributes. For a list of prompts, pairs (new pieces of all rows, None), and at the end
+            ([], the results).
 
         Example:
           stream = model.stream("def parse(")
@@ -411,7 +412,7 @@ class Model:
     def _stream(
         self, prompts: Any, options: Any, ids: Any, engine_options: Json
     ) -> Iterator[Chunk]:
-        """Compile and decode once the first chunk is asked for."""
+        """Compile and decode when the first chunk is requested."""
         rows, engine, request = self.plan(prompts, options, ids, engine_options)
         seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)

@@ -29,7 +29,7 @@ def take_steps(model: Model, prompt: str, n: int) -> Json:
     engine = model.engine()
     request = model.request([prompt], [Options(max_new_tokens=n * engine.tree.path_length)])
     state, sizes = loop.begin(engine, model.variables, request)
-    if len(sizes) > 1:  # room for all steps: a loop stops where its cache is full
+    if len(sizes) > 1:  # room for all steps, since a loop stops when its cache is full
         state = loop.grow(engine.depth_only, sizes[-1], state)
     state, _ = decode_loop(engine, model.variables, state, np.int32(n - 1))
 

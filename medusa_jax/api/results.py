@@ -23,14 +23,14 @@ from medusa_jax.whole_files import Json
 if TYPE_CHECKING:
     from medusa_jax.constraints import Constraint
 
-# Compared with numbers, so that integers beyond it, which are no floats, are too large as well.
+# An upper bound for comparisons, which also catch integers too large for a float.
 LARGEST = sys.float_info.max
-# A test of the value of an option, and its words.
+# By option: a test of its value, and the description of allowed values.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda n: n >= 1, "at least 1"),
     "max_steps": (lambda n: n is None or n >= 1, "at least 1"),
     "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
-    # Logits that are divided by less overflow.
+    # Smaller temperatures overflow the logits.
     "temperature": (lambda t: t == 0 or 1e-30 <= t <= LARGEST, "0 or at least 1e-30"),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
@@ -59,22 +59,22 @@ class Options:
       top_k: keep the k likeliest tokens; 0 keeps all. Filters follow temperature, in this order.
       top_p: keep the likeliest tokens up to this mass; 1 keeps all.
       min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
-      seed: with the request's place in the input it decides every random draw.
+      seed: random seed; draws depend only on it and on the request's index.
       stop: strings that end the text; they are cut off.
-      eos_ids: tokens that end the text and are kept; None are the model's, () none at all.
+      eos_ids: tokens that end the text and are kept; None: the model's, (): none.
       stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
-        the model's own ends.
-      logprobs: None keeps no log-probabilities; N those of the emitted tokens and of the N
-        likeliest in each place. They are the model's own, at temperature 1 without filters.
-      presence_penalty: subtracted from the logits of tokens that the generated text holds.
-      frequency_penalty: subtracted from them once for each time that it holds them.
+        the model's EOS ids.
+      logprobs: None stores no log-probabilities; N stores those of the emitted tokens and of the N
+        likeliest in each place: the model's, at temperature 1 without filters.
+      presence_penalty: subtracted from the logits of tokens in the generated text.
+      frequency_penalty: subtracted from them once per occurrence.
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
         negative ones; 1 changes nothing.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
       constraint: restricts the text, one of {"json_schema": schema}, {"json_object": True},
         {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
-      delta: its threshold by entropy, likewise.
+      delta: entropy threshold of typical acceptance.
     """
 
     max_new_tokens: int = 200
@@ -149,16 +149,16 @@ class Result:
       draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
         "constraint": no token of the vocabulary may follow.
-      prompt_tokens: tokens of the prompt, a BOS that was put first included.
+      prompt_tokens: tokens of the prompt, including an added BOS.
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
       acceptance_histogram: steps that appended 1, 2, ... tokens.
-      prefill_seconds: of reading the prompts of the whole batch, without compiling.
-      decode_seconds: of its decode steps, likewise.
-      compile_seconds: of compiling programs for this call; 0 if they were compiled already.
-      logprobs: log-probability of each token (nats), if asked for.
-      top_logprobs: for each token the likeliest ones in its place, pairs of id and
-        log-probability, falling; barred tokens (`no_repeat_ngram_size`) are none of them.
+      prefill_seconds: time to read the prompts of the whole batch, without compilation.
+      decode_seconds: time of its decode steps, likewise.
+      compile_seconds: time to compile programs for this call; 0 if they were compiled already.
+      logprobs: log-probability of each token (nats), if requested.
+      top_logprobs: for each token the likeliest alternatives, pairs of id and log-probability,
+        descending, without barred tokens (`no_repeat_ngram_size`).
     """
 
     text: str
@@ -175,7 +175,7 @@ class Result:
     top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def cut(self, n_tokens: int, text: str) -> None:
-        """Keep the first tokens only, as far as a stop string let them count."""
+        """Truncate to the tokens and text before a stop string."""
         self.text, self.finish_reason = text, "stop"
         self.token_ids = self.token_ids[:n_tokens]
         self.draft_depths = self.draft_depths[:n_tokens]
@@ -287,7 +287,7 @@ def results_of(
 
 
 def logprobs_of_row(progress: Progress, row: int, places: slice, n: int | None) -> Json:
-    """The fields of a result that hold log-probabilities, with `n` alternatives, of some tokens."""
+    """The log-probability fields of a result for some tokens, with `n` alternatives."""
     if n is None or progress.logprobs is None:
         return {}
     kept = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)

@@ -12,14 +12,14 @@ from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
 from medusa_jax.sharding import Params
 
-# New pieces of all rows; at the end none, and the results.
+# (new pieces of all rows, None), or at the end ([], the results).
 Chunk = tuple[list[Piece], list[Result] | None]
-# Told the number of new tokens of every row [B] while a batch is being decoded.
+# Called with the number of new tokens of every row [B] during decoding.
 Watch = Callable[[np.ndarray], None]
 
 
 class StoppingText:
-    """Text of one row as it grows, held back where a stop string may have begun.
+    """Text of one row while it grows; holds back text that may begin a stop string.
 
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off.
@@ -42,7 +42,7 @@ class StoppingText:
         self.tokens_used = 0
 
     def push(self, token: int) -> str:
-        """Take in one token; returns the text that may be shown."""
+        """Add a token; returns the text that may be shown."""
         if self.stopped:
             return ""
         self.tokens_used += 1
@@ -59,7 +59,7 @@ class StoppingText:
     def take(
         self, tokens: Sequence[int], depths: Sequence[int], ended: bool
     ) -> list[tuple[str, int]]:
-        """Take in tokens; returns the text that may be shown, in pairs of text and draft depth.
+        """Add tokens; returns the text that may be shown, in pairs of text and draft depth.
 
         Args:
           depths: the tree depths that they were accepted at.
@@ -91,7 +91,7 @@ class StoppingText:
         return out
 
     def _beginning(self) -> int:
-        """Length of the longest end of the held text that a stop string begins with."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = max((len(s) for s in self._stop), default=1) - 1
         for n in range(min(longest, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-n:]) for s in self._stop):
@@ -143,10 +143,10 @@ def stream_rows(
     watch: Watch | None = None,
     kept: loop.Kept | None = None,
 ) -> Iterator[Chunk]:
-    """Decode a batch with stop strings: a row that meets one is cut and shown no further.
+    """Decode a batch with stop strings: a row that reaches one is cut there.
 
-    The device has the next chunk of steps before the host looks for stop strings in the last one,
-    so no row waits for another's; a row that has met one is ended there too.
+    The device starts the next chunk of steps before the host looks for stop strings in the last one,
+    so rows do not wait for each other; the host then ends the stopped rows on the device.
     """
     texts = GrowingTexts(tokenizer, [o.stop for o in rows])
     start = time.perf_counter()

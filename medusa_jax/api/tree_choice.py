@@ -62,7 +62,7 @@ class TreeChoice:
 
     @property
     def levels(self) -> int | None:
-        """Most heads that are used; None: any may be, since nothing is measured yet."""
+        """Maximum number of heads that decoding uses; None if the tree is still to be measured."""
         if self.unmeasured or isinstance(self.tree, str):
             return None
         return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))

@@ -37,7 +37,7 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
     """Generate text with draft heads (speculative decoding)."""
 
     temperature: float | None = flag(  # type: ignore[assignment]
-        "0 is greedy (default: what a model's name brings, else 0)", None
+        "0 is greedy (default: the named model's preset, else 0)", None
     )
     prompt: str | None = flag("text to continue ('-' reads standard input)", None)
     prompts_file: str | None = flag(
@@ -62,7 +62,7 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
     )
     top_k: int = flag("keep the k likeliest tokens; 0 keeps all", 0)
     top_p: float | None = flag(
-        "keep the likeliest tokens up to this mass (default: what a model's name brings, else 1)",
+        "keep the likeliest tokens up to this mass (default: the named model's preset, else 1)",
         None,
     )
     min_p: float = flag("drop tokens below this share of the likeliest", 0.0)
@@ -103,8 +103,8 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         metavar="N",
     )
     eos_ids: tuple[int, ...] | None = flag(
-        "token ids that end a text, such as 2,7; none: only its limit does (default: what the model's "
-        "files say)",
+        "token ids that end a text, such as 2,7; none: only its limit does (default: from the "
+        "model's files)",
         None,
         type=numbers(),
         metavar="IDS",

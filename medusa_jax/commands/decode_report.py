@@ -23,7 +23,7 @@ COLOURS = (32, 36, 34, 35, 33)
 
 
 def coloured(text: str, depth: int) -> str:
-    """Text in the colour of the tree depth that it was accepted at; 0 has none."""
+    """Colour text by the tree depth that it was accepted at; depth 0 stays plain."""
     return f"\x1b[{COLOURS[(depth - 1) % len(COLOURS)]}m{text}\x1b[0m" if depth else text
 
 
@@ -42,7 +42,7 @@ def describe(
 ) -> Json:
     """The object that --json prints.
 
-    With a comparison all times are its medians: rates and the speed-up come from the same runs.
+    With a comparison, all times are medians of its runs, so rates and speed-up agree.
     """
     if compared is not None:
         result = dataclasses.replace(
@@ -100,7 +100,7 @@ def summary(facts: Json) -> str:
 
 
 def precision(facts: Json) -> str:
-    """The type of arithmetic, and that of weights if it differs."""
+    """The arithmetic type, and the weights' type if it differs."""
     same = facts["weights"] == facts["dtype"]
     return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
 

@@ -63,7 +63,7 @@ class Job:
     def facts(
         self, rows: list[int], results: list[Result], as_json: bool = True
     ) -> list[Json]:
-        """The reports of these rows, compared with plain decoding if that is asked for."""
+        """The reports of these rows, compared with plain decoding if requested."""
         compared: Sequence[Comparison | None] = [None] * len(rows)
         prompts, options, ids = self.batch(rows)
         if self.repeats:
@@ -125,7 +125,7 @@ def run(flags: Flags) -> int:
         else prompt
         for prompt in prompts
     ]
-    # Named, so that greedy batches of a file that also samples run the same program.
+    # One rule for the file, so that its greedy batches run the same program as sampled ones.
     sampled = any(o.temperature > 0 for o in options)
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
     model.request(prompts, options)  # refuse before anything is decoded
@@ -171,8 +171,7 @@ def check_flags(flags: Flags, talking: bool) -> None:
 def give_way_to_demo(flags: Flags) -> Flags:
     """The flags, with the demo instead of a model by name that is not installed.
 
-    Prints one line. Output for programs (--json, --prompts_file), a chat and named heads get the error
-    instead.
+    Prints one line. With --json, --prompts_file, a chat or named heads, raises the error instead.
     """
     asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
     if not asked or flags.model is None or named(flags.model) is None:
@@ -186,11 +185,11 @@ def give_way_to_demo(flags: Flags) -> Flags:
 
 
 def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
-    """Print one text as it comes, and a line of measurements.
+    """Print one text as it is decoded, then a line of measurements.
 
     Args:
       show_drafts: colour accepted drafts by their tree depth.
-      save_drafts: an SVG file to draw them to.
+      save_drafts: an SVG file for the coloured text.
     """
     seconds = job.compile([0])
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]

@@ -225,7 +225,7 @@ class ModelFlags(BaseFlags):
 
     drafter: str | None = flag(
         "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
-        "draft_model:PATH, or none (default: hydra for the demo, what a name brings, none for another "
+        "draft_model:PATH, or none (default: hydra for the demo, heads that come with a name, none for another "
         "model)",
         None,
     )

@@ -1,6 +1,6 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-`model/engine.py` is its only door and has its protocol.
+`model/seams.py` is its only door and has its protocol.
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare

@@ -1,10 +1,9 @@
-"""Decoding where the host knows which tokens may follow: the steps of rows with a constraint.
+"""Decode steps of rows with a constraint: the host computes which tokens may follow.
 
-A constraint is part of the verifier: the target token after a node is chosen among those that the
-constraint leaves after the node's path, so drafted text is that of plain decoding with the same
-constraint. The host knows the constraints (`Guide`). It replaces drafts that they forbid before
-the backbone's pass, and computes the bits of all nodes while the pass runs; they are needed when its
-logits are judged:
+A constraint is part of the verifier: the target token after a node is chosen among the tokens that the
+constraint allows after the node's path, so drafted text equals plain decoding's with the same
+constraint. The host has the constraints (`Guide`). It replaces forbidden drafts before the backbone's
+pass, and computes the allowed tokens of all nodes, as bits, while the pass runs:
 
     host    replace drafts | dispatch | bits of every node | dispatch | wait
     device                 | verify                        | judge | draft the next tree |
@@ -32,7 +31,7 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
 
-# Guesses after each node, from which the host chooses where a draft is forbidden.
+# Guesses after each node, from which the host replaces forbidden drafts.
 GUESSES = 16
 
 
@@ -40,8 +39,8 @@ class Ahead(NamedTuple):
     """What the host reads before a step.
 
     Attributes:
-      progress: of the state.
-      drafts: the tree of the step.
+      progress: progress of the state.
+      drafts: the drafted tree of the step.
       guesses_BMK: the best tokens after each node by the scores of its depth, best first; NO_TOKEN
         where the drafter has none.
     """
@@ -63,17 +62,17 @@ def draft_nodes(
     engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[Drafts, jax.Array]:
     """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
-    # The host walks the tree before the step, so copied nodes are copied in every step.
+    # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)
     guesses_BMK = guesses_after(tree, drafts)
-    if not engine.rule.by_drafts:  # other rules do not read them
+    if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
     return _without_tree(drafts), on_all(engine.llama.mesh, guesses_BMK)
 
 
 def _without_tree(drafts: Drafts) -> Drafts:
-    """The drafts as arrays: a tree is no argument or result of a program."""
+    """The drafts without their tree, which a compiled program cannot take or return."""
     return drafts._replace(tree=None)  # type: ignore[arg-type]
 
 
@@ -108,9 +107,9 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
 def verify_nodes(
     engine: Engine, variables: Params, cache: KVCache, rest: DecodeState, drafts: Drafts
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """The backbone's pass: hidden states and logits of all nodes, and the cache after it.
+    """Run the backbone: hidden states and logits of all nodes, and the cache after the pass.
 
-    Donates the cache, which the state lacks.
+    Donates the cache, which is separate from the state.
     """
     drafts = drafts._replace(tree=engine.tree.in_every_step)
     verified = verify(engine, variables, rest.replace(cache=cache), drafts)
@@ -128,11 +127,11 @@ def judge(
     allowed_BMW: jax.Array,
     then_B: jax.Array,
 ) -> DecodeState:
-    """Accept, commit and append among the tokens that may follow each node.
+    """Accept, commit and append, given the tokens that may follow each node.
 
     Args:
       verified: hidden states and logits of `verify_nodes`.
-      then_B: the status that running rows get; only rows that stay RUNNING go on.
+      then_B: the new status of running rows; only those with RUNNING take the step.
     """
     status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
     state = rest.replace(cache=cache, status_B=status_B)
@@ -155,12 +154,12 @@ def step(
     """One decode step. Consumes the state.
 
     Args:
-      guides: by row; rows without one may go on with any token.
-      ahead: of this state (`look_ahead`).
-      threads: for the host's work, and a row whose work is late is PAUSED; by default it is done here.
+      guides: by row; any token may follow in rows without one.
+      ahead: the result of `look_ahead` for this state.
+      threads: run the host's work, and late rows are PAUSED; by default this thread does the work.
 
     Raises:
-      UserError: a guide met a limit, in place.
+      UserError: a guide reached a limit (without `threads`).
     """
     tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, ahead
     tokens_BO, n_new_B, status_B = (
@@ -172,7 +171,7 @@ def step(
     works = {}
     for row, guide in guides.items():
         if status_B[row] == RUNNING:
-            # Under rules by drafts the text depends on what is drafted.
+            # With such rules the text depends on the drafts, so they are not replaced.
             guesses_MK = None if engine.rule.by_drafts else np.asarray(guesses_BMK)[row]
             new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
             tree_of_row = nodes_BM[row].copy(), _children(tree), guesses_MK
@@ -199,7 +198,7 @@ def stream(
 ) -> Generator[Progress, np.ndarray | None]:
     """As `generate.stream`, one step at a time, for requests with guides.
 
-    The caller reads a step's text while the device judges the next one.
+    The caller reads a step's text while the device runs the next accept and draft.
     """
     state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}

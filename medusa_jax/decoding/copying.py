@@ -1,18 +1,18 @@
-"""A chain of the tree that is copied from the text: prompt lookup in addition to draft heads.
+"""A chain of the tree copied from the text: prompt lookup in addition to draft heads.
 
 If the last tokens of the text occurred earlier, the tokens after that place often follow again: names,
-code, lists, and other repeated text. Heads predict this only as far as they were trained to; looking it
-up costs integer comparisons. The chain shares the root with the drafts of the heads and is verified in
+code, lists, and other repeated text. Heads predict such repeats only if trained to; a lookup costs only
+integer comparisons. The chain shares the root with the drafts of the heads and is verified in
 the same pass, so decoding stays lossless: the longest path that agrees is kept. Two nodes may hold the
 same token.
 
 The latest of the longest matches of up to `NGRAM` tokens is used, since nearby text is more similar. With 8
 instead of 4 tokens SmolLM2's answers take 0.5 to 0.8% more tokens per step.
 
-A match of one token rarely goes on (in SmolLM2's answers 23% of the tokens after it are right, 52% after
-two). A tree with *spares* has its chain only where `REPEATS` tokens match in half of the rows, and
-elsewhere further guesses of the heads: one pass over as many nodes, under one of two masks. A step with
-the chain drafts no spares; often it drafts nothing. SAM decoding (Hu et al. 2024) likewise drafts from the
+A match of one token is rarely right (in SmolLM2's answers 23% of the tokens after it are, 52% after
+two). A tree with *spares* uses its chain only if `REPEATS` tokens match in half of the rows, and
+otherwise further guesses of the heads: the same number of nodes, under one of two masks. A step with
+the chain does not draft the spares, and often needs no heads at all. SAM decoding (Hu et al. 2024) likewise drafts from the
 text or from heads, by the length of the match.
 """
 
@@ -29,7 +29,7 @@ from medusa_jax.heads.drafter import Proposal
 from medusa_jax.heads.matches import continuations
 from medusa_jax.tree.tree import Nodes, Tree
 
-# Longest n-gram to look up, and shortest match for which a tree with spares has its chain.
+# Longest n-gram to look up, and shortest match for which a tree with spares uses its chain.
 NGRAM, REPEATS = 8, 2
 
 
@@ -61,12 +61,12 @@ class TreeArrays(NamedTuple):
 def copied_tokens(
     text_BS: jax.Array, last_B: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The n tokens after an earlier occurrence of the end of each text [B, n], and its length [B].
+    """The n tokens after the best earlier match for the end of each text [B, n], and its length [B].
 
     Example:  a b c a b  gives c a b c ... and 2.
 
     Args:
-      last_B: index of the last valid token. Without an earlier occurrence, this token is repeated.
+      last_B: index of the last valid token, which is repeated if nothing matches.
     """
     found_B1L, length_B1 = continuations(text_BS, last_B, NGRAM, 1, n, latest=True)
     last_B1 = jnp.take_along_axis(text_BS, last_B[:, None], axis=1)
@@ -83,11 +83,11 @@ def with_copies(
     """Fill a tree with drafted and copied tokens; also returns the tree that they fill.
 
     Example: of the nodes 0 to 4, 1 and 3 are copied. Drafted r x y for 0, 2, 4 and copied a b give
-    r a x b y, the places 0 3 1 4 2 of r x y a b.
+    r a x b y, the entries 0 3 1 4 2 of r x y a b.
 
     Args:
-      propose: fills a tree without copied nodes. If the tree has spares, its ranked guesses are lost:
-        they are those of one of two trees, and rules that read them use no spares.
+      propose: fills a tree without copied nodes. If the tree has spares, its ranked guesses are dropped:
+        they belong to one of two trees, and rules that read them use no spares.
       running_B: the rows that decide whether spares are used.
     """
     copied_BC, length_B = copied_tokens(text_BS, last_B, len(tree.copied_C))

@@ -30,17 +30,17 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import platform, program
-from medusa_jax.heads.state import grown
+from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state
 
 if TYPE_CHECKING:
     from medusa_jax.decoding.guides import Guide
 
-# Slots of the smallest cache: attention by XLA costs what they ask for, the native kernels read no more
-# than the text. On accelerators a program takes longer to compile than small caches save.
+# Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
+# accelerators compiling a further program takes longer than a smaller cache saves.
 MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
-# No limit on steps.
+# Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
 
@@ -55,7 +55,9 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
         more = text_slots(engine, slots) - text_BS.shape[1]
         text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
     larger = state.replace(
-        cache=state.cache.grown(slots), drafter=grown(state.drafter, slots), text_BS=text_BS
+        cache=state.cache.grow(slots),
+        drafter=grow_state(state.drafter, slots),
+        text_BS=text_BS,
     )
     return pin_state(engine.llama.mesh, larger)
 
@@ -66,7 +68,7 @@ def power_of_two(n: int, least: int) -> int:
 
 
 def least_slots(engine: Engine) -> int:
-    """Slots of the smallest cache: every size is a program to compile before the first token."""
+    """Slots of the smallest cache; each size is a further program to compile before the first token."""
     if platform() != "cpu":
         return ACCELERATOR_SLOTS
     return NATIVE_SLOTS if engine.llama.native else MIN_SLOTS
@@ -100,7 +102,7 @@ class Request:
 
     Attributes:
       prompts: token ids, none empty.
-      limits: most tokens to emit per row, at least 1; prompt + limit must fit the context.
+      limits: maximum number of tokens to emit per row, at least 1; prompt + limit must fit the context.
       max_steps: most decode steps per row, at least 1; by default no limit.
       stops: per row the token sequences that end it; they stay in the text. EOS ids are sequences of
         length 1.
@@ -108,7 +110,7 @@ class Request:
       ids: request ids for the noise, by default the row numbers.
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
-      guides: what knows the constraint of each row, new for every use; None where no row has one.
+      guides: the constraint of each row, not used before; None if no row has one.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -141,7 +143,7 @@ class Kept(Protocol):
 def begin(
     engine: Engine, variables: Params, request: Request
 ) -> tuple[DecodeState, list[int]]:
-    """Prefill a request; also returns the cache sizes that its rows may grow through."""
+    """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, arguments = prefill_arguments(engine, variables, request)
     return prefill(engine.depth_only, ladder[0], *arguments), ladder
 
@@ -170,7 +172,7 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
 def prefill_arguments(
     engine: Engine, variables: Params, request: Request
 ) -> tuple[list[int], tuple[Any, ...]]:
-    """The cache sizes that a request may grow through; what `prefill` takes after the first of them."""
+    """Successive cache sizes of a request, and the arguments of `prefill` after the first size."""
     B = len(request.prompts)
     lengths: np.ndarray = np.array([len(p) for p in request.prompts], np.int32)
     limits: np.ndarray = np.array(request.limits, np.int32)
@@ -201,7 +203,7 @@ def prefill_arguments(
 def generate(engine: Engine, variables: Params, request: Request) -> Progress:
     """Decode every row to its end: one loop per cache size, all dispatched without waiting.
 
-    Rows with guides wait for the host in every step.
+    With guides, the host takes part in every step.
     """
     if request.guides is not None:
         *_, progress = constrained().stream(engine, variables, request)
@@ -232,7 +234,7 @@ def stream(
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched. `kept` has the state after every chunk.
+    take no step after the chunk that is already dispatched. `kept` receives the state after each chunk.
     """
     if request.guides is not None:
         yield from constrained().stream(engine, variables, request, kept)
@@ -260,7 +262,7 @@ def stream(
 def end_wanted(
     engine: Engine, state: DecodeState, ended_B: np.ndarray, wanted_B: np.ndarray | None
 ) -> tuple[DecodeState, np.ndarray]:
-    """Stop the rows that the caller of a stream wants to end; the state, and all rows ended so far."""
+    """Stop the rows that a stream's caller wants to end; returns the state and all rows ended so far."""
     if wanted_B is None or not (wanted_B & ~ended_B).any():
         return state, ended_B
     ended_B = ended_B | wanted_B

@@ -12,7 +12,7 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 
-# Seconds that a step waits for threads; rows whose work is late sit it out.
+# Seconds that a step waits for threads; rows whose work is late skip the step.
 PATIENCE = 0.02
 
 
@@ -22,8 +22,8 @@ class Guide(Protocol):
     Attributes:
       consumed: number of emitted tokens that it has read.
       first_W: bits of the tokens that may come first.
-      patience: seconds that slow sets of tokens may take in all.
-      error: why its text cannot be continued, if threads found that.
+      patience: seconds left for computing slow sets of tokens.
+      error: why its text cannot continue, if a thread failed.
     """
 
     consumed: int
@@ -32,13 +32,13 @@ class Guide(Protocol):
     error: str
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Take in the next tokens of the text."""
+        """Read the next tokens of the text."""
 
     def fill(self, into_W: np.ndarray) -> bool:
         """Write the bits of the tokens that may follow; False if there are none.
 
         Raises:
-          UserError: a limit was met, and what may follow is not known.
+          UserError: a limit was reached before the set was complete.
         """
 
     def replace_forbidden(
@@ -49,22 +49,22 @@ class Guide(Protocol):
     def fill_tree(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], into_MW: np.ndarray
     ) -> None:
-        """Write the bits after each node of a tree; those after the root are there."""
+        """Write the bits after each node of a tree except the root, which are already written."""
 
 
 class RowWork:
     """The host's part in one step of one row.
 
     Args:
-      guide: of the row.
-      tokens: the new ones of its text.
-      nodes_M: tokens of its tree; as drafted at first, then without forbidden drafts.
-      children: of each node.
-      guesses_MK: as for `Guide.replace_forbidden`; None: forbidden drafts stay.
-      allowed_MW: the bits of the tokens that may follow each node are written here.
+      guide: the row's guide.
+      tokens: new tokens of its text.
+      nodes_M: tokens of its tree, as drafted; `replace` changes the forbidden ones.
+      children: the children of each node.
+      guesses_MK: as for `Guide.replace_forbidden`; None keeps forbidden drafts.
+      allowed_MW: output, the bits of the tokens that may follow each node.
 
     Attributes:
-      stuck: no token may follow the text, or which ones is not known.
+      stuck: no token may follow the text, or the guide failed.
     """
 
     def __init__(
@@ -95,19 +95,21 @@ class RowWork:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
 
     def run(self, part: Callable[[], None], done: Event) -> None:
-        """One of the two, in a thread; an error is the guide's."""
+        """Run `replace` or `fill` in a thread; an error is stored in the guide."""
         try:
             if part != self.replace:
                 self.replaced.wait()
             if not self.stuck:
                 part()
-        except BaseException as error:  # a panic of the grammar engine is no `Exception`
+        except (
+            BaseException
+        ) as error:  # a panic of the grammar engine is not an `Exception`
             what = "" if isinstance(error, UserError) else "the grammar engine failed: "
             self.stuck, self.guide.error = True, f"{what}{error}".partition("\n")[0]
         done.set()
 
     def repeats(self, earlier: "RowWork") -> bool:
-        """Whether an earlier one was for the same tree after the same text."""
+        """Whether an earlier work has the same tree after the same text."""
         same = self._children is earlier._children
         return same and np.array_equal(self._drafted_M, earlier._drafted_M)
 
@@ -116,19 +118,19 @@ Works = Mapping[int, RowWork]
 
 
 def in_place(works: Works, part: Callable[[RowWork], None]) -> Works:
-    """Do a part of all."""
+    """Run one part of every row's work in this thread."""
     for work in works.values():
         part(work)
     return works
 
 
 class GuideThreads:
-    """The work of rows in threads. What is late is used by the next step of its row.
+    """Runs the work of rows in threads. The row's next step uses work that came late.
 
-    Threads take half of the cores, so that steps go on while they compute for seconds.
+    Threads use half of the cores, so steps continue while one computes for seconds.
 
     Args:
-      wake: called when work is done.
+      wake: called when a row's work is done.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -137,7 +139,7 @@ class GuideThreads:
         self._works: WeakKeyDictionary[Guide, RowWork] = WeakKeyDictionary()
 
     def replaced(self, works: Works) -> Works:
-        """Begin all; returns those whose nodes are ready in time."""
+        """Start the work of all rows; returns the rows whose nodes are ready in time."""
         new = []
         for work in works.values():
             earlier = self._works.get(work.guide)
@@ -153,7 +155,7 @@ class GuideThreads:
         return self._in_time(works, [work.replaced for work in works.values()])
 
     def filled(self, works: Works) -> Works:
-        """Those whose bits are ready in time."""
+        """Return the rows whose bits are ready in time."""
         ready = self._in_time(works, [work.filled for work in works.values()])
         for work in ready.values():
             del self._works[work.guide]
@@ -166,10 +168,10 @@ class GuideThreads:
         return {row: work for (row, work), done in zip(works.items(), ready) if done}
 
     def late(self, guide: Guide) -> bool:
-        """Whether a row cannot take a step yet."""
+        """Whether a row's work is unfinished, so that it cannot take a step yet."""
         work = self._works.get(guide)
         return work is not None and not work.filled.is_set()
 
     def close(self) -> None:
-        """Do nothing more."""
+        """Cancel work that has not started."""
         self._pool.shutdown(wait=False, cancel_futures=True)

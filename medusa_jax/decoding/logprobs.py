@@ -1,8 +1,8 @@
 """Log-probabilities of the emitted tokens, and of the most likely alternatives.
 
-They are those of the verifier's logits at temperature 1, before any filter. Tokens barred by
-`no_repeat_ngram_size` have none. They come from logits that the step computes anyway, so they need no
-extra pass; an engine without them stores nothing for them.
+They are computed from the verifier's logits at temperature 1, before any filter, and need no extra pass.
+Tokens barred by `no_repeat_ngram_size` have none. An engine without log-probabilities stores nothing for
+them.
 """
 
 import jax

@@ -1,6 +1,6 @@
-"""Lookahead's decode step: the core's, with the window in the same backbone pass (`heads/lookahead.py`).
+"""Lookahead's decode step: `step.decode_step` with the window in the same pass (`heads/lookahead.py`).
 
-With a constraint the core's step decodes: the window does not move, and nothing is drafted.
+Rows with a constraint decode with `constrained.step`: the window does not move, nothing is drafted.
 """
 
 import jax
@@ -57,7 +57,7 @@ def verify(
 def rows_of_pass(drafter: Lookahead, tree: Nodes) -> tuple[jax.Array, jax.Array]:
     """Depths and mask of all rows of a pass: tree nodes, then the window.
 
-    Example: a chain of two nodes and two rows of the window, the second of which sees the first:
+    Example: a chain of two nodes and two window rows; the second row sees the first:
 
         root   1 . . .
         node   1 1 . .

@@ -41,7 +41,7 @@ def members(bits_XW: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def only(logits_XV: jax.Array, bits_XW: jax.Array | None) -> jax.Array:
-    """The logits with minus infinity for tokens that are not in a set; None has them all."""
+    """Set the logits of tokens outside a set to minus infinity; None changes nothing."""
     if bits_XW is None:
         return logits_XV
     return jnp.where(members(bits_XW, logits_XV.shape[-1]), logits_XV, -jnp.inf)

@@ -6,9 +6,9 @@
     z = -infinity                             tokens that end the text, before its least length
 
 Bias and repetition penalty in this order are transformers' `SequenceBiasLogitsProcessor` and
-`RepetitionPenaltyLogitsProcessor`; what is subtracted is in OpenAI's API reference. The text of a
-tree node includes its path, so every node has its own counts and drafted text is that of plain
-decoding. Rows that ask for nothing carry and compute none of this (`Sampling.penalties` is None).
+`RepetitionPenaltyLogitsProcessor`; OpenAI's API reference defines the subtracted terms. The text of a
+tree node includes its path, so every node has its own counts and drafted text equals plain decoding's.
+If no row has penalties, none are stored or computed (`Sampling.penalties` is None).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ from medusa_jax.tree.tree import Nodes
 
 @dataclass(frozen=True)
 class Asked:
-    """What one request asks for; the defaults change nothing.
+    """Biases and penalties of one request; the defaults change nothing.
 
     Attributes:
-      presence, frequency: subtracted from the logits of tokens of the generated text, once and for
-        each occurrence.
-      repetition: divides the positive logits of tokens of prompt and text, multiplies the negative.
-      bias: pairs of a token and what is added to its logit.
-      least, ends: none of the tokens `ends` comes before `least` others.
+      presence, frequency: subtracted from the logits of tokens in the generated text: once, and once per
+        occurrence.
+      repetition: divides positive logits of tokens in prompt and text, multiplies negative ones.
+      bias: pairs of a token and the number to add to its logit.
+      least, ends: the tokens `ends` are barred until `least` others have been generated.
     """
 
     presence: float = 0.0
@@ -43,14 +43,14 @@ class Asked:
 
 
 class Penalties(struct.PyTreeNode):
-    """What every row asks for, and what its text holds so far.
+    """Biases and penalties of every row, and the token counts of its text so far.
 
     Attributes:
       presence_B, frequency_B, repetition_B: as in `Asked`.
       bias_BV: added to the logits.
       prompt_BV: whether a token occurs in the prompt.
       counts_BV: how often it occurs in the generated text, the root included.
-      left_B: tokens still to come before one of `ends_BV` may; none if below 1.
+      left_B: tokens to generate before those of `ends_BV` are allowed; 0 or less bars nothing.
       ends_BV: whether a token ends the text.
     """
 
@@ -77,14 +77,14 @@ class Penalties(struct.PyTreeNode):
 
 
 def any_asked(asked: Sequence[Asked] | None) -> bool:
-    """Whether any of these asks for something."""
+    """Whether any request has biases or penalties."""
     return asked is not None and any(one != Asked() for one in asked)
 
 
 def penalties_of(
     asked: Sequence[Asked] | None, prompts: Sequence[Sequence[int]], vocab_size: int
 ) -> Penalties | None:
-    """The penalties of a batch before its first token; None where no row asks for any."""
+    """The penalties of a batch before its first token; None if no row has any."""
     if asked is None or not any_asked(asked):
         return None
     shape = len(prompts), vocab_size
@@ -114,13 +114,13 @@ def penalties_of(
 def penalise(
     logits_BPV: jax.Array, penalties: Penalties, counts_BPV: jax.Array, depth_P: jax.Array
 ) -> jax.Array:
-    """Add the biases and subtract the penalties.
+    """Apply biases and penalties to logits.
 
     Args:
       counts_BPV: how often each token occurs in the generated text at each place.
       depth_P: tokens of that text that `penalties` has not counted.
 
-    Example: logits [1, -1, 0] where the text has the last two tokens once, presence 0.5 and
+    Example: logits [1, -1, 0]; the text contains the last two tokens once; presence 0.5 and
     repetition 2: [1, -2.5, -0.5].
     """
     presence_B11, frequency_B11, repetition_B11 = (
@@ -141,7 +141,7 @@ def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Nodes) ->
     """How often every token occurs in the generated text up to each node: [B, M, V].
 
     Args:
-      counts_BV: of the text up to the root, which is counted.
+      counts_BV: counts of the text up to the root, root included.
 
     Example: the tree of `Tree`'s docstring with tokens r x y z w: node 4 (path [0, 2]) counts x and
     w once more than the root.

@@ -1,7 +1,7 @@
-"""Where tokens are chosen, and what a request changes in the logits there.
+"""The places where tokens are chosen, and how a request's options change the logits there.
 
-Each of these is part of the verifier, and each place has its own text: a tree node's text includes its
-path. Drafted text is therefore plain decoding's with the same options.
+The options are part of the verifier, and each place has its own text: a tree node's text includes its
+path. Drafted text therefore equals plain decoding's with the same options.
 """
 
 from typing import NamedTuple
@@ -19,13 +19,13 @@ from medusa_jax.tree.tree import Nodes
 
 
 class Places(NamedTuple):
-    """P places in each row's text, after each of which a token is chosen.
+    """P places in each row's text where the next token is chosen.
 
     Attributes:
-      text_BPS: the text up to each place; None: no n-grams are barred.
+      text_BPS: the text up to each place; None bars no n-grams.
       last_BP: index of its last token.
       counts_BPV: how often every token occurs in the generated text there; None without penalties.
-      depth_P: tokens of that text that the row's counters do not include yet.
+      depth_P: number of its tokens that the row's counters do not include yet.
       allowed_BPW: bits of the tokens that a constraint allows (`masks`); None: all.
     """
 
@@ -76,7 +76,7 @@ def adjust(
     Args:
       backbone: maps the logits to tokens.
 
-    Returns: the logits with n-gram bars alone, whose log-probabilities are reported, and the logits to
+    Returns: the logits with n-gram bars only, for the reported log-probabilities, and the logits to
       choose from.
     """
     if places.text_BPS is not None:

@@ -17,8 +17,8 @@ from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, PyTree, pin_state
 
-# Prompt tokens per piece: enough to be bound by arithmetic and not by reading weights on any device, few
-# enough for activations that are small compared with the weights.
+# Prompt tokens per piece: enough that arithmetic outweighs reading the weights on any device, few enough
+# that activations are small compared with the weights.
 PIECE = 512
 
 
@@ -73,7 +73,7 @@ def read_piece(
 
     Args:
       text_BS: the prompts up to this piece; None unless the engine keeps the text.
-      whole: every prompt ends in this piece, so there is no need to check.
+      whole: every prompt ends in this piece, so the step need not check.
     """
     tokens_BT, next_BT, begin_B, length_B = piece
     T = tokens_BT.shape[1]

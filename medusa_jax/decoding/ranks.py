@@ -1,4 +1,4 @@
-"""How a text's tokens rank under the draft heads, and how many can be copied, as in decoding that text."""
+"""Ranks of a text's tokens under the draft heads, and numbers of copyable tokens, as in decoding."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 
-# Positions per chunk whose logits of one head are in memory at a time.
+# Positions per chunk; one chunk of one head's logits is in memory at a time.
 CHUNK = 64
 
 
@@ -70,7 +70,7 @@ def rank_tuples(
 def copied_lengths(
     tokens_T: jax.Array, length: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Number of correct copied tokens for a step that starts after each position, and length of its match: [T].
+    """Correct copied tokens of a step that starts after each position, and length of the match: [T] each.
 
     At position t the step has t + 1 tokens in the cache and the root at t + 1, as in `rank_tuples`.
     Tokens past the end of the text count as wrong.

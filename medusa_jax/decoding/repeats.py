@@ -2,7 +2,7 @@
 
 A token is barred if it would complete an n-gram that the text, prompt included, already contains. The
 text of a tree node includes its path, so every node has its own barred tokens, and drafted text equals
-that of plain decoding with the same option.
+plain decoding's with the same option.
 """
 
 from collections.abc import Callable

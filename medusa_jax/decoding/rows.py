@@ -22,7 +22,7 @@ from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.state import rewound
+from medusa_jax.heads.state import rewind_state
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 
@@ -98,8 +98,8 @@ def begin_row(
     """A state of one row to read a prompt in.
 
     Args:
-      row: a copy of a row whose text begins alike; of any row where nothing is shared.
-      sampling, limit_B, max_steps_B, stop_BQW: those of the new request, B = 1.
+      row: a copy of a row whose text shares the prompt's beginning, or of any row.
+      sampling, limit_B, max_steps_B, stop_BQW: parameters of the new request, B = 1.
     """
     row = row.replace(
         sampling=sampling,
@@ -122,13 +122,13 @@ def read_row(
 ) -> DecodeState:
     """Read a piece of the prompt; the last piece emits the first token.
 
-    The cache must hold the text before the piece and have room for it: begin + T <= slots. Pieces may
-    overlap.
+    The cache must contain the text before the piece and have room for it: begin + T <= slots. Pieces
+    may overlap.
     """
     text_BS = row.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
-    row = row.replace(drafter=rewound(row.drafter, piece.begin_B))
+    row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B))
     read = prefill_start(engine, row)
     read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
@@ -151,7 +151,7 @@ def read_row(
 
 @program(static_argnums=0, donate_argnums=1)
 def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyTree:
-    """A state, or any tree of arrays [B, ...], with a row in place `at`; of the same slots."""
+    """A state, or any tree of arrays [B, ...], with row `at` replaced; slots must be equal."""
 
     def put(x: jax.Array, one: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(x, one, at, axis=0)
@@ -171,8 +171,8 @@ def run_only(
 
     A paused row keeps its text: steps write only after it, where nothing is visible.
 
-    Returns: the status, and the number of steps to take: `steps`, or `few` if a row that should run
-      has already ended, which the host did not know yet.
+    Returns: the status, and the number of steps to take: `steps`, or `few` if a row to run has already
+      ended without the host knowing.
     """
     alive_B = (status_B == RUNNING) | (status_B == PAUSED)
     ended = jnp.any((wanted_B == RUNNING) & ~alive_B)
@@ -181,7 +181,7 @@ def run_only(
 
 
 class RowExtras(NamedTuple):
-    """Parts of a state that only some requests need; kept outside it while other requests take steps."""
+    """Parts of a state that only some requests need; stored separately while other requests step."""
 
     logprobs: Logprobs | None = None
     penalties: Penalties | None = None
@@ -189,13 +189,13 @@ class RowExtras(NamedTuple):
 
 
 def split_extras(state: DecodeState) -> tuple[DecodeState, RowExtras]:
-    """A state without these parts, and the parts."""
+    """Split a state into the state without its extras, and the extras."""
     own = RowExtras(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
     return with_extras(state, RowExtras()), own
 
 
 def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
-    """A state with these parts."""
+    """Put extras back into a state."""
     sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
@@ -211,7 +211,7 @@ def no_penalties(rows: int, vocab_size: int) -> Penalties:
 
 @program(static_argnums=0)
 def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
-    """Room for both: log-probabilities that the engine keeps of these tokens, and no penalties."""
+    """Extras before the first token: zeros for log-probabilities, and penalties that change nothing."""
     penalties = no_penalties(tokens_BO.shape[0], engine.llama.config.vocab_size)
     room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

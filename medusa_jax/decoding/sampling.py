@@ -21,8 +21,8 @@ from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.devices.platforms import platform
 
-# Rounds of bisection whose thresholds are tested at once: a GPU launches five kernels each time, whatever
-# their number; by its compiler a TPU is fastest with four rounds.
+# Rounds of bisection whose thresholds are tested in one pass: a GPU launches five kernels per pass, for any
+# number of rounds; by its compiler's estimate a TPU is fastest with four.
 AT_ONCE = {"cpu": 1, "tpu": 4, "cuda": 5, "rocm": 5}
 # Most scores in a block of `best_token`.
 BLOCK = 256
@@ -38,7 +38,7 @@ class Sampling(struct.PyTreeNode):
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
       epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
-      penalties: biases and penalties; None where no row asks for any.
+      penalties: biases and penalties; None if no row has any.
       first_BW: bits of the tokens that may come first (`masks`); None: all.
     """
 
@@ -56,7 +56,7 @@ class Sampling(struct.PyTreeNode):
     def barred_B(self) -> jax.Array | None:
         """Rows in which n-grams may be barred: those without a constraint; None: all.
 
-        A grammar asks for the same tokens again and again; both together may leave none.
+        A grammar often requires repeated tokens, so both together may leave no token.
         """
         if self.first_BW is None:
             return None
@@ -98,12 +98,12 @@ def _largest_threshold(
 ) -> jax.Array:
     """Find by bisection the largest threshold at which `keep_at_least` holds (elementwise).
 
-    A round reads the whole vocabulary. So accelerators test all thresholds that the next few rounds may
-    come to at once, and follow these rounds through the answers: the result is the same.
+    A round reads the whole vocabulary. Accelerators therefore test all thresholds that the next few rounds
+    can reach in one pass, then replay these rounds on the answers, with the same result.
 
     Args:
-      keep_at_least: takes thresholds and returns the answer for each.
-      rounds: a multiple of the rounds at once (`AT_ONCE`).
+      keep_at_least: maps thresholds to an answer for each.
+      rounds: a multiple of the rounds per pass (`AT_ONCE`).
     """
     at_once = AT_ONCE[platform()]
 

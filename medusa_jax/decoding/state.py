@@ -20,7 +20,7 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
-# Drafters with a decode step of their own, and its file in this room.
+# Drafters with their own decode step, and its module.
 OWN_STEPS = {"lookahead": "lookahead"}
 
 
@@ -31,7 +31,7 @@ class Engine:
     Attributes:
       llama: the backbone, for prepared (fused) parameters. Given the drafter's taps.
       drafter: the draft heads.
-      tree: the draft tree; the empty one is autoregressive decoding. Made dense if the rule needs it.
+      tree: the draft tree; the empty one is plain decoding. Converted to a dense tree if the rule needs it.
       acceptance: name of the rule, see `acceptance.RULES`.
       no_repeat_ngram_size: n-grams of this size occur at most once in a text; 0 bars nothing.
       logprobs: number of alternatives with log-probabilities per emitted token; None keeps no
@@ -49,7 +49,7 @@ class Engine:
         if self.rule.dense:
             object.__setattr__(self, "tree", self.tree.dense)
         elif self.rule.by_drafts:
-            # Rows decide together whether spares are used; a text must not depend on other rows.
+            # All rows together choose chain or spares; here a text would then depend on other rows.
             object.__setattr__(self, "tree", self.tree.in_every_step)
         if self.llama.taps != self.drafter.taps:
             tapped = self.llama.clone(taps=self.drafter.taps)
@@ -62,17 +62,17 @@ class Engine:
 
     @property
     def own_step(self) -> ModuleType | None:
-        """The module with the drafter's own `decode_step` and `n_rows`; None: it has the core's step.
+        """The module with the drafter's own `decode_step` and `n_rows`; None for the standard step.
 
-        A seam: the drafter's name decides.
+        A seam: the drafter's name chooses.
         """
         name = OWN_STEPS.get(self.drafter.name)
         return importlib.import_module(f"medusa_jax.decoding.{name}") if name else None
 
     @property
     def n_rows(self) -> int:
-        """Rows of a backbone pass, which need free slots in the cache: the tree's nodes, and the rows of
-        an own step."""
+        """Rows of a backbone pass, which need free cache slots: the tree's nodes, and further rows of
+        the drafter's own step."""
         own = self.own_step
         return own.n_rows(self) if own else self.tree.n_nodes
 
@@ -80,14 +80,14 @@ class Engine:
     def depth_only(self) -> "Engine":
         """The engine for reading prompts and growing caches.
 
-        It keeps only the tree's depth and whether it copies, so that trees of the same depth share
+        It keeps only the tree's depth and whether it has copied nodes, so trees of equal depth share
         these compiled programs.
         """
         return replace(self, tree=stand_in([self.tree]))
 
     @property
     def keeps_text(self) -> bool:
-        """Whether a state holds its texts, to bar n-grams or to copy from."""
+        """Whether a state contains its texts, to bar n-grams or to copy from them."""
         return bool(self.no_repeat_ngram_size or self.tree.copied_C.size)
 
 
@@ -107,7 +107,7 @@ class DecodeState(struct.PyTreeNode):
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache, without the root.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT or PAUSED (`stopping`).
+      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT, PAUSED or STUCK (`stopping`).
       steps_B: decode steps while the row was running.
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine

@@ -44,7 +44,7 @@ def decode_step(
 
 @jax.named_scope("draft")
 def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> Drafts:
-    """Fill every node: with the head's guess of the node's rank (2.1.1), or with a copied token."""
+    """Fill every node with the head's guess of that rank (2.1.1) or with a copied token."""
     heads = variables["heads"]
     backbone = for_drafting(Backbone(engine.llama, variables["backbone"]), heads)
     noise_BLV = noise_of_tree(engine, state, tree)
@@ -90,7 +90,7 @@ def rank_guesses(
 ) -> Ranked:
     """Rank the guesses of a depth by logits / T + g like the verifier, at T = 0 by the logits.
 
-    Only the text up to the root is known. It decides the n-grams that are barred at depth 1; its counts
+    Only the text up to the root is known: it determines the n-grams barred at depth 1, and its counts
     penalise the guesses of all depths.
 
     Args:
@@ -267,9 +267,9 @@ def emit(
     Args:
       logprobs: log-probabilities of those tokens, if the engine keeps them.
 
-    Returns: the state, and the number of tokens outcome in each row.
+    Returns: the state, and the number of tokens appended to each row.
     """
-    # Rows write all L entries; the next step overwrites those after `n_new`.
+    # All L entries are written; the next step overwrites those after `n_new`.
     tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)

@@ -1,4 +1,4 @@
-"""Where a row ends: after a stop sequence (an EOS is one of length 1), or at its token limit.
+"""Ends of rows: after a stop sequence (an EOS is one of length 1), or at the token limit.
 
 Stop sequences and limits are data, so requests with different ones share one compiled program.
 """

@@ -26,12 +26,12 @@ from medusa_jax.sharding import decode_shardings, pin_state
 class StepClock:
     """Times `n_steps` decode steps in one program, after one prompt.
 
-    The text repeats itself in every second step, since a tree with spares drafts less where it does. The
-    cache has the same number of slots for all engines, with room for all steps of all trees, since the cost
-    of a step depends on them. That no run ends before its last step is checked.
+    The text repeats itself in every second step, since a tree with spares drafts less there. All engines
+    get the same number of cache slots, enough for all steps of all trees, since a step's cost depends on
+    it. An assertion checks that no run ends early.
 
     Args:
-      engines: all that will be timed, or those with the longest path and the most rows.
+      engines: all engines to time, or those with the longest path and the most rows.
 
     Raises:
       UserError: the context leaves no room for a step after the prompt.
@@ -69,7 +69,7 @@ class StepClock:
 
     def seconds(self, engine: Engine) -> float:
         """Seconds of a step; the first call of an engine compiles as well."""
-        # No step: compiles, and returns arrays that can be donated without a copy.
+        # Zero steps: compiles, and returns arrays that can be donated without a copy.
         state = jax.block_until_ready(
             run_steps(engine, self.variables, self.begin(engine), np.int32(0))
         )
@@ -85,9 +85,9 @@ class StepClock:
         return seconds / self.n_steps
 
     def begin(self, engine: Engine) -> DecodeState:
-        """The state after a prompt, with zeros for what prefill computes: no time depends on them.
+        """The state after a prompt, with zeros instead of prefill's results, which affect no time.
 
-        So only the step's program is compiled.
+        Only the step's program has to be compiled.
         """
         _, arguments = prefill_arguments(engine, self.variables, self.request)
         if engine not in self.shapes:
@@ -95,7 +95,7 @@ class StepClock:
             self.shapes[engine] = shapes.replace(sampling=None)
         _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, _ = arguments
         shapes, mesh = self.shapes[engine], engine.llama.mesh
-        # Made on the device: a row of a 7B model has half a gigabyte.
+        # Created on the device: a row of a 7B model takes half a gigabyte.
         if mesh is None:
             state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         else:
@@ -118,7 +118,7 @@ class StepClock:
 def run_steps(
     engine: Engine, variables: dict[str, Any], state: DecodeState, n_steps: jax.Array
 ) -> DecodeState:
-    """Steps after a text without repeats, then after one of one token, in turn."""
+    """Run steps alternately after a text without repeats and after one repeated token."""
 
     def one(i: jax.Array, state: DecodeState) -> DecodeState:
         if state.text_BS is not None:

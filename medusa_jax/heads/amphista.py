@@ -10,7 +10,7 @@ positions; e_{t+1} embeds the root, the token that the backbone chose after h_t.
 block (3-5) attends among the K heads in both directions. Nothing depends on drafted tokens, so all
 heads run at once.
 
-Choices where the paper is silent: MLP_k is Medusa's residual block; a SAL has the backbone's shape,
+Our choices where the paper gives no details: MLP_k is Medusa's residual block; a SAL has the backbone's shape,
 followed by a norm; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and no
 feed-forward part ("layers of self-attention"; the paper's parameter count, "up to 45%" less at rank
 64, leaves no room for a wide one, though its figure 2 shows a Transformer encoder).
@@ -34,6 +34,7 @@ from medusa_jax.heads.drafter import (
     Params,
     Proposal,
     TextRows,
+    shift_left,
 )
 from medusa_jax.heads.layers import (
     CausalLayer,
@@ -44,7 +45,6 @@ from medusa_jax.heads.layers import (
     check_dropout,
     last_of,
     lm_head_start,
-    shift_left,
 )
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
@@ -107,7 +107,7 @@ class HeadAttention(nn.Module):
         return out_BKD if self.plain else x_BKD + out_BKD
 
 
-# (s, module of the layer, its variables, its input) -> (output, anything else).
+# (s, module of the layer, its variables, its input) -> (output, auxiliary results).
 RunStage = Callable[[int, CausalLayer, Params, jax.Array], tuple[jax.Array, PyTree]]
 
 

@@ -1,13 +1,13 @@
-"""Drafters whose layers continue their own outputs, such as EAGLE's: one set of layers for all depths.
+"""Drafters whose layers feed on their own outputs, such as EAGLE's: one set of layers for all depths.
 
     a'_t = Layers(a_t, e_{t+1})        logits of token t + 2 = LM-Head(a'_t)
 
-a is made from the backbone's hidden state for accepted positions and is the parent's a' for drafted
-ones; e embeds the token after it. The layers' keys and values of accepted positions are cached, and
-each level of the tree runs after them, each node seeing its path.
+For accepted positions a is computed from the backbone's hidden state; for drafted ones it is the
+parent's a'. e embeds the next token. The layers cache keys and values of accepted positions; each level
+of the tree runs after them, and each node sees its path.
 
-In training (`train.levels`) level k of row t reads level k - 1 of row t and the true token at t + k + 1,
-at position t + k. It sees the first level of rows up to t and levels 1 to k of row t.
+In training (`train.levels`), level k of row t is at position t + k and reads level k - 1 of row t and the
+true token at t + k + 1. It attends to level 0 of rows up to t and to levels 1 to k of row t.
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from medusa_jax.heads.drafter import (
     Params,
     Proposal,
     TextRows,
+    shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import (
@@ -36,7 +37,6 @@ from medusa_jax.heads.layers import (
     last_of,
     lm_head_logits,
     lm_head_start,
-    shift_left,
     zero_output,
 )
 from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
@@ -77,7 +77,7 @@ class Autoregressive(Drafter):
     def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
     ) -> jax.Array:
-        """What the first level reads of accepted positions [B, T, D]."""
+        """Input of the first level at accepted positions [B, T, D]."""
         return hidden_BTE
 
     def head_logits(
@@ -86,7 +86,7 @@ class Autoregressive(Drafter):
         return lm_head_logits(self.heads, params["heads_0"], backbone, features)
 
     def start_as_identity(self, layers: Params, backbone: Backbone) -> Params:
-        """Parameters of heads whose layers add nothing to their input, and whose LM head is the backbone's."""
+        """Head parameters whose layers add zero to their input and whose LM head is the backbone's."""
         stack = (f"layers_{j}" for j in range(self.heads.n_layers))
         identity = {name: zero_output(layers[name]) for name in stack}
         return {"heads_0": layers | identity | lm_head_start(self.heads, backbone)}
@@ -115,7 +115,7 @@ class Autoregressive(Drafter):
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)
-        return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's alone
+        return state.replace(context_BSD=state.context_BSD[:, :1])  # the last layer's only
 
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed

@@ -4,7 +4,7 @@ A smaller model with the same tokenizer drafts the tree level by level, each nod
 the node's path. A chain of gamma nodes is the method of the papers; a tree with branches merges several
 chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those of heads, so greedy, sampled and
 rejection decoding need no special code. The draft model caches keys and values of the accepted text;
-those of tree nodes are kept only while the tree is drafted.
+those of tree nodes exist only while the tree is drafted.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 
-# The entry of the parameters with those of the draft model, in the form of `model/placing.py`.
+# Entry of the parameters that contains the draft model's, as `model/placing.py` prepares them.
 MODEL = "model"
 
 
@@ -54,13 +54,13 @@ class DraftState(PositionState):
     cache: KVCache
     hidden_BE: jax.Array
 
-    def grown(self, slots: int) -> "DraftState":
-        return self.replace(cache=self.cache.grown(slots + 1))
+    def grow(self, slots: int) -> "DraftState":
+        return self.replace(cache=self.cache.grow(slots + 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel(Untrained):
-    """A second model as the drafter; its parameters are those of a backbone."""
+    """A second model as the drafter; it has the parameters of a backbone."""
 
     heads: DraftModelConfig
 
@@ -100,7 +100,7 @@ class DraftModel(Untrained):
     ) -> DraftState:
         """One pass over the accepted tokens and the root after them.
 
-        The root's key and value are not kept; the next call writes over them.
+        The root's key and value are discarded; the next call overwrites them.
         """
         tokens_BU = jnp.concatenate([new.tokens_BT[:, :1], new.next_tokens_BT], axis=1)
         positions_BU = state.length_B[:, None] + jnp.arange(tokens_BU.shape[1])[None, :]

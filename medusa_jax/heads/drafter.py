@@ -21,15 +21,14 @@ from medusa_jax.tree.tree import Tree
 
 
 class Ranked(NamedTuple):
-    """The guesses of one depth in their order.
+    """The guesses of one depth, to be ranked by score.
 
     Both arrays are [B, O] if all parents share the guesses, else [B, P, O] with one row for each node
     of the depth above that has children, in the order of the nodes.
 
     Attributes:
       logits: logits of the guesses, with the request's n-gram bars, biases and penalties.
-      scores: the guesses are ranked by these: the logits, plus the noise of their position in sampled
-        decoding.
+      scores: rank the guesses: the logits, plus the noise of their position in sampled decoding.
     """
 
     logits: jax.Array
@@ -54,9 +53,9 @@ class Committed(NamedTuple):
     Attributes:
       hidden_BTE: the backbone's hidden states, then the streams of `Drafter.taps`: E = (1 + A) D.
       tokens_BT: the tokens at these positions.
-      next_tokens_BT: the tokens after them; that of the last valid position is the new root.
+      next_tokens_BT: the tokens after them; the last valid one is the new root.
       positions_BT: absolute positions.
-      n_B: 0 <= n <= T; 0 leaves the state of that row unchanged.
+      n_B: number of valid candidates, 0 to T; 0 leaves the state of that row unchanged.
     """
 
     hidden_BTE: jax.Array
@@ -72,7 +71,7 @@ class TextRows(NamedTuple):
     Attributes:
       hidden_BTE: the backbone's hidden states, then the streams of `Drafter.taps`.
       tokens_BT, positions_BT: the tokens and their positions in their segment.
-      segment_ids_BT: texts packed into a row have different numbers; 0 is padding.
+      segment_ids_BT: a different number for each text packed into a row; 0 is padding.
       dropout_key: turns dropout on.
     """
 
@@ -83,14 +82,20 @@ class TextRows(NamedTuple):
     dropout_key: jax.Array | None = None
 
 
+def shift_left(x: jax.Array, ahead: int) -> jax.Array:
+    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
+    rest = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(rest, pad)
+
+
 class DraftRequest(NamedTuple):
     """What to draft in a step, the input of `Drafter.propose`.
 
     Attributes:
       root_B: the last token of each text.
       tree: the nodes to fill.
-      rank: ranks the guesses of a depth by their logits, with arguments (depth, logits) as in
-        `Ranked`.
+      rank: (depth, logits) -> the guesses of that depth as `Ranked`.
     """
 
     root_B: jax.Array
@@ -103,12 +108,12 @@ class DraftRequest(NamedTuple):
 class Backbone:
     """The backbone with its parameters.
 
-    Drafters use its embedding and its LM head; passes over text are for the decode loop and the
-    calibrator. In training it may have low-rank adapters (`model/lora.py`).
+    Drafters use its embedding and LM head; the decode loop and the calibrator run it over text. In
+    training it may have low-rank adapters (`model/lora.py`).
 
     Attributes:
-      ids_O: the token ids that its LM head scores, ascending (`heads/vocabulary.py`): logit j is
-        that of token ids[j]. None: all tokens, O = V.
+      ids_O: the token ids that its LM head scores, ascending (`heads/vocabulary.py`): logit j belongs
+        to token ids[j]. None: all tokens, O = V.
     """
 
     llama: Llama = dataclasses.field(metadata={"static": True})
@@ -126,7 +131,7 @@ class Backbone:
         return places if self.ids_O is None else self.ids_O[places]
 
     def places(self, tokens: jax.Array) -> jax.Array:
-        """Indices of these tokens in the logits; O, which is out of range, for tokens without a logit."""
+        """Indices of these tokens in the logits; O (out of range) for tokens without a logit."""
         if self.ids_O is None:
             return tokens
         place = jnp.searchsorted(self.ids_O, tokens)
@@ -138,7 +143,7 @@ class Backbone:
         return x if self.ids_O is None else x[..., self.ids_O]
 
     def tapped(self, taps: tuple[int, ...]) -> "Backbone":
-        """The backbone whose hidden states come with the streams of these layers."""
+        """The backbone with the streams of these layers appended to its hidden states."""
         return dataclasses.replace(self, llama=self.llama.clone(taps=taps))
 
     def embed(self, tokens: jax.Array) -> jax.Array:
@@ -186,12 +191,12 @@ class Drafter:
 
     Attributes:
       heads: the kind and sizes of the heads.
-      llama: the shape of the backbone they sit on.
-      name: how configurations and files call the drafter.
-      Config: the fields it has beyond those of every drafter.
-      least_layers: fewest hidden layers that a head may have.
-      separable: the first heads alone are a drafter, so that the others need not be loaded.
-      trained: it has heads, which the trainer fits and files hold; else see `Untrained`.
+      llama: the shape of their backbone.
+      name: the drafter's name in configurations and files.
+      Config: configuration class, with the fields that only this drafter has.
+      least_layers: minimum number of hidden layers of a head.
+      separable: the first heads also work alone, so the others need not be loaded.
+      trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
     """
 
     heads: HeadsConfig
@@ -217,12 +222,15 @@ class Drafter:
 
     @property
     def stored_counts(self) -> tuple[int, int]:
-        """Numbers of heads with separate parameters, and of such layers in each."""
+        """Number of heads with separate parameters, and number of separate layers in each.
+
+        Parameters that all heads share are those of "heads_0": (1, layers).
+        """
         return self.heads.n_heads, self.heads.n_layers
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the backbone whose input it reads as well, from 0 to the number of layers."""
+        """Layers of the backbone whose input the drafter reads, from 0 to the number of layers."""
         return ()
 
     def loss_view(self, levels: int = 1) -> "Drafter":

@@ -3,14 +3,14 @@
     f^_{i+1} = Layers(FC([e_{i+1} ; f_i]))    logits of token i + 2 = LM-Head(f^_{i+1})
 
 f is the backbone's hidden state for accepted positions and the parent's f^ for drafted ones; e embeds
-the token after it. So one small model drafts to any depth: the layers' keys and values of accepted
-positions are cached, and each level of the tree runs after them, each node seeing its path. LM head
-and embedding are the backbone's. As released, the first layer has no norm before its attention, and
+the next token. One small model thus drafts to any depth: the layers cache keys and values of accepted
+positions; each level of the tree runs after them, and each node sees its path. LM head and embedding
+are the backbone's. As released, the first layer has no norm before its attention, and
 there is no norm after the last.
 
-Training is over the first level (3.2): it reads true hidden states with added noise, and learns the
-next hidden state and its distribution. Deeper levels read the outputs of earlier ones; with
-`train.levels` they are trained on those too (HASS, arXiv 2408.15766; EAGLE-3's training-time test,
+By default only the first level is trained (3.2): it reads true hidden states with added noise, and
+learns the next hidden state and its distribution. In decoding, deeper levels read the outputs of earlier
+ones; `train.levels` trains on those too (HASS, arXiv 2408.15766; EAGLE-3's training-time test,
 arXiv 2503.01840), with gradients through all levels.
 """
 

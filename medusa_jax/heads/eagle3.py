@@ -4,19 +4,19 @@
     x_i = a_i + Attention([norm(e_{i+1}) ; norm(a_i)])
     a'_i = x_i + MLP(norm(x_i))                   logits of token i + 2 = LM-Head(norm(a'_i))
 
-a is g for accepted positions and the parent's a' for drafted ones; e embeds the token after it. How
-levels are drafted and trained is in `autoregressive.py`, which EAGLE-1 shares. The LM head belongs to
-the drafter, mostly over a draft vocabulary (`vocabulary.py`); the embedding is the backbone's.
+a is g for accepted positions and the parent's a' for drafted ones; e embeds the next token.
+`autoregressive.py`, which EAGLE-1 shares, drafts and trains the levels. The LM head belongs to the
+drafter, usually over a draft vocabulary (`vocabulary.py`); the embedding is the backbone's.
 
 Training is over several levels with gradients through all (training-time test, section 3.2):
 `train.levels`, 7 in the authors' code. The loss of a level is the cross-entropy with the backbone's
 distribution, renormalised over the draft vocabulary (`train.teacher_weight`); there is no regression
-to hidden states. Level k weighs `train.lambda_decay`^k. Positions count whose next tokens count and
-whose label is in the draft vocabulary. The authors ask that of the backbone's first choice, which is
-the label in text that the backbone has written greedily.
+to hidden states. Level k has the weight `train.lambda_decay`^k. A position counts if its next tokens
+count and its label is in the draft vocabulary. (The authors test the backbone's argmax instead, which
+equals the label in text that the backbone wrote greedily.)
 
-EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and continues a' after its norm
-(`norm_output`). Both keep the size of what deep levels read; neither is in the paper.
+EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and passes the normed a' to the next level
+(`norm_output`). Both bound the scale of deep levels' inputs; neither is in the paper.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Eagle3Config(HeadsConfig):
     norm_output: bool = False
     # The residual around the attention is norm(a), not a.
     norm_before_residual: bool = False
-    # Sizes of the layers, as published files have them; 0: the backbone's.
+    # Sizes of the layers, which published files may set; 0: the backbone's.
     attention_heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -116,7 +116,7 @@ class Layers(nn.Module):
         return self.fc(jnp.concatenate(parts, axis=-1))
 
     def normed(self, x: jax.Array) -> jax.Array:
-        """a' -> what the LM head reads."""
+        """a' -> input of the LM head."""
         return self.norm(x)
 
     def __call__(
@@ -175,7 +175,7 @@ class Eagle3(Autoregressive):
 
     @property
     def shape(self) -> LlamaConfig:
-        """A Llama's layers, without biases and norms of queries, as all engines have them."""
+        """Llama layers without biases or norms of queries, the only form that engines support."""
         h = self.heads
         plain = {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False}
         sizes = {
@@ -209,7 +209,7 @@ class Eagle3(Autoregressive):
         return self.run(params, backbone, streams, method="fuse")
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Layers start as the stream of the last tap, which the backbone's norm and LM head read."""
+        """At the start the layers output the last tap's stream; norm and LM head are the backbone's."""
         D, A = self.llama.d_model, len(self.taps)
         probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
         streams = jnp.zeros((1, 1, A * D))

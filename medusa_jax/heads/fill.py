@@ -14,7 +14,8 @@ from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 
-# On CUDA the best of up to so many rows, of parts at least so wide, are found in two stages.
+# On CUDA, find the best in two stages (parts, then their best) up to this many rows, in parts at least
+# this wide.
 TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
 # Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
 AHEAD = 1e6
@@ -28,10 +29,10 @@ def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
 
 
 def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
-    """Columns of the n largest scores of each row [R, n], the first of equal ones first.
+    """Columns of the n largest scores of each row [R, n]; ties go to the lower column.
 
-    CUDA's TopK gives a row to one block of threads: of four rows with 128,256 scores it takes an H100 three
-    times as long as the best of 128 parts and then of these (research/log/).
+    CUDA's TopK runs a row in one block of threads: for four rows of 128,256 scores it takes an H100 three
+    times as long as the best of 128 parts followed by the best of these (research/log/).
     """
     R, O = scores_RO.shape
     width = -(-O // TOP_K_PARTS)
@@ -73,7 +74,7 @@ class Level:
     """Constants of one step down the tree, from depth d to depth d + 1.
 
     At depth d only nodes with children matter, here called parents. Example: depth 1 of the
-    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both below the root, so
+    tree [0] [1] [2] [0,0] [2,0] [2,1] has the parents [0] and [2], both children of the root:
 
       nodes_P   0 2      place among all nodes of depth d
       rows_P    0 0      place of the node's parent among the parents of depth d - 1
@@ -116,8 +117,8 @@ def fill_by_level(
 ) -> Proposal:
     """Fill the tree with guesses that depend on the path.
 
-    Rows of a level are gathered from the level above by constants, so shapes are static and there is
-    no loop over nodes.
+    Rows of a level are gathered from the level above by constants, so shapes are static, without a
+    loop over nodes.
 
     Args:
       backbone: maps logits to tokens.
@@ -141,14 +142,14 @@ def propose_given(
     vocab_size: int,
     dtype: DTypeLike,
 ) -> Proposal:
-    """A filled tree of a drafter without scores.
+    """A filled tree from a drafter without scores.
 
     The first child of a node gets all the mass, the next one all that remains, and so on. Rejection
     sampling then accepts each with the verifier's probability of that token. Under other rules the
     logits are not computed.
 
     Args:
-      given_BM: False for nodes that hold a placeholder instead of a draft.
+      given_BM: False for nodes with a placeholder instead of a draft.
     """
     B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
     for depth, level in enumerate(Level.of(tree)):
@@ -173,12 +174,12 @@ def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
 def level_rows(
     tree: Tree, with_root: bool = False
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """For passes of a model down the tree: by depth from 1, the nodes with children, and their mask.
+    """Rows of each pass down the tree: by depth from 1, the nodes with children, and their mask.
 
     The mask is True where a node sees a row of this pass or an earlier one: an ancestor or itself.
 
     Args:
-      with_root: the first pass runs the root as well.
+      with_root: the first pass also runs the root.
     """
     inner = inner_nodes(Level.of(tree), tree)
     done, rows = np.zeros(0, int), {}

@@ -5,8 +5,8 @@ Head k (0-based) at position t guesses the token at t + k + 2 from
     x = [b_t ; E(x_{t+1}) ; ... ; E(x_{t+1+k})]                                (section 3, eq. 2)
 
 where b_t is the backbone's hidden state and E its input embedding of the root and the path down to
-the parent. So a tree is drafted level by level: each head runs once, on all nodes of its level that
-have children.
+the parent. A tree is therefore drafted level by level: each head runs once, on all nodes of its level
+that have children.
 """
 
 import dataclasses
@@ -19,7 +19,14 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
+from medusa_jax.heads.drafter import (
+    Backbone,
+    DraftRequest,
+    Params,
+    Proposal,
+    TextRows,
+    shift_left,
+)
 from medusa_jax.heads.fill import Level, fill_by_level
 from medusa_jax.heads.layers import (
     LastHidden,
@@ -27,7 +34,6 @@ from medusa_jax.heads.layers import (
     applied,
     check_dropout,
     lm_head_start,
-    shift_left,
 )
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear
@@ -53,7 +59,7 @@ class HydraConfig(HeadsConfig):
 
 
 class FirstBlock(nn.Module):
-    """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, its term is the first D of x."""
+    """R x + r + SiLU(W x + c), [..., (k + 2) D] -> [..., D]; without R, x[..., :D] replaces R x + r."""
 
     features: int
     dtype: DTypeLike
@@ -142,7 +148,7 @@ class Hydra(LastHidden):
     def propose(
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> Proposal:
-        """Head d runs on one row per node of depth d with children and ranks these children."""
+        """Head d runs on the nodes of depth d that have children, and ranks these children."""
         dtype = backbone.llama.dtype
 
         def logits_of(

@@ -49,13 +49,6 @@ def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
     return out
 
 
-def shift_left(x: jax.Array, ahead: int) -> jax.Array:
-    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    rest = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(rest, pad)
-
-
 def last_of(n_B: jax.Array) -> jax.Array:
     """The last of n rows, 0-based; row 0 where n = 0."""
     return jnp.maximum(n_B - 1, 0)
@@ -212,7 +205,7 @@ class CausalLayer(nn.Module):
         """T rows after the `start` cached ones, each seeing itself and all earlier ones.
 
         Args:
-          only_B: the row whose output is asked for; None: all.
+          only_B: the row whose output is needed; None: all.
         """
         mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
         rope = rope_tables(self.config, positions_BT, self.dtype)
@@ -277,13 +270,13 @@ class LayerState(PositionState):
         Candidates after the n-th are invisible from now on; the next call overwrites them.
 
         Args:
-          contexts: outputs of each layer, of all T candidates or of the n-th alone [B, 1, D].
+          contexts: outputs of each layer, for all T candidates or only for the n-th [B, 1, D].
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
         new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
 
-    def grown(self, slots: int) -> "LayerState":
+    def grow(self, slots: int) -> "LayerState":
         """The same state with room for `slots` positions."""
-        return self.replace(cache=self.cache.grown(slots))
+        return self.replace(cache=self.cache.grow(slots))

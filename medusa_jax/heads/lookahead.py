@@ -1,8 +1,8 @@
 """Lookahead decoding (Fu et al. 2024): no draft model; the backbone collects n-grams while it decodes.
 
-Along with the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns: Jacobi
-iterations, each one step further than the level above. Columns are at successive positions; down a
-column the levels are successive iterations, each one position later than the one above:
+Along with the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns. The levels
+are successive Jacobi iterations, each one position later than the level above; columns are at successive
+positions:
 
     depth after the root    1    2    3    4    5      (W = 4, N = 4)
     level 0                 a0   a1   a2
@@ -14,10 +14,10 @@ predictions after the last level, d0 ... d3, complete one n-gram per column,
 
     root b0 c0 d0      a0 b1 c1 d1      a1 b2 c2 d2      a2 b3 c3 d3
 
-and then the window moves on: level 0 is b1 b2 b3, the others c and d. The *pool* keeps, for every
-token, the last G different continuations of N - 1 tokens that were found after it. Those of the root
-are drafted, each as a branch of the tree, and verified like any drafts. So a step yields more than
-one token when the text continues with an n-gram found before.
+and then the window moves on: level 0 becomes b1 b2 b3, the others c and d. The *pool* stores, for every
+token, the last G different continuations of N - 1 tokens that were found after it. The root's
+continuations are drafted, each as a branch of the tree, and verified like any drafts. A step thus yields
+more than one token when the text continues with an n-gram found before.
 
 As released: the window moves by one position per step regardless of the number of accepted tokens,
 its new tokens are the most likely ones even when decoding samples, and the pool does not use the

@@ -1,7 +1,7 @@
-"""Medusa heads (Medusa 2.1.1): each guesses one later token from the last hidden state only.
+"""Medusa heads (Medusa 2.1.1): each guesses one later token, from the last hidden state only.
 
-p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with any number of residual blocks before W2. The authors'
-code takes none, too: a head is then an LM head.
+p^(k) = softmax(W2 (SiLU(W1 h + b) + h)), with any number of residual blocks before W2; with none, as the
+authors' code also allows, a head is an LM head.
 """
 
 import jax

@@ -11,7 +11,7 @@ right, as in transformers: an earlier one has more text after it. Example, ngram
 The first `matches` of them fill the static tree: the r-th child of a node is the r-th distinct next
 token among the matches that agree with the path to the node. A chain uses only the first match, as
 transformers does. A match that reaches the end of the text continues from its start, as the text would
-if it kept repeating. Without a match, nodes hold the root token.
+if it kept repeating. Without a match, all nodes get the root token.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class TextState(PositionState):
         text_BS = write(self.text_BS, tokens_BT, self.length_B)
         return TextState(self.length_B + new.n_B, text_BS)
 
-    def grown(self, slots: int) -> "TextState":
+    def grow(self, slots: int) -> "TextState":
         """The same text with room for `slots` tokens."""
         more = slots - self.text_BS.shape[1]
         return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))
@@ -136,7 +136,7 @@ def merged(
 
     Args:
       chains_BCL: in order of preference; L is at least the tree's depth.
-      there_BC: which of them exist.
+      there_BC: which chains exist.
 
     Returns: tokens of all nodes, and which of them come from a chain [B, M].
     """

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, shift_left
 from medusa_jax.sharding import Params
 from medusa_jax.tree.growth import MISS
 

@@ -29,7 +29,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """Return the drafter class with that name.
 
     Raises:
-      UserError: there is none; suggests the most similar name.
+      UserError: no drafter has this name; suggests the most similar one.
     """
     files = DRAFTERS | BASELINES
     if name not in files:

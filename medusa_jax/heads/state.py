@@ -1,4 +1,4 @@
-"""Drafter states that keep something per text position, and what the decode loops do with any state."""
+"""Drafter states with values per text position, and the changes that decode loops make to any state."""
 
 from typing import Self
 
@@ -16,11 +16,11 @@ class PositionState(struct.PyTreeNode):
 
     length_B: jax.Array
 
-    def grown(self, slots: int) -> Self:
+    def grow(self, slots: int) -> Self:
         """The same state with room for `slots` positions."""
         raise NotImplementedError
 
-    def rewound(self, length_B: jax.Array) -> Self:
+    def rewind(self, length_B: jax.Array) -> Self:
         """The state truncated to the first `length_B` positions."""
         return self.replace(length_B=length_B)
 
@@ -32,15 +32,15 @@ def _map(change: PyTree, state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: change(x) if is_leaf(x) else x, state, is_leaf=is_leaf)
 
 
-def grown(state: PyTree, slots: int) -> PyTree:
+def grow_state(state: PyTree, slots: int) -> PyTree:
     """A drafter's state with room for `slots` positions."""
-    return _map(lambda part: part.grown(slots), state)
+    return _map(lambda part: part.grow(slots), state)
 
 
-def rewound(state: PyTree, length_B: jax.Array) -> PyTree:
+def rewind_state(state: PyTree, length_B: jax.Array) -> PyTree:
     """A drafter's state truncated to the first `length_B` positions.
 
-    The next `Drafter.commit` starts there with at least one position. So values that belong to the
-    last position only need not be restored: that call replaces them.
+    The next `Drafter.commit` starts there with at least one position and replaces values that belong only
+    to the last position, so these need not be restored.
     """
-    return _map(lambda part: part.rewound(length_B), state)
+    return _map(lambda part: part.rewind(length_B), state)

@@ -1,10 +1,10 @@
 """Draft vocabulary: heads score only the tokens that the model writes often.
 
-Most of the bytes that a head reads are its LM head, and nearly all text of a model uses a small part
+The LM head is most of the bytes that a head reads, and nearly all of a model's text uses a small part
 of its vocabulary (FR-Spec, Zhao et al. 2025, arXiv 2502.14856; EAGLE-3 has the same as `d2t`). The
 chosen ids are stored in ascending order under "draft_vocab" of the heads' parameters:
 
-    ids        [O] int32; logit j of a head is that of token ids[j]
+    ids        [O] int32; logit j of a head belongs to token ids[j]
     lm_head    {"kernel": [D, O]}: these columns of the backbone's LM head, if heads share it;
                created when heads are loaded for decoding, never stored in files
 
@@ -30,8 +30,8 @@ COUNTS = "vocab_counts.npy"
 def for_drafting(backbone: Backbone, heads: Params) -> Backbone:
     """The backbone for drafting with loaded heads: its LM head is replaced by the heads' `lm_head`.
 
-    Without a draft vocabulary this is the backbone unchanged. If the heads do not share the LM head,
-    the result has none.
+    Without a draft vocabulary, returns the backbone unchanged. If the heads do not share the LM head, the
+    result has none.
     """
     if GROUP not in heads:
         return backbone

@@ -1,4 +1,4 @@
-"""Attention of new tokens: which path computes it, and the paths that XLA compiles.
+"""Attention of new tokens: the choice of implementation, and the implementations in XLA.
 
 | new tokens of a row             | cache             | platform            | path                                |
 |---------------------------------|-------------------|---------------------|-------------------------------------|
@@ -12,7 +12,7 @@
 |                                 |                   | else                | `attend` after the write            |
 | one                             | the text before   | else                | `attend` before the write           |
 
-The two functions of `model/kernels.py` know the shapes that its kernels take. MEDUSA_JAX_ATTENTION=own avoids
+Two functions of `model/kernels.py` decide which shapes its kernels take. MEDUSA_JAX_ATTENTION=own disables
 all kernels.
 """
 
@@ -33,14 +33,14 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.seams import Pair, attention_kernels
 from medusa_jax.sharding import PyTree
 
-# Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, as the
-# nodes of a tree are; longer texts (prompts) against the slots in use.
+# Up to this many tokens of a text (an accepted path) are scored against all slots of a cache at once, like the
+# nodes of a tree; longer texts (prompts) only against the slots in use.
 MAX_MASKED = 16
-# Queries of a text that are scored at a time, and cache slots that a piece of a prompt is scored against at a time.
+# Queries of a text per block, and cache slots per block for a piece of a prompt.
 BLOCK = 64
 SLOTS = 512
-# Spans of a text whose queries are scored against the keys up to the span's end: of more, less is scored in vain
-# and more compiled.
+# Number of spans of a text; queries are scored against the keys up to their span's end. More spans waste fewer
+# scores but compile more code.
 SPANS = 4
 
 
@@ -58,7 +58,7 @@ class CausalMask(struct.PyTreeNode):
     def visible(
         self, begin: jax.Array | int, T: int, first: jax.Array | int, S: int
     ) -> jax.Array:
-        """Which of the S tokens from `first` on each of T tokens from `begin` on sees: [B or 1, T, S]."""
+        """Visibility of S tokens, from position `first`, to T tokens, from `begin`: [B or 1, T, S]."""
         distance_TS = (begin + jnp.arange(T))[:, None] - (first + jnp.arange(S))[None, :]
         visible_TS = distance_TS >= 0
         if self.window:
@@ -73,7 +73,7 @@ class CausalMask(struct.PyTreeNode):
 
 
 class PathMask(struct.PyTreeNode):
-    """Visibility in layers that the CPU engine computes whole: the cached text and the path to the token itself.
+    """Visibility in whole layers of the CPU engine: the cached text and the path to the token itself.
 
     Attributes:
       mask_TT: [t, s] is True where new token s is on the path to t, itself included.
@@ -89,7 +89,7 @@ class LevelCache(struct.PyTreeNode):
 
     Attributes:
       text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.
-      levels: the same of the levels after it; row t sees row t.
+      levels: keys and values of the levels after the first; row t sees row t.
     """
 
     text: Pair
@@ -98,13 +98,13 @@ class LevelCache(struct.PyTreeNode):
 
 LayerCache = Pair | LevelCache
 
-# The tokens that each token sees: [B, T, S] over the slots of a cache, the cached text and a path of new tokens,
-# or the text before it.
+# Which tokens each token sees: a mask [B, T, S] over cache slots, the cached text and a path of new tokens, or
+# the earlier text.
 Mask = jax.Array | PathMask | CausalMask
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
-    """The slots of a cache that new tokens see [B, T, S]: the text and, of R rows after it, the rows of the mask.
+    """The cache slots that new tokens see [B, T, S]: the text, and those of the R rows after it in the mask.
 
     Args:
       start_B: where the text ends.
@@ -112,7 +112,7 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
     """
     R = self_mask_TR.shape[1]
     offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
-    # Column of each slot in the tokens' own mask; slots outside it are clipped away.
+    # Column of each slot in `self_mask_TR`; other slots are clipped and masked.
     inside_BS = (offset_BS >= 0) & (offset_BS < R)
     own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
     own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
@@ -171,14 +171,14 @@ def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
 def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
     """`write_both`, ordered after the reads from the same cache.
 
-    Written after it was read, the cache changes in place instead of being copied whole; XLA
-    keeps that order only if the new values depend on those read.
+    If the write follows the reads, the cache changes in place instead of being copied whole; XLA
+    keeps this order only if the new values depend on the values read.
     """
     nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
     return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
 
 
-# Over a cache at once.
+# Attention over a whole cache.
 
 
 def attend(
@@ -195,9 +195,9 @@ def attend(
     once per group.
 
     Args:
-      new: key and value of one new token [B, G, 1, H] that belong to slot `start_B` and are not in it
-        yet. Reading them from the cache that they are written to makes XLA write every cache twice and
-        copy it twice on a CPU, which for longer texts costs more than reading the weights.
+      new: key and value of one new token [B, G, 1, H] for slot `start_B`, not written yet. If they are read
+        from the cache after the write, XLA for CPU writes and copies every cache twice, which for longer
+        texts costs more than reading the weights.
 
     Returns: [B, T, N * H].
     """
@@ -225,8 +225,8 @@ def attend(
     return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))
 
 
-# Of texts, in parts: attention over many keys is merged from attention over some of them, with the running softmax of
-# Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022). No array has both all queries and all keys.
+# Attention over texts, in parts of their keys, merged by the running softmax of Milakov and Gimelshein (2018), as in
+# FlashAttention (Dao et al. 2022). No array has both all queries and all keys.
 
 
 class Part(NamedTuple):
@@ -304,7 +304,7 @@ def text_part(
 ) -> Part:
     """Attention of a text over itself, by blocks of queries.
 
-    The backward pass computes a block's scores again, and memory grows with the length of the text.
+    The backward pass recomputes a block's scores, so memory grows linearly with the text.
     """
     T = q_BGTRH.shape[2]
     given = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
@@ -332,7 +332,7 @@ def text_part(
         part = spans(jax.tree.map(lambda x: x[None], given))
         return jax.tree.map(lambda x: x[0], part)
 
-    # A CPU takes one row after the other, whose scores fit its cache.
+    # A CPU processes one row at a time, so that its scores fit the CPU's cache.
     part = lax.map(jax.checkpoint(row), given) if platform() == "cpu" else spans(given)
     return jax.tree.map(lambda x: x[:, :, :T], part)
 
@@ -367,7 +367,7 @@ def attend_cached(
         seen_BTS = seen_BS[:, None, :] & near_BTS
         return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
-    # The new keys come first: every token sees itself, so each starts with a score.
+    # The new keys come first: every token sees itself, so no running softmax starts empty.
     mask = CausalMask(window=window)
     if platform() == "cpu":
         part = text_part(q_BGTRH, *new, mask)

@@ -1,4 +1,4 @@
-"""Orders of computation that XLA keeps on every backend, and recomputation in the backward pass by them."""
+"""Ordering of computations that XLA keeps on every backend, and recomputation in the backward pass."""
 
 from collections.abc import Callable
 
@@ -13,9 +13,9 @@ from medusa_jax.sharding import PyTree, param_shardings
 def depend_on(tree: PyTree, done: jax.Array) -> PyTree:
     """Return `tree` unchanged, but available only once the array `done` is computed.
 
-    An optimisation barrier, except on a CPU: XLA drops barriers there and would start early on whatever
-    reads `tree`, which keeps large temporaries alive. There, zero times an element of `done` is added;
-    XLA must not simplify this, because zero times NaN is NaN.
+    An optimisation barrier, except on a CPU: XLA drops barriers there, so operations that read `tree` could
+    start early and keep large temporaries alive. There, we add zero times an element of `done`; XLA cannot
+    simplify this, because zero times NaN is NaN.
     """
 
     def add_zero(tree: PyTree, done: jax.Array) -> PyTree:
@@ -50,8 +50,8 @@ def barrier_with(
 def regather(weights: PyTree, done: jax.Array, mesh: Mesh | None) -> PyTree:
     """Return `weights`, gathered over fsdp again for a further pass, and only after `done`.
 
-    XLA gathers an array once for all passes that read it: between two passes the gathered kernels of all
-    layers would stay on every device (Vicuna-33B: 65 GB).
+    XLA gathers an array once for all passes that read it, which would leave the gathered kernels of all
+    layers on every device between two passes (Vicuna-33B: 65 GB).
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
         return weights
@@ -66,7 +66,7 @@ def completion_of(*trees: PyTree) -> jax.Array:
     return jnp.sum(jnp.stack(firsts))
 
 
-def rematerialised(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
+def rematerialise(f: Callable[..., jax.Array], trained: str) -> Callable[..., jax.Array]:
     """f with a backward pass that keeps only its arguments and computes f again from them.
 
     `jax.checkpoint` relies on barriers. A CPU drops them and recomputes the activations of every layer

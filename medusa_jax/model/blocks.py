@@ -1,4 +1,4 @@
-"""Parameters in the blocks of a GGUF file, which are read later."""
+"""Parameters stored in the blocks of a GGUF file, read on demand."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Blocks:
 
     Attributes:
       kind: type of the blocks, such as "Q4_1".
-      rows: reads all of them: [rows, bytes], uint8.
-      unpacked: reads some, by a slice or an array of their numbers, in float32.
+      rows: reads all rows: [rows, bytes], uint8.
+      unpacked: reads some rows, given a slice or an array of row numbers, in float32.
       damaged: the error to raise if a scale is not finite.
     """
 
@@ -28,7 +28,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """A kernel, or an embedding, in blocks; a row has all weights of an output (a token).
+    """A kernel or an embedding in blocks; a row contains all weights of one output (one token).
 
     Attributes:
       shape: the parameter's: kernels [inputs, outputs], embeddings [tokens, width].
@@ -56,7 +56,7 @@ class BlockRows:
 
 
 def split_blocks(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """A parameter tree as two: its `BlockRows` alone, and the rest (with empty entries)."""
+    """Split a parameter tree into its `BlockRows` and the rest, which keeps empty entries."""
     blocks: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for name, value in tree.items():

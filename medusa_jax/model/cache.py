@@ -1,4 +1,4 @@
-"""The key/value cache: one (k, v) pair per layer, written first and attended to with a mask.
+"""The key/value cache: one (k, v) pair per layer, written before masked attention reads it.
 
 Slots [0, length) of a row hold its committed text. A decode step writes its M candidates to
 slots [length, length + M); they are invisible to every other pass, and `commit` moves the
@@ -48,7 +48,7 @@ class KVCache(struct.PyTreeNode):
         """Slots per row."""
         return self.layers[0][0].shape[2] if self.layers else 0
 
-    def grown(self, slots: int) -> "KVCache":
+    def grow(self, slots: int) -> "KVCache":
         """The same rows with room for `slots` slots (never fewer than now)."""
         extra = max(0, slots - self.slots)
         return jax.tree.map(
@@ -60,19 +60,19 @@ class KVCache(struct.PyTreeNode):
         """Move the accepted candidates to the end of the committed text.
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
-        root, and ascends to the last accepted node. Its entries after that may be any of the M
-        candidates: their copies lie after the new length, where the next step writes.
+        root, and ascends to the last accepted node. Later entries may be any of the M candidates: their
+        copies land after the new length, where the next step writes.
 
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
-        then hold the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
+        get the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
         """
         if on_tpu := tpu():
             return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL
 
-        # A row that has ended may lack room. A read beyond its slots must give a number (clip): with
-        # NaN there, the next request in the row would multiply it by a weight of zero.
+        # A row that has ended may lack room. Clip reads beyond its slots: the default fills NaN, which the
+        # next request in the row would multiply by a weight of zero.
         def move(x_BGSH: jax.Array) -> jax.Array:
             if x_BGSH.shape[0] == 1:
                 rows = jnp.take(x_BGSH, source_BL[0], axis=2, mode="clip")

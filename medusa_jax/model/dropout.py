@@ -10,7 +10,7 @@ def random_words(seed_2: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     The hash is Wellons's `lowbias32` (two multiplications, three shifts). It is not good enough for
     sampling, but XLA fuses it into its reader. On a CPU every generator of `jax.random` takes eight times
-    as long as the multiplication that is dropped out, a fifth to a third of a training step.
+    as long as the multiplication that dropout precedes, a fifth to a third of a training step.
     """
     first, second = seed_2
     index, stride = jnp.full(shape, first), 1
@@ -19,7 +19,7 @@ def random_words(seed_2: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         stride = stride * shape[axis] % 2**32
     word = (
         _mixed(index) ^ second
-    )  # else the words of two keys would be shifts of one sequence
+    )  # otherwise the words of two keys would be shifts of one sequence
     return _mixed(word)
 
 

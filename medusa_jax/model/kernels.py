@@ -1,9 +1,9 @@
-"""Kernels of attention that XLA does not compile: cuDNN's on NVIDIA GPUs, splash attention and ours on TPUs.
+"""Attention kernels outside XLA: cuDNN's on NVIDIA GPUs, splash attention and our own on TPUs.
 
-`attention.py` imports this file on these platforms only. The kernels store no scores. Those for TPUs have not
-run on one yet (`model/tpu.py`); cuDNN's have on an H100 (research/log/).
+`attention.py` imports this file on these platforms only. The kernels store no scores. The TPU kernels have not
+run on a TPU yet (`model/tpu.py`); cuDNN's have run on an H100 (research/log/).
 
-MEDUSA_JAX_ATTENTION=own avoids all; =cudnn lets cuDNN attend to all caches.
+MEDUSA_JAX_ATTENTION=own disables all; =cudnn makes cuDNN attend to all caches.
 """
 
 import functools
@@ -28,8 +28,8 @@ CUDNN_LONGEST = 8192
 # Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
 # of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (research/log/).
 CUDNN_SCORES = 2**25
-# From this many slots on, counted over all rows, a TPU attends to a cache for one token a row by the kernel, too:
-# XLA's attention of one row is faster over fewer (research/log/).
+# From this many slots on, summed over all rows, a TPU also uses the kernel for one token per row: over fewer slots
+# XLA's attention of one token is faster (research/log/).
 ONE_ROW_SLOTS = 8192
 # Library kernels multiply float32 in lower precision, or fail.
 SHORT = (jnp.bfloat16, jnp.float16)
@@ -74,13 +74,13 @@ def for_cache(
 
 
 def fits_cudnn(H: int) -> bool:
-    """Whether cuDNN is here and takes heads of this size."""
+    """Whether cuDNN is available and takes heads of this size."""
     return H % 8 == 0 and H <= 128 and has_cudnn()
 
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether JAX finds cuDNN; says so once if not. A compiler for GPUs that are not here comes without."""
+    """Whether JAX finds cuDNN; prints one note if not. Ahead-of-time compilers have no cuDNN."""
     x_BTNH = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
     try:
         jax.eval_shape(
@@ -112,7 +112,7 @@ def by_row(
             mesh=mesh,
             in_specs=(*[P(ROWS, None, heads)] * 3, P(ROWS)),
             out_specs=P(ROWS, None, heads),
-            check_vma=False,  # kernels do not declare how their results vary
+            check_vma=False,  # kernels do not declare how their results vary over devices
         )
     return run(*given).reshape(*q_BTNH.shape[:2], -1)
 

@@ -67,7 +67,7 @@ class Adapter(nn.Module):
 
 
 class Embed(nn.Embed):
-    """Rows of a table [tokens, width] in any form; in blocks, a row is unpacked when it is looked up."""
+    """Rows of a table [tokens, width] in any storage form; GGUF blocks are unpacked on lookup."""
 
     def setup(self) -> None:
         if self.has_variable("params", "embedding"):
@@ -108,7 +108,7 @@ class RMSNorm(nn.Module):
 
 
 def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
-    """One row of each, [B, T, ...] -> [B, 1, ...], the last if it has fewer; None: all rows."""
+    """One of T rows per batch entry, [B, T, ...] -> [B, 1, ...], clipped to the last; None: all rows."""
     if row_B is None:
         return x_BT
     return jax.vmap(lambda x_T, row: lax.dynamic_slice_in_dim(x_T, row, 1))(x_BT, row_B)
@@ -118,9 +118,9 @@ class Attention(nn.Module):
     """Self-attention; the caller passes the rotation, the mask and (in decoding) the cache.
 
     With `only_B` one new token per row has an output, [B, 1, D]. It sees the cached text and
-    the new tokens up to itself; the others have keys and values only.
+    the new tokens up to itself; the others only get keys and values.
 
-    Returns the output, and the cache with the new keys and values (only these without a cache).
+    Returns the output, and the cache with the new keys and values (without a cache, only these).
     """
 
     config: LlamaConfig
@@ -154,7 +154,7 @@ class Attention(nn.Module):
             fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
             cuts = np.cumsum(sizes)[:2] // self.shards
             out = fused(x_BTD)
-            # Split without the axis of one shard, whose slices a TPU would lay out twice.
+            # Split without the axis of one shard; a TPU would change the layout of its slices twice.
             out = out.reshape(B, T, -1) if self.shards == 1 else out
             q, k, v = jnp.split(out, cuts, axis=-1)
         else:

@@ -208,7 +208,7 @@ class Llama(nn.Module):
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        again = training("barrier").rematerialised(run, trained)
+        again = training("barrier").rematerialise(run, trained)
         return again(variables, x_BTD, rope, mask)
 
 

@@ -3,8 +3,8 @@
     y = x W + (alpha / rank) (dropout(x) A) B        A [in, rank] at random, B [rank, out] zero
 
 `apply({"params": p, "lora": scale(l, ...)})` is the adapted model, `apply({"params": p})` the original.
-Every linear layer has an adapter, also the LM head, even a tied one. `x W` and `(x A) B` are
-separate products in training: with W + AB autodiff would build a full-size dW.
+Every linear layer has an adapter, including the LM head, even if tied. `x W` and `(x A) B` are
+separate products in training: with W + AB, autodiff would build a full-size dW.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def scale(lora: Params, cfg: LoraConfig) -> Params:
 def with_dropout(lora: Params, key: jax.Array) -> Params:
     """The scaled collection with a dropout seed for every adapter.
 
-    All come from one call: folding a key per layer would compile a program per layer.
+    One call draws all: folding a key per layer would compile a program per layer.
     """
     treedef: jax.tree_util.PyTreeDef
     leaves, treedef = jax.tree.flatten(lora, is_leaf=lambda module: "a" in module)

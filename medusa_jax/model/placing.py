@@ -1,7 +1,7 @@
 """Convert stored parameters to the form that decoding reads, one entry at a time.
 
-An entry of the parameter tree is, for example, {"layers_3": ...}. Loaders convert each before they read the
-next (their argument `convert`), so a device never holds more than the converted model and one layer twice.
+An entry of the parameter tree is, for example, {"layers_3": ...}. Loaders convert each entry before they read
+the next (argument `convert`), so a device never holds more than the converted model plus one unconverted layer.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ def choose_storage(
     """The form of kernels on these devices: panels where the CPU engine computes.
 
     Args:
-      weights: type to store kernels in, of `WEIGHTS`; None is `dtype`.
-      draft_weights: the type for draft heads, of `DRAFT_WEIGHTS`; None is the default of `Storage`.
+      weights: type to store kernels in, one of `WEIGHTS`; None is `dtype`.
+      draft_weights: type for draft heads, one of `DRAFT_WEIGHTS`; None is the default of `Storage`.
 
     Raises:
       UserError: an unknown type or form, or one that is not available here.
@@ -77,7 +77,7 @@ def place_part(
     if blocks:
         others = partial(place_part, config, {name: rest}, dtype, mesh, storage)
         return cpu().prepare(config, part, blocks, others)
-    # All layers are one program, and one name serves the table for all.
+    # One program places every layer; the sharding table needs only one layer's name.
     known = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))
     return {name if entry == known else entry: value for entry, value in out.items()}
@@ -105,8 +105,8 @@ def prepare(
     A tied LM head becomes a separate kernel [D, V]: products with rows of the embedding are up to three
     times slower on a CPU, and a step reads it once either way.
 
-    Fusing is per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting the
-    fused kernel over devices splits q, k and v alike. Use with
+    Kernels are fused per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting
+    the fused kernel over devices also splits q, k and v. Use with
     `Llama(decoding_config(config), dtype, shards=shards)`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The product of activations and kernels, and the precision it is accumulated in."""
+"""The product of activations and kernels, and its accumulation type."""
 
 import functools
 
@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
 
-# XLA for CUDA takes the product of one row as multiplications and a sum, which leave an H100's memory idle
-# for up to two thirds of the time. A matrix product of 8 rows in 16 bits costs less: research/log/.
+# XLA for CUDA computes the product of one row as multiplications and a sum, which leaves an H100's memory idle
+# for up to two thirds of the time. A matrix product of 8 rows in 16 bits is faster: research/log/.
 CUDA_ROWS = 8
 
 
@@ -24,8 +24,8 @@ def at_least_f32(dtype: DTypeLike) -> np.dtype:
 def product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., in] times kernel [in, ...], accumulated in float32 or wider.
 
-    Automatic differentiation computes dW as (dyᵀ x)ᵀ, which takes a CPU nearly twice as long as the xᵀ dy
-    of the rule below.
+    Automatic differentiation computes dW as (dyᵀ x)ᵀ, which takes a CPU nearly twice as long as the
+    rule below, xᵀ dy.
     """
 
     def dot(x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def quantise(kernel: jax.Array, kind: str) -> Params:
     scales = jnp.max(jnp.abs(blocks), axis=1).astype(jnp.bfloat16)
     scales = jnp.maximum(scales, jnp.bfloat16(1e-30))
     unit = blocks / scales[:, None, :].astype(jnp.float32)
-    # The nearest code is the number of midpoints between neighbouring levels that are below the value.
+    # The nearest code equals the number of midpoints of neighbouring levels below the value.
     codes = jnp.zeros(unit.shape, jnp.uint8)
     for midpoint in ((NF4[1:] + NF4[:-1]) / 2).tolist():
         codes += (unit > midpoint).astype(jnp.uint8)

@@ -15,9 +15,9 @@ from medusa_jax.model.seams import tpu
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Rotation per position of each of the H/2 planes, [H/2] float64.
 
-    "linear" divides all by the factor. "llama3" and "yarn" divide the slow ones, keep the fast ones and
-    interpolate between, by the number of turns of a plane in the original context length ("llama3") or by
-    the plane's number ("yarn"). "dynamic" changes them beyond the context only.
+    "linear" divides all by the factor. "llama3" and "yarn" divide the low frequencies, keep the high ones and
+    interpolate in between: by a plane's number of turns in the original context ("llama3") or by its index
+    ("yarn"). "dynamic" changes frequencies only beyond the context.
     """
     H, original = config.head_dim, config.rope_original_max_position
     half = np.arange(0, H, 2, dtype=np.float64) / H

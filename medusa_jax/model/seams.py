@@ -1,4 +1,4 @@
-"""The seams of this room: code that only one platform or only training reaches, imported by name.
+"""The seams of this room: code that only one platform or only training needs, imported by name.
 
 - `cpu()`: the engine for one CPU, the room `cpu/`. XLA for CPU reads kernels below memory speed and rounds by the
   number of rows; the engine replaces its products of few rows (`Stored.product`) and whole layers over few tokens.
@@ -28,13 +28,13 @@ class Engine(Protocol):
     """The functions of `medusa_jax.cpu` that other rooms call."""
 
     def usable(self, dtype: DTypeLike) -> bool:
-        """Whether the engine computes in this type here: it is compiled, and the user does not refuse it."""
+        """Whether the engine can compute in this type: it is compiled and not disabled by the user."""
 
     def attends(self, head_dim: int) -> bool:
         """Whether `layer` takes heads of this size."""
 
     def mark(self) -> str:
-        """A name of the compiled kernels, for notes about measurements."""
+        """An identifier of the compiled kernels, stored with measurements."""
 
     def panel(self) -> int:
         """Outputs of a panel (`Storage.panel`)."""
@@ -42,16 +42,16 @@ class Engine(Protocol):
     def prepare(
         self, config: LlamaConfig, part: Params, blocks: Params, place: Any
     ) -> Params:
-        """An entry of the backbone whose kernels are `BlockRows`, as decoding reads it.
+        """Convert an entry of the backbone whose kernels are `BlockRows` to decoding form.
 
         Args:
           part: the entry, such as {"layers_3": ...}.
-          blocks: its inner entries that are `BlockRows`.
-          place: converts the entry without these.
+          blocks: its `BlockRows`.
+          place: converts the rest of the entry.
         """
 
     def panels(self, kernel_IO: jax.Array, scales_O: jax.Array | None, panel: int) -> Any:
-        """A kernel, times the scale of each output, in panels: a `Stored`."""
+        """Store a kernel, times a scale per output, in panels; returns a `Stored`."""
 
     def layer(
         self, config: LlamaConfig, params: Mapping[str, Any], x_BTD: jax.Array, rope: Pair, mask: Any,
@@ -72,7 +72,7 @@ class Engine(Protocol):
 
 
 def cpu() -> Engine:
-    """The engine. Its callers run on one CPU device: the platform chooses."""
+    """The engine, for callers on one CPU device: the platform chooses."""
     return cast(Engine, importlib.import_module("medusa_jax.cpu"))
 
 
@@ -83,7 +83,7 @@ def engine_for(dtype: DTypeLike, mesh: Mesh) -> Engine | None:
 
 
 def attention_kernels() -> ModuleType | None:
-    """`model/kernels.py`, which the platform chooses and MEDUSA_JAX_ATTENTION=own refuses."""
+    """`model/kernels.py`: the platform chooses, MEDUSA_JAX_ATTENTION=own disables it."""
     own = os.environ.get("MEDUSA_JAX_ATTENTION") == "own"
     if own or platform() not in ("cuda", "tpu"):
         return None
@@ -98,5 +98,5 @@ def tpu() -> ModuleType | None:
 
 
 def training(part: str) -> ModuleType:
-    """`model/lora.py`, `quantise.py` or `barrier.py`, where the configuration makes variables for it."""
+    """`model/lora.py`, `quantise.py` or `barrier.py`: the training configuration chooses."""
     return importlib.import_module(f"medusa_jax.model.{part}")

@@ -1,11 +1,11 @@
 """The forms in which kernels are stored for decoding, and the product with each.
 
-A decoding step is bound by reading the weights, so their bytes count, and whether they are read in one go:
+Reading the weights bounds a decoding step, so their size matters, and whether they are read sequentially:
 
     an array [inputs, outputs]   as trained; the product is XLA's
     Codes                        int8 [inputs, outputs]
     Panels (`cpu/panels.py`)     on one CPU device: in the type of the model, in bfloat16, in int8, or in
-                                 the blocks of a GGUF file, which give the bits that float32 would
+                                 the blocks of a GGUF file, with bit-identical results to float32
 
 int8 has one scale for each output. `model/quantise.py` has the forms of frozen kernels in training.
 """
@@ -31,22 +31,22 @@ class Storage:
     """How kernels are stored.
 
     Attributes:
-      panel: outputs of a panel of `Panels`; 0: [inputs, outputs].
-      weights: their type; "" is the model's, "stored" the blocks of its file
-        (`model/blocks.py`), for kernels that come in blocks.
+      panel: outputs per panel of `Panels`; 0: plain [inputs, outputs].
+      weights: the type; "" is the model's, "stored" keeps the blocks of a GGUF file
+        (`model/blocks.py`).
       draft_weights: the type of draft heads; "": `of_drafts` and `of_deciding_drafts` choose.
     """
 
     panel: int = 0
     weights: str = ""
-    # Not in the representation, under which measurements are kept together with that of `of_drafts`.
+    # Measurements are cached under `repr(self)` and `repr(self.of_drafts)`, so `repr` omits this field.
     draft_weights: str = field(default="", repr=False)
 
     @property
     def of_drafts(self) -> "Storage":
-        """The form of draft heads: int8 in panels, which are read in a quarter of the time.
+        """The form of draft heads: int8 in panels, which take a quarter of the time to read.
 
-        The backbone checks the drafts, so their rounding changes no text. Without panels
+        The backbone verifies all drafts, so rounding the heads changes no text. Without panels
         int8 is converted to float first, which takes longer than reading float.
         """
         return Storage(
@@ -66,7 +66,7 @@ class Storage:
 
 
 class Stored(struct.PyTreeNode):
-    """A kernel [inputs, outputs] in another form than this array; `cpu/panels.py` has one, too."""
+    """A kernel [inputs, outputs] that is not a plain array; `cpu/panels.py` has another subclass."""
 
     @property
     def types(self) -> dict[str, int]:
@@ -118,7 +118,7 @@ def int8_codes(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def store(params: Any, storage: Storage) -> Any:
-    """The same tree with its kernels in the form of `storage`; all else stays as it is."""
+    """Convert the kernels of a tree to the form of `storage`; other leaves are unchanged."""
     if not isinstance(params, dict):
         return params
     return {

@@ -1,7 +1,7 @@
 """Forms of single operations for TPUs: attention, rotation, and writes to the cache.
 
-None has run on a TPU yet; their choices are the compiler's estimates (research/log/).
-MEDUSA_JAX_ATTENTION=own goes without the kernels of attention.
+None has run on a TPU yet; the compiler's estimates guided their choices (research/log/).
+MEDUSA_JAX_ATTENTION=own disables the attention kernels.
 """
 
 import functools
@@ -19,12 +19,12 @@ from medusa_jax.model.product import at_least_f32
 BLOCKS = (512, 256, 128)
 # Rows of a 16-bit tile.
 TILE = 16
-# Key/value heads of a block, and rows of queries of them all, which fit 16 MiB of vector memory (v4).
+# Most key/value heads per block, and query rows of all of them: they fit 16 MiB of vector memory (v4).
 HEADS = 8
 ROWS = 2048
-# Vector memory that the kernel may take where there is more.
+# Vector memory that the kernel may use on chips with more.
 VMEM = 64 * 2**20
-# More rows of queries per key/value head than these do not fit.
+# Maximum number of query rows per key/value head that fits.
 MOST_ROWS = 1024
 LOWEST = -1e30
 
@@ -48,8 +48,8 @@ def attend_tree(
     """`attention.attend` of T queries over the slots before `end`: [B, T, N * H].
 
     XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes this
-    takes longer than the weights. Here a block of scores lives in vector memory, with a running softmax,
-    and blocks after the last used slot are neither read nor scored.
+    takes longer than reading the weights. This kernel keeps one block of scores in vector memory, with a
+    running softmax, and skips blocks after the last used slot.
 
     Args:
       mask_BTS: the slots that each query sees, all before `end`.
@@ -69,13 +69,13 @@ def attend_tree(
     wide = at_least_f32(q_BTNH.dtype)
     q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
-    # The queries of a group by head, then by token, where the mask of tokens repeats R times.
+    # Order the queries of a group by head, then by token: the mask of tokens repeats R times.
     q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)
     mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, more), (0, 0)))
 
     def used(b: Any, s: Any, end_B: Any) -> Any:
-        """The block of step s; the last used one again after the end."""
+        """The block of step s; steps after the end repeat the last used block."""
         return jnp.minimum(s, (end_B[b] - 1) // size)
 
     queries = pl.BlockSpec((1, heads, Q, H), lambda b, g, s, end: (b, g, 0, 0))
@@ -96,7 +96,7 @@ def attend_tree(
             pltpu.VMEM((heads, Q, 1), wide),
         ],
     )
-    # Written as the next product reads it: heads are whole tiles of columns.
+    # The output has the layout that the next product reads: heads are whole tiles of columns.
     out_BTD = pl.pallas_call(
         functools.partial(_block, repeats=R),
         grid_spec=grid,
@@ -121,7 +121,7 @@ def _block(
 ) -> None:  # fmt: skip
     """One block of slots for some heads of a row.
 
-    `sums` are of values weighted by exp(score - top), `total` of these weights, `top` is the largest score.
+    `sums` adds up values weighted by exp(score - top), `total` these weights; `top` is the largest score.
     """
     from jax.experimental import pallas as pl
 
@@ -141,7 +141,7 @@ def _block(
             score_QS = _dot(q[0, h], k[0, h], 1)
             score_QS = jnp.where(seen_QS, score_QS, LOWEST)
             new_Q1 = jnp.maximum(top[h], jnp.max(score_QS, axis=-1, keepdims=True))
-            # Before its first slot a query has the lowest score, and weights of one: nothing of them.
+            # A fully masked block has score = top, hence weights exp(0) = 1: drop them.
             weight_QS = jnp.where(seen_QS, jnp.exp(score_QS - new_Q1), 0.0)
             scale_Q1 = jnp.exp(top[h] - new_Q1)
             total[h] = total[h] * scale_Q1 + jnp.sum(weight_QS, axis=-1, keepdims=True)
@@ -218,7 +218,7 @@ def splash(
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """`rope.rotate` by head, as attention reads them, and with the halves swapped by a product.
 
-    A half of 128 lanes is less than a tile, and slices of halves are laid out again, twice. A column of the
+    Half of 128 lanes is less than a tile, so slicing the halves would change the layout twice. A column of the
     product has one term of weight 1 or -1, which is exact.
     """
     H = x_BTNH.shape[-1]
@@ -241,8 +241,8 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
 def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:
     """`KVCache.commit` of one array, slot by slot in place.
 
-    For a gather from the cache a TPU would keep it in another layout than attention reads. A path
-    ascends, so no slot is overwritten before it is read.
+    With a gather, a TPU would keep the cache in a layout that attention does not read. A path ascends, so no
+    slot is overwritten before it is read.
     """
     B, G, _, H = x_BGSH.shape
     zero = jnp.zeros((), length_B.dtype)
@@ -262,8 +262,8 @@ def write_rows(
 ) -> jax.Array:
     """`cache.write_rows` of several rows, one after the other.
 
-    Several rows at once are a scatter, for which a TPU copies the cache to another layout and
-    back in every layer. A CPU would copy the cache for every row.
+    Writing several rows at once is a scatter, for which a TPU copies the cache to another layout and
+    back in every layer. On a CPU this loop would copy the cache once per row.
     """
     zero = jnp.zeros((), start_B.dtype)
     for b in range(cache_BGSH.shape[0]):

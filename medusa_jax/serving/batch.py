@@ -37,11 +37,11 @@ from medusa_jax.tree.tree import Tree, stand_in
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
-# Most tokens of a prompt that are read at once on a CPU, where they outweigh reading the weights. The
-# larger the program, the more memory it takes: 100 MB for 256 tokens and 30 layers.
+# Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
+# pieces take more memory: 100 MB for 256 tokens and 30 layers.
 PIECE = 128
-# Slots of the smallest cache. Every size needs programs, and native attention reads only the slots of
-# the text; 512 of them take 24 MB a row with 30 layers and 3 heads.
+# Slots of the smallest cache. Each size needs programs of its own, and native attention reads only the slots
+# of the text; 512 slots take 24 MB per row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
 
 
@@ -52,7 +52,7 @@ class Reading:
     Attributes:
       row: the state.
       prompt: all tokens; [0, position) are in its cache.
-      group: its rule draws the first token.
+      group: the request's group; its rule draws the first token.
     """
 
     row: DecodeState
@@ -66,7 +66,7 @@ class Reading:
 
 
 def piece_for(model: Model) -> int:
-    """Return the most tokens of a prompt that are read at once on the model's device."""
+    """Return the maximum number of prompt tokens per piece on the model's device."""
     on_cpu = model.mesh.devices.flat[0].platform == "cpu"
     return PIECE if on_cpu else prefill.PIECE
 
@@ -80,13 +80,13 @@ def piece_sizes(most: int) -> list[int]:
 
 
 class Batch:
-    """Rows that take their steps together, known by their numbers.
+    """Rows that take their steps together, identified by their numbers.
 
     Attributes:
-      threads: for the work of rows with constraints.
+      threads: run the host's work for rows with constraints.
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
-      widest: most nodes of a tree; a row needs as many free slots after its text.
+      widest: most rows of a pass; a text needs this many free slots after it.
       longest: most tokens that a step appends.
     """
 
@@ -96,7 +96,7 @@ class Batch:
         self.threads: GuideThreads | None = None
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
-        # Knows only the tree's depth (`Engine.depth_only`), so all trees share every program but the step.
+        # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
         self._engine = replace(engine, tree=stand_in(trees.values()))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
@@ -117,7 +117,7 @@ class Batch:
         self._reset(min(self.trees), LEAST_SLOTS)
 
     def _reset(self, n_rows: int, slots: int) -> None:
-        """Start with idle rows, placed as programs place their results, or JAX compiles them again."""
+        """Start with idle rows, placed like programs' results; otherwise JAX would recompile."""
         if hasattr(self, "_state"):
             del self._state  # frees its memory before the next is allocated
         self._apart = rows.RowExtras()
@@ -134,7 +134,7 @@ class Batch:
     def fit(self, n_rows: int, slots: int) -> None:
         """Change the number of rows and slots; rows beyond the new number are lost.
 
-        Rows are moved one by one, so that a size needs programs of its own and not for each pair of sizes.
+        Rows are moved one by one, so that programs are needed per size, not per pair of sizes.
         """
         if (n_rows, slots) == (self.rows, self.slots):
             return
@@ -176,7 +176,7 @@ class Batch:
     def begin(
         self, request: DecodeRequest, source: int, shared: int, group: Group
     ) -> Reading:
-        """Begin to read a prompt after its first `shared` tokens, which row `source` holds."""
+        """Begin to read a prompt after its first `shared` tokens, which row `source` has cached."""
         row = rows.begin_row(
             self._engine,
             rows.take_row(self._engine, self._state, np.int32(source)),
@@ -188,27 +188,27 @@ class Batch:
         if group.logprobs:
             room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
             row = row.replace(logprobs=room.logprobs)
-        # Drafters pair a position with the token after it, so the last shared one is read again.
+        # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
-            position = 0  # nothing is saved, and other pieces would round differently
+            position = 0  # saves nothing, and other pieces would round differently
         if self._by_drafts[source] != RULES[_rule(group)].by_drafts:
-            position = 0  # its drafter's state is of other heads (`Model.variables_by`)
+            position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
     def _piece(self, rest: int) -> int:
-        """Return the tokens of the next piece: up to four small ones rather than one half empty."""
+        """Return the size of the next piece: up to four small ones instead of a half-empty large one."""
         return next((size for size in self._pieces if 4 * size >= rest), self._pieces[-1])
 
     def _tokens_read(self, n: int) -> int:
-        """Return the tokens that reading n of them computes, padding included."""
+        """Return the number of tokens computed to read n tokens, padding included."""
         total = 0
         while total < n:
             total += self._piece(n - total)
         return total
 
     def next_tokens(self, reading: Reading) -> int:
-        """Return the tokens of the next piece, padding included."""
+        """Return the size of the next piece, padding included."""
         return self._piece(len(reading.prompt) - reading.position)
 
     def read(self, reading: Reading) -> None:
@@ -253,15 +253,15 @@ class Batch:
         few: int,
         guides: Mapping[int, Guide] | None = None,
     ) -> tuple[Progress, int]:
-        """Dispatch a chunk of steps, which ends with the first row that does.
+        """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
-          wanted_B: RUNNING for the rows that step, PAUSED for other texts, else STOPPED.
-          group: of the rows that step. Steps without drafts leave the drafter's state behind, so such
+          wanted_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
+          group: the group of these rows. Steps without drafts do not update the drafter's state, so such
             a row cannot draft again.
-          steps: at most.
-          few: at most, if one of the rows has already ended, because its place may soon be wanted.
-          guides: by row, of a group with constraints, which takes `few` steps, or one if others wait.
+          steps: maximum number of steps.
+          few: maximum if one of the rows has already ended, since its row may soon be needed.
+          guides: by row. A group with constraints takes `few` steps, or one if other rows wait.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
@@ -288,9 +288,9 @@ class Batch:
     def _guided(
         self, engine: Engine, variables: Any, state: DecodeState, guides: Any, steps: int
     ) -> tuple[DecodeState, Progress]:
-        """Take steps of rows with constraints until one of them ends or lacks room.
+        """Take steps of rows with constraints until a row ends or lacks room.
 
-        At least one is tried, so that its programs are compiled.
+        Without guides, runs one step, to compile its programs.
         """
         for n in range(max(1, steps)):
             ahead = constrained.look_ahead(engine, variables, state)
@@ -316,7 +316,7 @@ class Batch:
         )
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
-        """Run everything once that a group needs at this size; the rows' texts are lost."""
+        """Run once all programs that a group needs at this size; the rows' texts are lost."""
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
@@ -327,12 +327,12 @@ class Batch:
                 self.read(reading)
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
-        for _ in range(2):  # the first one's result may be placed differently
+        for _ in range(2):  # the first run's result may be placed differently
             self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
-        if slots > LEAST_SLOTS:  # growing to this size and back
+        if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        if group.logprobs or group.penalties:  # rows keep them when the size changes
+        if group.logprobs or group.penalties:  # rows with extras change size, too
             for size in (*self.trees, n_rows):
                 self.fit(size, slots)
         jax.block_until_ready(self._state)

@@ -18,7 +18,7 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import UserError
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 
-# Stop sequences of a row and tokens of each that one compiled program has room for.
+# Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
 STOPS = (8, 4)
 
 
@@ -30,7 +30,7 @@ class Group(NamedTuple):
       rule: the acceptance rule; "auto" is greedy or sampled, row by row.
       logprobs: whether log-probabilities are kept.
       penalties: whether they have biases or penalties.
-      constrained: whether they have constraints, for which the host takes part in every step.
+      constrained: whether they have constraints, so that the host takes part in every step.
     """
 
     drafts: bool
@@ -49,12 +49,12 @@ class Job:
     """A request from `submit` to its end.
 
     Attributes:
-      decode: the request as the decode loop takes it, B = 1.
-      token_ids, depths: emitted so far, as far as the host has looked.
+      decode: the request in the decode loop's form, B = 1.
+      token_ids, depths: emitted tokens and their draft depths, as far as the host has read.
       length: text positions in the cache, likewise.
-      steps: decode steps when its tokens were last taken.
-      logprobs, top_logprobs: as in `Result`, if asked for.
-      row: number of its row in the batch; None until its prompt is read.
+      steps: decode steps when its tokens were last read.
+      logprobs, top_logprobs: as in `Result`, if requested.
+      row: number of its row in the batch; None until its prompt has been read.
       longest: most tokens that a step can append.
       reused, tree_nodes: as in `Ending`.
       drafted: number of its prompt's tokens that the drafter has read.
@@ -107,10 +107,10 @@ class Job:
         )
 
     def begin(self, reused: int, longest: int, drafted: int) -> None:
-        """Note that its prompt begins to be read.
+        """Record that reading its prompt begins.
 
         Args:
-          drafted: tokens that the drafter has read of the row that it starts from.
+          drafted: tokens that the drafter has read in the row that the prompt starts from.
         """
         self.started_at = time.perf_counter()
         self.reused, self.longest = reused, longest
@@ -118,10 +118,7 @@ class Job:
         self.drafted = drafted if drafted < reused else len(self.prompt)
 
     def cached(self, most: int) -> tuple[np.ndarray, int]:
-        """Return up to `most` tokens that its cache holds: all but the last one, which is the root.
-
-        Also returns how many tokens the drafter has read.
-        """
+        """Return up to `most` cached tokens (all except the root), and the number the drafter has read."""
         text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
         return text[:most], len(text) if self.request.drafts else self.drafted
 

@@ -12,8 +12,8 @@ from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
 
-# For this many seconds after a failed compilation, requests that need the program get its error; then it
-# is tried again.
+# For this many seconds after a failed compilation, requests that need the program get its error; after that,
+# compile again.
 RETRY_SECONDS = 2.0
 
 
@@ -26,18 +26,18 @@ class Programs(NamedTuple):
 
 
 class NotCompiled(Exception):
-    """These programs cannot be compiled, for lack of memory perhaps."""
+    """These programs cannot be compiled, for example for lack of memory."""
 
 
 class Compiler:
-    """Compiles on a batch of its own: JAX keeps programs for the whole process.
+    """Compiles on a separate batch: JAX caches programs for the whole process.
 
     Args:
-      make_batch: makes that batch once something is to be compiled.
+      make_batch: creates that batch when the first program has to be compiled.
       changed: called in the compiler's thread when programs are ready or failed to compile.
 
     Attributes:
-      failures: failed compilations before the first that succeeds.
+      failures: failed compilations before the first success.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Compiler:
         self._thread.start()
 
     def ready(self, programs: Programs) -> bool:
-        """Return whether these are compiled; if not, they come next.
+        """Return whether these are compiled; if not, queue them ahead of planned ones.
 
         Raises:
-          NotCompiled: they failed a moment ago.
+          NotCompiled: their compilation failed recently.
         """
         if programs in self._ready:
             return True
@@ -74,11 +74,11 @@ class Compiler:
         return programs in self._ready
 
     def known(self, programs: Programs) -> bool:
-        """Return whether these are compiled, without asking for them."""
+        """Return whether these are compiled, without queueing them."""
         return programs in self._ready
 
     def plan(self, programs: Iterable[Programs]) -> None:
-        """Compile these, in this order, while no request waits for others."""
+        """Compile these in this order, whenever no request waits for a program."""
         with self._wake:
             self._plan += programs
             self._wake.notify_all()

@@ -14,12 +14,12 @@ class Request:
 
     Attributes:
       prompt: text or token ids.
-      options: how it is decoded.
-      id: decides every random draw together with the seed, as in `Model.generate`.
-      drafts: False decodes plainly; the text is the same.
+      options: decoding options.
+      id: determines every random draw together with the seed, as in `Model.generate`.
+      drafts: False decodes without drafts; the text is the same.
       acceptance: a rule of `decoding/acceptance`, or "auto".
-      stop_ids: tokens that end the text and are cut off it, like stop strings.
-      min_tokens: EOS, stop strings and `stop_ids` end the text after this many new tokens only.
+      stop_ids: tokens that end the text and are cut off, like stop strings.
+      min_tokens: EOS, stop strings and `stop_ids` end the text only after this many new tokens.
     """
 
     prompt: str | Sequence[int]
@@ -36,10 +36,10 @@ class Ending:
     """The end of an answer.
 
     Attributes:
-      result: the whole answer; others ran during its seconds.
-      waited_seconds: from `submit` until its prompt began to be read.
-      reused_tokens: prompt tokens that were not computed again.
-      tree_nodes: of the tree of its last step; 1 is plain decoding.
+      result: the whole answer; its times include steps of other requests.
+      waited_seconds: from `submit` until reading its prompt began.
+      reused_tokens: prompt tokens taken from a row's cache.
+      tree_nodes: nodes of the last step's tree; 1 is plain decoding.
     """
 
     result: Result
@@ -49,12 +49,12 @@ class Ending:
 
     @property
     def accepted_drafts(self) -> int:
-        """Number of its tokens that were drafted."""
+        """Number of accepted drafts among its tokens."""
         return sum(depth > 0 for depth in self.result.draft_depths)
 
     @property
     def drafted(self) -> int:
-        """Number of tokens drafted for it, as if every step had had its last tree."""
+        """Number of tokens drafted for it, as if every step had used the last step's tree."""
         return self.result.steps * (self.tree_nodes - 1)
 
 
@@ -63,10 +63,10 @@ class Delta:
     """A new part of an answer.
 
     Attributes:
-      text: may be shown now.
+      text: new text that may be shown.
       parts: the same in pairs of text and draft depth (0: the backbone's own).
       token_ids: the new tokens; their text may still be held back.
-      logprobs, top_logprobs: of these tokens, as in `Result`, if asked for; None for a prompt's first.
+      logprobs, top_logprobs: of these tokens, as in `Result`, if requested; None for a text's first.
       ending: only in the last part.
     """
 
@@ -87,7 +87,7 @@ class Stopped(Exception):
 
 
 class TooCostly(Stopped):
-    """The constraint of the answer met a limit before its end."""
+    """The answer's constraint exceeded a limit before the answer ended."""
 
 
 # Called in the server's thread with every delta of an answer, and with an exception if no more will come.

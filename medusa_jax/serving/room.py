@@ -1,4 +1,4 @@
-"""The size of the batch: as many rows and slots as requests need and programs are ready for."""
+"""The size of the batch: the rows and slots that requests need, as far as programs are ready."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ PATIENCE = 64
 
 @dataclass
 class Row:
-    """The host's knowledge of one row of the batch.
+    """The host's view of one row of the batch.
 
     Attributes:
-      cached: tokens of the text that its cache holds, whether its request has ended or not.
-      drafted: number of them that the drafter has read; plain decoding does not advance it.
-      job: the request that has the row.
+      cached: tokens of the text in its cache, also after its request has ended.
+      drafted: number of these that the drafter has read; plain decoding does not advance it.
+      job: the request that occupies the row.
       used: the turn in which the row last changed hands.
     """
 
@@ -30,7 +30,7 @@ class Row:
     used: int = 0
 
     def keep(self, text: np.ndarray, drafted: int) -> None:
-        """Set the text that the cache holds, and how much of it the drafter has read."""
+        """Record the text in the cache, and how many of its tokens the drafter has read."""
         self.cached, self.drafted = text, min(drafted, len(text))
 
 
@@ -38,16 +38,16 @@ class Room:
     """Decides the size of a batch.
 
     Args:
-      rows: all that there may be.
-      sizes: numbers of rows that the batch may have, rising.
-      programs: which are compiled.
+      rows: the rows of the largest batch.
+      sizes: allowed numbers of rows, ascending.
+      programs: tells which programs are compiled.
     """
 
     def __init__(
         self, batch: Batch, rows: list[Row], sizes: list[int], programs: Compiler
     ) -> None:
         self.batch, self.rows, self.sizes, self.programs = batch, rows, sizes, programs
-        self._roomy = 0  # turns in a row that needed less
+        self._roomy = 0  # consecutive turns that needed less
 
     @property
     def running(self) -> dict[int, Job]:
@@ -56,7 +56,7 @@ class Room:
         return {i: r.job for i, r in rows if r.job and r.job.row is not None}
 
     def size_with(self, length: int) -> tuple[int, int]:
-        """Return rows and slots with one more text of this length; 0 rows if all are taken."""
+        """Return the size for one more text of this length; 0 rows if all are occupied."""
         batch = self.batch
         n_rows = batch.rows
         if all(row.job for row in self.rows[:n_rows]):
@@ -64,13 +64,13 @@ class Room:
         return n_rows, max(batch.slots, batch.slots_for(length))
 
     def ready(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Return whether a request of this group can step at this size, and ordinary ones still can.
+        """Return whether programs for this group and for `BASE` requests are ready at this size.
 
-        A cache grows only once ordinary requests have programs at the new size for every number of rows
-        that they have programs for now. Otherwise the next one would wait.
+        The cache grows only once `BASE` requests have programs at the new number of slots for every number
+        of rows that they have now. Otherwise the next request would wait.
 
         Raises:
-          NotCompiled: some of it cannot be compiled.
+          NotCompiled: a program cannot be compiled.
         """
         batch, wanted = self.batch, {Programs(group, n_rows, slots)}
         if (n_rows, slots) != (batch.rows, batch.slots):
@@ -78,15 +78,15 @@ class Room:
         if slots > batch.slots:
             now = [n for n in self.sizes if self.known(BASE, n, batch.slots)]
             wanted |= {Programs(BASE, n, slots) for n in now}
-        ready = [self.programs.ready(each) for each in sorted(wanted)]  # asks for all
+        ready = [self.programs.ready(each) for each in sorted(wanted)]  # queues all
         return all(ready)
 
     def known(self, group: Group, n_rows: int, slots: int) -> bool:
-        """Return whether programs are ready, without asking for them."""
+        """Return whether programs are ready, without queueing them."""
         return self.programs.known(Programs(group, n_rows, slots))
 
     def fit(self, n_rows: int, slots: int) -> None:
-        """Change the size of the batch; in fewer slots, rows keep less of their texts."""
+        """Change the size of the batch; with fewer slots, rows keep less of their texts."""
         if slots < self.batch.slots:
             for row in self.rows:
                 row.keep(row.cached[: slots - self.batch.widest], row.drafted)
@@ -98,8 +98,8 @@ class Room:
         """Shrink to the rows and slots in use, after `PATIENCE` turns that needed less.
 
         Args:
-          lengths: by row in use the length of its text, as far as the host knows.
-          unseen: tokens that each text may have grown by since.
+          lengths: text length by occupied row, as far as the host knows.
+          unseen: tokens by which each text may have grown since.
         """
         batch = self.batch
         slots = min(batch.slots, batch.slots_for(max(lengths.values()) + unseen))

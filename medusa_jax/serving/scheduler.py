@@ -1,14 +1,14 @@
-"""Which row takes which request, and when: continuous batching, one turn at a time.
+"""Continuous batching, one turn at a time: assigns requests to rows.
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps; then the
-host looks at the chunk before that. Running rows therefore stall for at most one piece. A chunk ends when
-a row does, and the row is given away. The host turns tokens into text while the device has work. Answers
-that have ended are delivered at once. Others follow after the next dispatch, and not after every one of
+host reads the previous chunk's results. Running rows therefore stall for at most one piece. A chunk ends
+when a row ends, and the next request gets the row. The host decodes text while the device works. It delivers
+finished answers at once, and new parts of other answers after the next dispatch, though not after each of
 many short chunks.
 
 A turn uses only programs that are ready (`programs.py`). A request whose programs are not ready waits and
-lets later ones go first. A text that outgrows the slots for which programs are ready leaves its row
-(it is parked) until there are more, since no row can step next to a full one.
+lets later ones go first. If a text outgrows the slots for which programs are ready, its row is parked
+until larger programs exist, since no row can step next to a full one.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from medusa_jax.serving.request import Stopped, TooCostly
 from medusa_jax.serving.room import Room, Row
 from medusa_jax.tree.tree import Tree
 
-# Chunks are short for this many turns after a row is free, so that a follow-up starts quickly.
+# Chunks are short for this many turns after a row becomes free, so that a follow-up starts quickly.
 FOLLOW_UP_TURNS, FEW_STEPS = 4, 2
 
 
 class Begun(NamedTuple):
-    """A request whose prompt is being read, for row `at`."""
+    """A request whose prompt is being read, and its row `at`."""
 
     job: Job
     reading: Reading
@@ -49,9 +49,9 @@ class Pending:
     """The pending result of a dispatched program.
 
     Attributes:
-      jobs: by row of `progress`, the requests that took part.
-      slots: of the cache at that time.
-      tree_nodes: of the tree of its steps; 0 if it took none.
+      jobs: the requests that took part, by row of `progress`.
+      slots: the cache's slots at that time.
+      tree_nodes: nodes of its steps' tree; 0 if it took no steps.
     """
 
     progress: Progress
@@ -64,16 +64,16 @@ class Scheduler:
     """Requests in, deltas out. It has no thread: the caller calls `step`.
 
     Args:
-      trees: for each number of rows that programs are compiled for the tree; the largest is the number of
-        requests that are answered at a time.
+      trees: the tree for each number of rows to compile programs for; the largest number is the number of
+        requests answered at a time.
       most_new: most tokens of an answer.
-      programs: which are compiled.
+      programs: tells which programs are compiled.
       chunk_steps: most steps of a chunk.
-      piece: most tokens of a prompt that are read at once, a power of two.
-      threads: for the host's work on constraints; by default it is done in place.
+      piece: most tokens of a piece of a prompt, a power of two.
+      threads: run the host's work on constraints; by default the caller's thread does.
 
     Attributes:
-      chunks: number of finished ones.
+      chunks: number of finished chunks.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Scheduler:
 
     @property
     def on_device(self) -> list[Job]:
-        """Requests that are lost with the state of the rows."""
+        """Requests that are lost if the rows' state is lost."""
         jobs = [row.job for row in self._rows if row.job]
         return [*jobs, *(job for job, _ in self._parked if job not in jobs)]
 
     def slot_sizes(self, most_tokens: int) -> list[int]:
-        """Return the cache sizes for texts of up to this many tokens, rising."""
+        """Return the cache sizes for texts of up to this many tokens, ascending."""
         lengths = range(1, most_tokens + 1)
         return sorted({self._batch.slots_for(length) for length in lengths})
 
@@ -131,17 +131,17 @@ class Scheduler:
         self._waiting.append(job)
 
     def step(self) -> bool:
-        """Take one turn; returns whether another one has something to do.
+        """Take one turn; returns whether work is left for another.
 
-        If not, `busy` and `waiting` tell whether requests wait for programs.
+        If not, `busy` and `waiting` show whether requests wait for programs.
         """
         self._turn += 1
         self._drop_cancelled()
         read = self._read()
         ran = self._run()
         self._deliver()
-        # The next turn looks at the chunk just dispatched, while the device has another; this turn does
-        # where a row is about to change hands.
+        # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
+        # row is about to get a new request.
         pending = len(self._pending)
         wait_for_next = ran and not self._waiting and not self._expects_follow_up
         while len(self._pending) > wait_for_next:
@@ -158,7 +158,7 @@ class Scheduler:
         tell(jobs, error)
 
     def restart(self, error: Stopped) -> None:
-        """Go on with the queue after an error that has cost the state of the rows.
+        """Continue with the queue after an error that destroyed the rows' state.
 
         Raises:
           Exception: the device cannot hold new rows either.
@@ -188,8 +188,8 @@ class Scheduler:
         """Take a request's row away; the row keeps its text for reuse.
 
         Args:
-          slots: of the cache when the request took its last step. Steps of other rows go on writing after
-            this row's text, or in the last slots if it is full.
+          slots: the cache's slots at the request's last step. Later steps keep writing after this row's
+            text, or to the last slots if it is full.
         """
         assert job.row is not None
         row = self._rows[job.row]
@@ -217,7 +217,7 @@ class Scheduler:
                 return busy
             job, reading, at = self._reading
             if not self._room.known(job.group, self._batch.rows, self._batch.slots):
-                # The batch has grown for others meanwhile: read it from the beginning, later.
+                # The batch has grown for others meanwhile: read the prompt again later.
                 self._waiting.appendleft(job)
                 self._rows[at].job = self._reading = None
                 return busy
@@ -249,7 +249,7 @@ class Scheduler:
         self._waiting.remove(job)
         try:
             return self._given_row(job)
-        except Exception as error:  # the job is nowhere, so nobody else would tell it
+        except Exception as error:  # the job is in no queue, so report the error here
             tell([job], Stopped(f"a step failed: {first_line(error)}"))
             raise
 
@@ -268,15 +268,15 @@ class Scheduler:
         return Begun(job, reading, at)
 
     def _free_row(self, shared: list[int]) -> int:
-        """Return the free row whose text is the least loss.
+        """Return the free row whose text is the smallest loss.
 
         Args:
-          shared: for each row, number of its text's tokens that the new one begins with.
+          shared: for each row, the length of its longest common prefix with the new text.
         """
         rows = self._rows[: self._batch.rows]
 
         def loss(i: int) -> tuple[bool, int, int]:
-            """Nothing is lost of a text that goes on as a whole, or of none."""
+            """First rows whose whole text the new one continues, then the least recently used."""
             if shared[i] == len(rows[i].cached):
                 return False, -shared[i], 0
             return True, 0, rows[i].used
@@ -289,7 +289,7 @@ class Scheduler:
         try:
             return bool(n_rows) and self._room.ready(job.group, n_rows, slots)
         except NotCompiled as error:
-            # If only more rows cannot be compiled, it may have one of these once one is free.
+            # If only a larger batch fails to compile, the request can wait for an existing row.
             if n_rows == self._batch.rows or slots > self._batch.slots:
                 self._refuse([job], error)
             return False
@@ -351,7 +351,7 @@ class Scheduler:
         """Dispatch a chunk for the next group of rows; returns whether one can step."""
         self._make_room()
         running = self._room.running
-        # A row whose masks are late sits out.
+        # A row whose masks are late skips the chunk.
         jobs = {i: job for i, job in running.items() if not self._is_late(job)}
         groups = [g for g in sorted({j.group for j in jobs.values()}) if self._can_step(g)]
         if not groups:
@@ -383,14 +383,14 @@ class Scheduler:
 
     @property
     def _expects_follow_up(self) -> bool:
-        """Whether a row has just become free and may soon be wanted."""
+        """Whether a row has just become free and a follow-up may need it."""
         free = (row for row in self._rows[: self._batch.rows] if not row.job)
         return any(self._turn - row.used < FOLLOW_UP_TURNS for row in free)
 
     # Results.
 
     def _look(self, pending: Pending) -> None:
-        """Wait for a program; deliver answers that have ended, leave the others for `_deliver`."""
+        """Wait for a program; deliver finished answers, leave the others to `_deliver`."""
         pending.progress = jax.tree.map(np.asarray, pending.progress)
         self.chunks += pending.tree_nodes > 0
         for at, job in pending.jobs.items():
@@ -405,7 +405,7 @@ class Scheduler:
                 self._take(job, pending, at)
 
     def _deliver(self) -> None:
-        """Deliver the new part of texts that go on: the first token at once, then several steps."""
+        """Deliver new parts of running texts: the first token at once, then several steps together."""
         late, self._late = self._late, {}
         for row, (job, pending, at) in late.items():
             if job.row != row:

@@ -21,11 +21,11 @@ MOST_FAILURES = 3
 
 
 class Busy(Exception):
-    """The queue is full: come again."""
+    """The queue is full: try again later."""
 
 
 def row_sizes(slots: int) -> list[int]:
-    """Return powers of two up to `slots`, and `slots`: a step costs its rows, busy or not."""
+    """Return powers of two up to `slots`, and `slots`: idle rows cost time as well."""
     sizes = [1]
     while sizes[-1] < slots:
         sizes.append(min(2 * sizes[-1], slots))
@@ -42,7 +42,7 @@ class Server:
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
-      more: `chunk_steps` and `piece` of `Scheduler`.
+      more: `chunk_steps` and `piece`, for `Scheduler`.
 
     Example:
       with Server(model, slots=8) as server:
@@ -115,12 +115,12 @@ class Server:
 
     @property
     def running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the server accepts requests."""
         return not self._closing and self._error is None
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended because of errors."""
+        """Whether errors have ended the server."""
         return self._error is not None
 
     @property
@@ -144,7 +144,7 @@ class Server:
         """Queue several requests, or none of them if one is refused.
 
         Args:
-          deliver: for each request, called with its deltas instead of the handle.
+          deliver: for each request, a function to call with its deltas, instead of the handle.
 
         Raises:
           UserError, Busy, Stopped: as for `submit`.
@@ -166,7 +166,7 @@ class Server:
 
     @contextmanager
     def preparing(self, n: int) -> Iterator[None]:
-        """Hold n places of the queue for requests that are submitted once they are compiled.
+        """Reserve n places of the queue for requests whose constraints are being compiled.
 
         Raises:
           Busy: fewer places are left.
@@ -190,8 +190,8 @@ class Server:
         Requests are answered meanwhile, with the programs that are ready.
 
         Args:
-          groups: whether the requests draft, and their acceptance rule or "auto".
-          wait: until all programs are compiled.
+          groups: pairs: whether requests draft, and their acceptance rule or "auto".
+          wait: return only when all programs are compiled.
         """
         slots = self._scheduler.slot_sizes(most_tokens)
         sizes = [(rows, n) for n in slots for rows in sorted(self._trees)]
@@ -200,14 +200,14 @@ class Server:
             self._compiler.wait()
 
     def when_failed(self, tell: Callable[[], None]) -> None:
-        """Have `tell` called, in the server's thread, if the server ends because of errors."""
+        """Call `tell`, in the server's thread, if errors end the server."""
         with self._wake:
             self._when_failed = tell
         if self.failed:
             tell()
 
     def close(self) -> None:
-        """Answer the submitted requests, take no new ones, and end."""
+        """Refuse new requests, answer the submitted ones, and end."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -225,7 +225,7 @@ class Server:
             more = False
             while self._wait(more):
                 more = self._turn()
-        except BaseException as error:  # every client is told, whatever it was
+        except BaseException as error:  # report any error to every client
             with self._wake:
                 self._error = error
                 self._take_inbox()
@@ -256,10 +256,10 @@ class Server:
         return True
 
     def _turn(self) -> bool:
-        """Take a turn. An error costs the requests on the device; those in the queue get new rows.
+        """Take a turn. An error loses the requests on the device; queued ones continue.
 
         Raises:
-          Exception: too many errors, one after the other.
+          Exception: too many consecutive errors.
         """
         try:
             more = self._scheduler.step()

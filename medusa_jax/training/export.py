@@ -13,7 +13,6 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.hosts import first
 from medusa_jax.interop import own_heads
 from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone
 from medusa_jax.sharding import PyTree
@@ -38,10 +37,12 @@ def export(
         arch, backbone = trained
         base = own_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
-        if write:  # seam: a `train.stage` that trains the backbone
-            files = importlib.import_module("medusa_jax.interop.tokenizer_files")
+        # A seam: `train.stage` says whether the backbone is trained.
+        files = importlib.import_module("medusa_jax.interop.tokenizer_files")
+        writer = importlib.import_module("medusa_jax.interop.hf_writer")
+        if write:
             ids = files.copy_tokenizer(model.tokenizer, model.path, directory)
-        save_backbone(directory, arch, backbone, dtype, ids, write)
+        writer.save_backbone(directory, arch, backbone, dtype, ids, write)
         if write:
             write_json(os.path.join(directory, "recipe.json"), recipe)
         heads_directory = os.path.join(directory, "heads")

@@ -39,7 +39,7 @@ class Stage:
     Attributes:
       groups: the trained groups, and how.
       arch: the backbone's shape.
-      offsets: number of tokens that each loss looks ahead; 1 for the backbone's.
+      offsets: for each loss, how many tokens ahead it predicts; 1 for the backbone's.
       loss: the minimised function.
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
@@ -69,8 +69,8 @@ class Stage:
     def metrics(self, sums: Sums, counts_K: jax.Array) -> dict[str, jax.Array]:
         """Means over the counted pairs: loss in nats, top-1 and top-5 accuracy, each [K].
 
-        With a draft vocabulary `inside` is the share of pairs whose token is in it; the loss is the mean over
-        these, the others are misses.
+        With a draft vocabulary `inside` is the share of pairs whose token is in it. The loss averages these
+        pairs; the others count as misses.
 
         If heads train together with the backbone, its metrics are `lm_loss`, `lm_top1` and `lm_top5`, and
         `lm_objective` is the minimised term L_LM (cross-entropy or KL).

@@ -131,7 +131,7 @@ class Run:
             self.evaluator = Evaluator(stage, mesh, held_out, micro, total)
 
     def restore(self, state: TrainState, changed: dict[str, str]) -> TrainState:
-        """The state of the newest checkpoint; `changed` are fields that differ from the last start."""
+        """The state of the newest checkpoint; `changed` lists fields that differ from the last start."""
         workdir = self.cfg.workdir
         params, opt, data, meta = self.checkpoints.restore(state.params, state.opt)
         resume.check(data, self.content, self.steps, workdir)
@@ -261,8 +261,8 @@ def make_step(
     """step(state, frozen, batch) -> (state, metrics); batch arrays are [A, B / A, T].
 
     The gradients of the A microbatches add up: each divides by the counts of the whole batch.
-    Each microbatch gathers weights over fsdp again: XLA would gather the weights of all layers before the loop
-    and keep them.
+    Each microbatch gathers weights over fsdp again; otherwise XLA would gather all layers' weights before the
+    loop and keep them.
 
     A loss or gradient that is not finite leaves parameters and optimizer unchanged.
     """

@@ -97,7 +97,7 @@ def own_tree(calibrated: Json) -> Tree:
 
 
 def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
-    """Return a tree file's trees by number of rows (`batches`); {} if it has none for the platform.
+    """Return a tree file's trees by number of rows (`batches`); {} if none are for this platform.
 
     A CPU uses trees that were fitted to any platform, as in `auto_tree`.
 
@@ -118,7 +118,7 @@ def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
 
 
 def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
-    """The tree for this number of rows: that of the same or the next larger number, or the last."""
+    """The tree of the smallest listed number of rows that is not below `rows`, or of the largest."""
     return ladder[min((n for n in ladder if n >= rows), default=max(ladder))]
 
 

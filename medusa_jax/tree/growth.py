@@ -1,9 +1,9 @@
 """Fitting the tree to the heads and to the device (Medusa 2.3.3).
 
 One teacher-forced pass over the model's own output records, at every position, the tuple of
-ranks that the true next tokens have under heads 1..K. In the paper the worth of a node is the share of
-positions whose tuple begins with its path (`joint_growth`). Trees to decode with are grown by the steps
-they save (`growth_by_steps`). Measured step latency then selects the size with the most tokens per second.
+ranks that the true next tokens have under heads 1..K. The paper ranks nodes by the share of positions
+whose tuple begins with the node's path (`joint_growth`). We grow trees for decoding by the steps they
+save (`growth_by_steps`). Measured step latency then selects the size with the most tokens per second.
 """
 
 import itertools
@@ -24,8 +24,8 @@ class Recorded(NamedTuple):
 
     Attributes:
       ranks_PK: ranks of the true next tokens under the heads.
-      copied_P: how many consecutive next tokens a chain copied from the text gets right.
-      repeats_P: whether a tree with spares has its copied chain there.
+      copied_P: number of next tokens that a chain copied from the text gets right in a row.
+      repeats_P: whether a tree with spares uses its copied chain there.
     """
 
     ranks_PK: np.ndarray
@@ -34,13 +34,13 @@ class Recorded(NamedTuple):
 
     @classmethod
     def of_heads(cls, ranks_PK: np.ndarray) -> "Recorded":
-        """Positions with no copied tokens."""
+        """Positions without copied tokens."""
         P = len(ranks_PK)
         return cls(ranks_PK, np.zeros(P, int), np.zeros(P, bool))
 
     @classmethod
     def joined(cls, texts: "Sequence[Recorded]") -> "Recorded":
-        """All positions of some texts."""
+        """Concatenate the positions of several texts."""
         return cls(*(np.concatenate(column) for column in zip(*texts, strict=True)))
 
     def cut(self, depth: int) -> "Recorded":
@@ -72,23 +72,23 @@ def path_counts(tuples_PK: np.ndarray) -> Counter[Choice]:
 
 
 def joint_growth(tuples_PK: np.ndarray, n_choices: int) -> list[Choice]:
-    """Nodes by how often the true continuation runs through them, no independence assumed.
+    """The nodes that true continuations pass most often, without assuming independence of the heads.
 
-    A node is never worth more than its parent, so the n best nodes always form a tree, and no
-    tree of n nodes is worth more.
+    A node never counts more often than its parent, so the n best nodes always form a tree, the best tree
+    of n nodes.
     """
     counts = path_counts(tuples_PK)
     return sorted(counts, key=lambda path: (-counts[path], len(path), path))[:n_choices]
 
 
 def expected_tokens(tuples_PK: np.ndarray, tree: Tree) -> float:
-    """1 + the summed worth of the tree's nodes, taking step starts as uniform (2.3.3)."""
+    """1 + the summed frequencies of the tree's paths, as if steps started uniformly (2.3.3)."""
     counts = path_counts(tuples_PK)
     return 1 + sum(counts[c] for c in tree.choices) / len(tuples_PK)
 
 
 class Reach:
-    """How deep the recorded text agrees with a set of paths, at every position."""
+    """Depth to which the recorded text follows a set of paths, at every position."""
 
     def __init__(self, ranks_PK: np.ndarray) -> None:
         self.ranks_PK = ranks_PK
@@ -97,7 +97,7 @@ class Reach:
         self.paths: dict[Choice, int] = {(): 0}
 
     def with_path(self, path: Choice) -> "Reach":
-        """With one more path, whose parent is there."""
+        """Add a path; its parent must be included already."""
         depth, new = len(path), Reach(self.ranks_PK)
         agrees_P = (self.node_P == self.paths[path[:-1]]) & (self.depth_P == depth - 1)
         agrees_P &= self.ranks_PK[:, depth - 1] == path[-1]
@@ -107,7 +107,7 @@ class Reach:
         return new
 
     def best_child(self, begin_S: np.ndarray) -> Choice | None:
-        """The path that would lengthen most steps that begin at these positions."""
+        """The new path that lengthens the most steps among those that begin at these positions."""
         begin_S = begin_S[self.depth_P[begin_S] < self.ranks_PK.shape[1]]
         rank_S = self.ranks_PK[begin_S, self.depth_P[begin_S]]
         child_S = (self.node_P[begin_S] * MISS + rank_S)[rank_S < MISS]
@@ -123,7 +123,7 @@ class Grown(NamedTuple):
 
     Attributes:
       drafted: its drafted nodes.
-      elsewhere: these and its spares, where the text does not repeat; None without spares.
+      elsewhere: drafted nodes and spares, used where the text does not repeat; None without spares.
       n_copied: number of its copied nodes.
     """
 
@@ -140,7 +140,7 @@ class Grown(NamedTuple):
         return np.where(text.repeats_P, accepted_P, self.elsewhere.depth_P)
 
     def with_path(self, path: Choice, spares: Sequence[Choice]) -> "Grown":
-        """With one more node; elsewhere with this one, or with the next spare if it has it."""
+        """Add a node; `elsewhere` gets the next spare instead of a copied or known node."""
         drafted, n_copied = self.drafted, self.n_copied
         if path[0] == COPIED:
             n_copied += 1
@@ -159,18 +159,18 @@ class Grown(NamedTuple):
 def growth_by_steps(
     texts: Sequence[Recorded], n_choices: int, spares: Sequence[Choice] = ()
 ) -> list[Choice]:
-    """Add nodes greedily, each time the one with which decoding these texts takes fewest steps.
+    """Add nodes greedily, always the one with which decoding these texts takes the fewest steps.
 
-    Considered are the drafted node whose token is right most often at the starts of the steps so far, and
-    the next copied node. A share of positions would not do: text that can be copied is passed in a few
-    long steps, in which one more token saves less than in text with short ones.
+    Candidates are the drafted node whose token is right most often at the current step starts, and the
+    next copied node. Counting positions instead would mislead: copyable text takes a few long steps, in
+    which one more token saves less than in short ones.
 
     Example: six tokens can be copied, then four are each the first guess of their head. [-1] leaves
     3 + 4 of 10 steps. Then [0] leaves 3 + 2 and [-1, -1] 2 + 4, although five positions would use it.
 
     Args:
       texts: positions of each text, in order.
-      spares: of the trees, best first; empty: the copied nodes are copied in every step.
+      spares: spares of the trees, best first; empty: every step copies the copied nodes.
     """
     text = Recorded.joined(texts)
     begins = np.cumsum([0, *(len(text.ranks_PK) for text in texts)]).tolist()
@@ -189,7 +189,7 @@ def growth_by_steps(
 
     begin_S = starts(tree)
     while len(growth) < n_choices:
-        # Nothing is gained where copied tokens reach further than a child would, or spares are used.
+        # A child gains nothing where copied tokens reach further, or where spares are used.
         gains_P = tree.drafted.depth_P >= np.minimum(text.copied_P, tree.n_copied)
         if spares:
             gains_P &= text.repeats_P
@@ -255,12 +255,11 @@ def held_out_tokens(
 ) -> list[float]:
     """Mean accepted length of the best tree of every size, on held-out texts.
 
-    Two folds of whole texts: each half is replayed with the trees grown from the other half. On
-    the texts it was grown from a large tree looks better than it is, since its last nodes were
-    seen once.
+    Two folds of whole texts: each half is replayed with the trees grown from the other half. On its own
+    texts a large tree looks better than it is, since its last nodes occurred once.
 
     Args:
-      texts: positions of each text, two texts at least.
+      texts: positions of each text, at least two texts.
       sizes: numbers of nodes, root included.
     """
     folds = texts[::2], texts[1::2]

@@ -1,12 +1,12 @@
 """The draft tree as compile-time constants (Medusa 2.1.2 and 2.3.3).
 
 A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the best guess of head
-1, then the third-best guess of head 2". The root, which is the token already chosen by the
-backbone, is added. The empty tree has the root alone and is autoregressive decoding.
+1, then the third-best guess of head 2". The root, the token that the backbone has already chosen, is
+added. The empty tree contains only the root and is plain autoregressive decoding.
 
-In addition to the heads' guesses a tree may hold one chain of tokens copied from the text
-(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, .... In a step whose text does not repeat, the
-tree's *spares*, as many more guesses of the heads, are used in place of the chain.
+In addition to the heads' guesses a tree may have one chain of tokens copied from the text
+(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, .... Where the text does not repeat, a step
+replaces the chain by the tree's *spares*: the same number of further guesses of the heads.
 """
 
 import itertools
@@ -31,7 +31,7 @@ MOST_DEEP, MOST_NODES = 127, 4096
 class Nodes(Protocol):
     """The part of a tree that verification and acceptance read.
 
-    A `Tree` has constants; `copying.TreeArrays` has arrays, which a step chooses.
+    In a `Tree` these are constants; in `copying.TreeArrays`, arrays that a step selects.
     """
 
     @property
@@ -73,8 +73,8 @@ class Tree:
         """Validate and order a list of paths.
 
         Args:
-          spares: further guesses of heads in the order of their worth, for the copied nodes. Those among
-            the choices are passed over; if fewer than the copied nodes are left, there are none.
+          spares: further guesses of heads, best first, to replace copied nodes. Those among the choices
+            are skipped; if fewer remain than there are copied nodes, the tree has no spares.
 
         Raises:
           UserError: a path is empty, negative (and not a copied one), given twice, or its prefix is
@@ -92,7 +92,7 @@ class Tree:
 
     @classmethod
     def none(cls) -> "Tree":
-        """The root alone: plain autoregressive decoding."""
+        """Only the root: plain autoregressive decoding."""
         return cls(())
 
     @classmethod
@@ -155,7 +155,7 @@ class Tree:
 
     @cached_property
     def in_every_step(self) -> "Tree":
-        """One tree of as many nodes where no step may choose: half of the chain, and the best spares.
+        """A tree of the same size for fixed use: half of the chain, and the best spares for the rest.
 
         Example: [[-1], [-1, -1], [-1, -1, -1]] with the spares [0], [1], [0, 0] gives [[0], [-1], [-1, -1]].
         """
@@ -260,7 +260,7 @@ class Tree:
 
 
 def _path(path: object) -> Choice:
-    """One choice; raises as `Tree.from_choices` says."""
+    """Check one choice; raises like `Tree.from_choices`."""
     if not isinstance(path, list | tuple) or not all(
         isinstance(r, int | np.integer) and not isinstance(r, bool) for r in path
     ):
@@ -277,7 +277,7 @@ def _path(path: object) -> Choice:
 
 
 def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The paths of a tree, by depth; raises as `Tree.from_choices` says."""
+    """The paths of a tree, by depth; raises like `Tree.from_choices`."""
     _check_size(len(paths) + 1, max(map(len, paths), default=0))
     known = set(paths)
     if len(known) < len(paths):
@@ -304,7 +304,7 @@ def stand_in(trees: Iterable[Tree]) -> Tree:
     """Return a chain as deep as the deepest of `trees`, copied if any of them has copied nodes.
 
     A program compiled for it fits all of them if it depends only on the length of a step and on
-    whether the state holds the text.
+    whether the state contains the text.
     """
     trees = list(trees)
     copies = any(tree.copied_C.size for tree in trees)

@@ -21,7 +21,7 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.lookahead import remembered
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig, TextState
 from medusa_jax.heads.registry import BASELINES, make_drafter
-from medusa_jax.heads.state import grown
+from medusa_jax.heads.state import grow_state
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
@@ -121,7 +121,7 @@ def test_a_text_that_outgrows_its_slots_goes_on():
     state = drafter.start(1, 4, jnp.float64)
     for begin in (1, 3, 5):
         if begin == 5:
-            state = grown(state, 8)
+            state = grow_state(state, 8)
         tokens = np.array([[begin, begin + 1]])
         state = drafter.commit({}, None, state, Committed(None, tokens, None, None, pair))
     assert state.text_BS[0, :6].tolist() == [1, 2, 3, 4, 5, 6]

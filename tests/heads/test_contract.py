@@ -33,7 +33,7 @@ from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import BASELINES, DRAFTERS, make_drafter
-from medusa_jax.heads.state import grown, rewound
+from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -99,7 +99,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         for k in range(K):
             got = logits[k].reshape(B, -1)
             assert_close(got, expected[k][np.arange(B), last])
-        state = grown(state, 16)
+        state = grow_state(state, 16)
 
 
 @pytest.mark.parametrize("name", READING)
@@ -123,7 +123,7 @@ def test_a_state_goes_on_from_an_earlier_position(name):
 
     start, zero = drafter.start(2, 64, jnp.float64), np.zeros(2, np.int32)
     whole = taken(start, first, tokens, zero, zero + 8)
-    again = rewound(whole, parted)
+    again = rewind_state(whole, parted)
     again = taken(again, second, followed, parted, zero + 4)
     fresh = taken(start, second, followed, zero, parted + 4)
     for mine, other in zip(*(jax.tree.leaves(last_of(s)) for s in (again, fresh))):

@@ -16,7 +16,7 @@ from trees import WILD
 from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
-from medusa_jax.heads.state import grown
+from medusa_jax.heads.state import grow_state
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -182,4 +182,4 @@ def test_the_prefix_cache_holds_accepted_positions_only():
         contexts.append(state.context_BSD)
     np.testing.assert_array_equal(*contexts)
     assert state.cache.layers[0][0].shape == (2, 2, 64, 6)
-    assert grown(state, 96).cache.slots == 96
+    assert grow_state(state, 96).cache.slots == 96

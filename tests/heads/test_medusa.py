@@ -18,7 +18,7 @@ from trees import TreeArrays, trees
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.state import grown
+from medusa_jax.heads.state import grow_state
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -140,7 +140,7 @@ def test_commit_keeps_the_last_accepted_row():
     after = drafter.commit(params, backbone, state, new)
     expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
     np.testing.assert_array_equal(after, np.stack(expected))
-    assert grown(state, 256) is state
+    assert grow_state(state, 256) is state
 
 
 def test_drafters_are_hashable_values():

@@ -83,10 +83,10 @@ def test_rows_are_written_where_each_starts_and_nowhere_else(seed, batch):
 
 def test_growing_keeps_what_is_there():
     before = counting(2, 8)
-    after = before.grown(20)
+    after = before.grow(20)
     assert (before.slots, after.slots) == (8, 20)
     for old, new in zip(*(map(np.asarray, jax.tree.leaves(c)) for c in (before, after))):
         np.testing.assert_array_equal(new[:, :, :8], old)
         assert not new[:, :, 8:].any()
-    assert after.grown(4).slots == 20
+    assert after.grow(4).slots == 20
     assert KVCache(layers=()).slots == 0

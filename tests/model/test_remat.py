@@ -9,7 +9,7 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import LoraConfig
 from medusa_jax.model import lora
-from medusa_jax.model.barrier import depend_on, rematerialised
+from medusa_jax.model.barrier import depend_on, rematerialise
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
 
@@ -38,7 +38,7 @@ def test_gradients_of_every_argument():
     )
     for n in (0, 1):
         plain = jax.grad(lambda *a: f(*a).sum(), argnums=n)(*args)
-        again = jax.grad(lambda *a: rematerialised(f, "params")(*a).sum(), argnums=n)(*args)
+        again = jax.grad(lambda *a: rematerialise(f, "params")(*a).sum(), argnums=n)(*args)
         jax.tree.map(np.testing.assert_array_equal, plain, again)
 
 

@@ -14,7 +14,7 @@ from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import shift_left
 from medusa_jax.training import losses
 from medusa_jax.training.data.rows import ARRAYS, TokenRows, batches, first_fit, mix
 from medusa_jax.whole_files import checksum, write_json

@@ -17,8 +17,7 @@ from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf, own_heads, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint

@@ -12,8 +12,7 @@ from tiny import random_heads, random_params
 from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads.drafter import Backbone, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses

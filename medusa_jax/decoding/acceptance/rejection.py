@@ -113,7 +113,7 @@ def accept_rejection(
             rest_BV = jnp.maximum(g_BV - h_BV, 0)
             total_B1 = rest_BV.sum(-1, keepdims=True)
             log_rest_BV = jnp.log(rest_BV / jnp.where(total_B1 > 0, total_B1, 1))
-            # A draw without mass in q is skipped. So is the subtraction if rounding leaves no mass in g.
+            # Skip a draw without mass in q, and the subtraction if rounding leaves no mass in g.
             refused_B1 = (open_B & ~taken_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
             log_g_BV = jnp.where(refused_B1, log_rest_BV, log_g_BV)
             log_q_BV = jnp.where(token_V == x_B[:, None], -jnp.inf, log_q_BV)
@@ -166,7 +166,7 @@ def _rejection(v: Verified) -> Accepted:
     return accept_rejection(drafts.nodes_BM, *verified, logits, drafts.ids_O)
 
 
-# Drafts are ranked with another noise stream than the verifier's, since they must be independent of it.
+# Drafts use a noise stream independent of the verifier's.
 REJECTION = Rule(
     "rejection",
     True,

@@ -31,7 +31,7 @@ class Drafts(NamedTuple):
     """A drafted tree.
 
     Attributes:
-      tree: the nodes that are filled.
+      tree: the filled nodes.
       nodes_BM: token ids of all nodes, the root first.
       noise_BLV: the rule's noise by depth, or None.
       ranked: the guesses by depth; empty if the tree has spares.
@@ -78,13 +78,13 @@ class Rule:
     """One acceptance rule; rules in the files of this package are registered by name.
 
     Attributes:
-      name: what `--acceptance` calls it.
-      lossless: whether the text, or at least its distribution, is that of plain decoding.
-      guarantee: what a user may rely on, in the words that outputs use.
+      name: its value of `--acceptance`.
+      lossless: whether the text, or at least its distribution, equals plain decoding's.
+      guarantee: the guarantee as printed in outputs.
       accept: the rule itself.
       noise: g of the positions after the root: drafts are ranked by logits / T + g, and a
         prompt's first token is drawn with the verifier's noise; None draws nothing.
-      dense: whether siblings must be the ranks 0, 1, ... with none left out.
+      dense: whether siblings must have the ranks 0, 1, ... without gaps.
       by_drafts: whether the text depends on the drafts or on the heads' scores, even if its
         distribution does not; otherwise drafts only affect speed.
     """

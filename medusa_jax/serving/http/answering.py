@@ -20,8 +20,8 @@ from medusa_jax.serving.request import Delta, Ending, Handle, Stopped, TooCostly
 from medusa_jax.serving.server import Busy, Server
 
 T = TypeVar("T")
-# Calls with constraints are submitted one at a time: compiling takes up to seconds, and calls without
-# constraints wait for no thread meanwhile.
+# Calls with constraints are submitted one at a time, on their own thread: compiling takes up to seconds,
+# and other calls must not wait for it.
 COMPILER = ThreadPoolExecutor(1, "constraints")
 # Prompts are scored one at a time, since they share the device.
 SCORER = ThreadPoolExecutor(1, "scoring")
@@ -32,10 +32,11 @@ class Gone(Exception):
 
 
 class Answering:
-    """The requests of one call, submitted together. Leaving the context cancels the unfinished ones.
+    """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
+
 
     Args:
-      reply: to the call; gets the prompts that it repeats.
+      reply: the answer to the call; entering the context sets its `echoes`.
     """
 
     def __init__(self, server: Server, reply: Reply, metrics: Metrics) -> None:
@@ -160,8 +161,8 @@ class EventStream:
     It ends early, and frees the slots, when the client leaves.
 
     Args:
-      answering: entered already; the stream leaves it.
-      seconds: most that an answer may take.
+      answering: already entered; the stream exits it.
+      seconds: time limit of the answer.
       ended: called with the status at the end.
     """
 
@@ -218,7 +219,7 @@ class EventStream:
             for piece in self._reply.last():
                 await event(piece)
             await event("[DONE]")
-        except Refused as error:  # the status is out already
+        except Refused as error:  # the status has already been sent
             await event(error.body())
         except asyncio.CancelledError:
             await event(ending().body())

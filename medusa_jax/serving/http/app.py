@@ -35,9 +35,9 @@ from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
-# Halves of surrogate pairs in JSON, also those of whole pairs.
+# Escapes of surrogates in JSON, single or in pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-# The page loads nothing from anywhere, and no page may frame it.
+# The page loads no external resources, and no page may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; "
@@ -52,12 +52,12 @@ class Limits:
     """Limits on one client.
 
     Attributes:
-      body_bytes: of a call.
-      seconds: for an answer, waiting included.
-      read_seconds: for a client to send its body, and to take a piece that it was sent.
-      head_seconds: for a client to send the head of a request once it has begun.
-      idle_seconds: a connection may stay open between two requests.
-      connections: open at a time; over that, the oldest that waits for its client is closed.
+      body_bytes: size of a call's body.
+      seconds: time for an answer, waiting included.
+      read_seconds: time for a client to send its body, and to receive a piece of the answer.
+      head_seconds: time for a client to send the head of a request after its first byte.
+      idle_seconds: time that a connection may be idle between requests.
+      connections: open connections; beyond it, the oldest that waits for its client is closed.
     """
 
     body_bytes: int = 1 << 20
@@ -83,8 +83,8 @@ def make_app(
       name: the model's, for clients.
       template: as for `calls.chat_call`.
       key: clients must send it as `Authorization: Bearer KEY`; "" admits every client.
-      hosts: the only names that the `Host` of a request may have, if any are given. Without a key, a
-        page of another site could reach a server on this machine by a name that resolves to it.
+      hosts: allowed names in a request's `Host`, if any are given. Without a key, a page of another
+        site could otherwise reach a local server by a name that resolves to it.
     """
     port = Port(server, name, template, key, limits or Limits())
     check = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
@@ -243,7 +243,7 @@ class Port:
         return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
 
     def _check_length(self, prompt: str | list[int]) -> None:
-        """Refuse a prompt that is too long whatever its tokens are; tokenising a megabyte takes 1 s."""
+        """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""
         most, least = self._server.most_prompt, len(prompt)
         if isinstance(prompt, str):
             least = self._vocabulary.least_tokens(prompt)
@@ -265,7 +265,7 @@ class Port:
         Raises:
           Refused: the body is not JSON, is too large, or took too long.
         """
-        # Pages of other sites can send other types without asking; JSON they cannot.
+        # Pages of other sites can send other types without a CORS preflight, but not JSON.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused(415, "the body should be application/json")

@@ -24,11 +24,11 @@ from medusa_jax.whole_files import Json
 
 # Most choices of a call, and most stop strings.
 MOST_CHOICES, MOST_STOPS = 16, 16
-# New tokens of a completion that does not say; a chat goes on until it ends.
+# Default number of new tokens of a completion; a chat has no such limit.
 COMPLETION_TOKENS = 16
 # Variables of chat templates that `chat_template_kwargs` cannot set.
 RESERVED = {"messages", "tools", "add_generation_prompt", *SPECIALS}
-# Options of a body that does not say, and bounds of those that are real numbers.
+# Defaults of options, and bounds of those that are real numbers.
 DEFAULTS = Options(temperature=1.0)
 NUMBERS = {
     "temperature": (0, 2),
@@ -40,10 +40,10 @@ NUMBERS = {
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (1e-3, 1e3),
 }
-# vLLM's names of constraints: alone as guided_..., and within `structured_outputs`.
+# vLLM's names of constraints: as fields guided_..., and within `structured_outputs`.
 GUIDED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
 ANYTHING = (dict, list, str, bool)
-# Other fields of `structured_outputs`, with the values that ask for nothing.
+# Other fields of `structured_outputs`, with their neutral values.
 STRUCTURED: Values = dict.fromkeys(
     ("disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
     (False,),
@@ -60,9 +60,9 @@ class Call:
       usage: end a stream with the counts of tokens.
       seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
-      calls: form of the tool calls that the answer may hold; None: it is text.
-      echo: for each request the text of its prompt, which the answer begins with; (): no echo.
-      empty: no token is to be generated.
+      calls: form of tool calls in the answer; None if it can only be text.
+      echo: the text of each request's prompt, if the answer repeats it; else empty.
+      empty: whether no token is to be generated.
     """
 
     requests: list[Request]
@@ -168,11 +168,11 @@ def chat_call(
 def _options(
     fields: Fields, name: str, most: int, constraint: tuple[str, Json] | None = None
 ) -> Options:
-    """Read the options that both endpoints know.
+    """Read the options of both endpoints.
 
     Args:
-      most: new tokens of an answer.
-      constraint: that of `response_format`.
+      most: maximum number of new tokens.
+      constraint: the constraint in `response_format`.
     """
     asked = fields.text("model", name)
     if asked != name:
@@ -251,7 +251,7 @@ def _constraint(fields: Fields, asked: tuple[str, Json] | None) -> Constraint | 
     """Read vLLM's constraints.
 
     Args:
-      asked: name and value of one that was read already.
+      asked: name and value of a constraint already read.
 
     Raises:
       Refused: a constraint that cannot be served, or two of them.

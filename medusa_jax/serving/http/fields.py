@@ -13,8 +13,7 @@ NOTHING: Values = MappingProxyType({})
 # Fields of OpenAI's requests that change nothing in an answer.
 IGNORED = {"metadata", "prompt_cache_key", "prompt_cache_retention"}
 IGNORED |= {"safety_identifier", "service_tier", "store", "user"}
-# Fields of OpenAI's and vLLM's requests that are not built, with the values (besides null) that ask
-# for nothing.
+# Unsupported fields of OpenAI's and vLLM's requests, with their neutral values (in addition to null).
 NEUTRAL: Values = {
     name: values
     for names, *values in (
@@ -42,10 +41,10 @@ class Refused(Exception):
     """A call that gets an error instead of an answer.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       param: the field at fault, if any.
-      code: a name for programs.
-      retry_after: seconds to wait before trying again; 0: trying again does not help.
+      code: machine-readable name of the error.
+      retry_after: seconds to wait before trying again; 0 if trying again does not help.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Refused(Exception):
 
 
 def ending() -> Refused:
-    """Return the error of calls that outlast the server."""
+    """Return the error for calls that are unfinished when the server ends."""
     return Refused(503, "the server is ending", code="closed", retry_after=5)
 
 
@@ -78,7 +77,7 @@ class Fields:
     """The fields of an object. `finish` refuses those that were not read, in inner objects too.
 
     Args:
-      neutral: names that are not built, with the values that ask for nothing.
+      neutral: unsupported names, with their neutral values.
       where: path of the object in the call, for messages; "" is the call itself.
 
     Raises:
@@ -144,7 +143,7 @@ class Fields:
         return Refused(400, f"{name!r}{self._place} {problem}", name)
 
     def finish(self) -> None:
-        """Refuse unknown fields, and known ones that ask for something that is not built."""
+        """Refuse unknown fields, and unsupported ones with other than neutral values."""
         for one in self._inside:
             one.finish()
         for name, value in self.body.items():

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medusa_jax.serving.http.app import Limits
 
-# Connections taken at a time before any of them is counted.
+# Connections accepted in one go, before any of them is counted.
 BACKLOG = 128
 
 
@@ -38,8 +38,8 @@ class Connection(H11Protocol):
     """One connection of HTTP/1.1, with deadlines that uvicorn lacks.
 
     A client that has begun a request, or has just connected, must send the head in time. A client that
-    takes nothing of its answer for too long loses its connection. Where too many are open, the oldest
-    one that waits for its client is closed, so that the newest is answered.
+    reads nothing of its answer for too long loses its connection. If too many are open, the oldest one
+    that waits for its client is closed, so that the newest is answered.
     """
 
     def __init__(self, *args: Any, limits: Limits, **more: Any) -> None:
@@ -71,12 +71,12 @@ class Connection(H11Protocol):
 
     @property
     def called(self) -> bool:
-        """Whether the head of a request has come that is not answered yet."""
+        """Whether the head of an unanswered request has arrived."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def answers(self) -> bool:
-        """Whether a whole request has come that is not answered yet."""
+        """Whether a whole unanswered request has arrived."""
         return self.called and not self.cycle.more_body
 
     def _watch_head(self) -> None:

@@ -9,7 +9,7 @@ from medusa_jax.serving.http.fields import Fields
 from medusa_jax.whole_files import Json
 
 ROLES = {**MESSAGE_ROLES, "tool": "tool"}
-# Fields that OpenAI's client sends back with an answer, with the values that say nothing.
+# Fields that OpenAI's client sends back with an answer, with their neutral values.
 NEUTRAL: Json = {"annotations": [[]], "audio": [], "function_call": [], "refusal": []}
 
 

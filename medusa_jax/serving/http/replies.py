@@ -31,14 +31,14 @@ class Vocabulary:
             spelling = spelled.of(token_id)
             return spelling.decode(errors="replace"), list(spelling)
 
-        # Text and bytes of a token; of a part of a character the text is U+FFFD.
+        # Text and bytes of a token; the text is U+FFFD for part of a character.
         self.name = lru_cache(maxsize=1 << 15)(name)
         self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """Return a different name for each of some tokens; the first ones have their texts.
+        """Return a unique name for each token: its text if no earlier token has it.
 
-        Others have the same text, or are parts of characters: "bytes:\\xf0\\x9f", as at OpenAI.
+        Otherwise, and for parts of characters, OpenAI's form "bytes:\\xf0\\x9f".
         """
         found: dict[int, str] = {}
         for token_id in token_ids:
@@ -78,13 +78,12 @@ class Offsets:
 
 
 class Reply:
-    """The answer to one call while it is put together.
+    """Builds the answer to one call.
 
     Attributes:
-      endings: by choice, once it has ended.
-      echoes: by choice, the prompts that the answer begins with; none without `echo`. The first
-        delta of a stream takes its choice's.
-      readers: by choice, the separators of tool calls from text; none if the answer is text.
+      endings: the ending of each finished choice.
+      echoes: by choice, its prompt, if the answer repeats it; a stream removes it with the first delta.
+      readers: by choice, its `CallReader`; empty if the answer can only be text.
     """
 
     def __init__(self, call: Call, vocabulary: Vocabulary, model: str) -> None:
@@ -148,7 +147,7 @@ class Reply:
         return piece
 
     def last(self) -> list[Json]:
-        """Return the end of a stream: the counts of tokens, if they were asked for."""
+        """Return the end of a stream: the token counts, if requested."""
         if not self.call.usage:
             return []
         return [self._event([]) | {"usage": self.usage()}]
@@ -195,7 +194,7 @@ class Reply:
         return content | ({"tool_calls": calls} if calls else {})
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
-        """Return OpenAI's word, which has none for a full context."""
+        """Return OpenAI's finish reason, in which a full context counts as "length"."""
         if ending.result.finish_reason != "stop":
             return "length"
         return "tool_calls" if self.readers and self.readers[index].calls else "stop"
@@ -228,7 +227,7 @@ class Reply:
         }
 
     def _logprobs(self, index: int, *parts: Result | Delta) -> Json | None:
-        """Return log-probabilities in OpenAI's form, which the two endpoints do not share."""
+        """Return log-probabilities in OpenAI's form, which differs between the two endpoints."""
         if self.call.requests[index].options.logprobs is None:
             return None
         tokens: list[Any] = []
@@ -244,7 +243,7 @@ class Reply:
             }
         names, likeliest = [], []
         for token_id, logprob, top in tokens:
-            # The token itself comes last where it is none of the likeliest.
+            # The token itself comes last if it is not among the likeliest.
             by_id = {**dict(top or ()), token_id: logprob}
             named = self.vocabulary.names(by_id)
             names.append(named[token_id])

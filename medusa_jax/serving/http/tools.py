@@ -27,8 +27,8 @@ class Tools:
     Attributes:
       given: as the client sent them, for the template.
       callable: by name, the schemas of the arguments of tools that may be called.
-      must: whether one has to be called.
-      many: whether several calls may be made.
+      must: whether a call is required.
+      many: whether several calls are allowed.
     """
 
     given: list[Json]
@@ -141,8 +141,8 @@ class CallReader:
 
     Attributes:
       form: of the calls.
-      calls: those so far, in OpenAI's form. An answer that reaches its limit may cut the arguments of
-        the last one; one that is cut before its arguments is dropped, as neither call nor text.
+      calls: the calls so far, in OpenAI's form. If the answer reaches its limit, the last call's
+        arguments may be cut; a call that is cut before its arguments is dropped.
     """
 
     form: CallForm
@@ -153,7 +153,7 @@ class CallReader:
     def push(
         self, text: str, ended: bool = False, cut: bool = False
     ) -> tuple[str, list[Json]]:
-        """Return the new text outside calls, and the calls that are whole now, for a stream.
+        """Return the new text outside calls, and the newly completed calls, for a stream.
 
         Args:
           cut: the answer reached its limit, so its last characters may begin a call.
@@ -193,7 +193,7 @@ class CallReader:
         return new, False
 
     def _call(self, ended: bool) -> tuple[str, bool]:
-        """Take a call, or text that only looked like one; also return whether to go on."""
+        """Take a call, or text that only looked like one; also return whether to continue."""
         begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
         head = HEAD.match(self._held)
         closed = end in self._held  # true of an empty mark
@@ -230,5 +230,5 @@ class CallReader:
 
 
 def _shared_end(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that a mark begins with."""
+    """Return the length of the longest suffix of a text that is a prefix of a mark."""
     return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

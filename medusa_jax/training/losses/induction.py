@@ -1,10 +1,10 @@
 """Teaches a drafter's attention to find where the next token occurred before (an induction head).
 
-A language model repeats names, phrases and whole sentences of its text. Attention can copy them if it looks for
-the place where the same tokens stood before and takes the token after it (Olsson et al. 2022, "In-context learning
-and induction heads"). A single layer can do this if it reads [e_{s+1} ; f_s]: the hidden state f_s at token s tells
-which tokens came before e_{s+1}. Draft heads hardly learn it from the other terms of the loss, which reward a
-copied token only once attention, values and output fit together. This term rewards the attention alone.
+A language model repeats names, phrases and whole sentences of its text. Attention can copy them by finding an
+earlier occurrence of the same tokens and taking the next token (Olsson et al. 2022, "In-context learning and
+induction heads"). A single layer can do this if it reads [e_{s+1} ; f_s]: the hidden state f_s at token s encodes
+the tokens before e_{s+1}. Draft heads hardly learn it from the other loss terms, which reward a copied token only
+once attention, values and output work together. This term rewards the attention by itself.
 """
 
 import math
@@ -15,8 +15,7 @@ from jax import lax
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.attention import (
     BLOCK,
     CausalMask,
@@ -49,7 +48,7 @@ def queries_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the drafter's first layer.
 
-    Row t is that of `features`: it reads tokens up to t + 1.
+    Row t matches `features`: it reads tokens up to t + 1.
     """
     hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
     shape, dtype = drafter.shape, backbone.llama.dtype
@@ -87,7 +86,7 @@ def induction_sum(
     """
     N, wide = q_BTNH.shape[2], at_least_f32(q_BTNH.dtype)
     tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
-    # Keys in float32, in which their gradient is added up; the products are of the queries' type.
+    # Keys are float32, to accumulate their gradient; products use the queries' type.
     q_BGTRH, k_BGTH, given_BT, wanted_BT, pairs_BT, mask = whole_blocks(
         group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
         shift_left(tokens_BT, 1), shift_left(tokens_BT, 2), pairs_BT, CausalMask(segment_ids_BT),

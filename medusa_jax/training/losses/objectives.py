@@ -15,8 +15,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
@@ -28,7 +27,7 @@ from medusa_jax.training.losses.streamed import (
 )
 from medusa_jax.training.losses.targets import Batch, delay, pair_mask, rows
 
-# Splits a tree of variables into head parameters and their backbone.
+# Variables -> (head parameters, the backbone of the heads).
 Split = Callable[[PyTree], tuple[PyTree, Backbone]]
 
 
@@ -53,7 +52,7 @@ class HeadObjective(NamedTuple):
     """The loss of all draft heads, the same at every step.
 
     Attributes:
-      chunk: positions of one head whose logits exist at a time.
+      chunk: positions per chunk; the logits of one chunk of one head exist at a time.
       lambda_decay: lambda_k = lambda_decay^k (Medusa 2.2.1: 0.8).
     """
 
@@ -93,8 +92,8 @@ def next_token_sums(
 ) -> Sums:
     """The backbone's next-token loss, from its hidden states [B, T, D].
 
-    With `original`, the backbone before training, its distribution is the target instead of the labels
-    (Medusa 2.3.2).
+    If `original`, the backbone before training, is given, its distribution replaces the labels as the
+    target (Medusa 2.3.2).
     """
     teacher, teacher_BTD = None, None
     if original is not None:
@@ -118,8 +117,8 @@ def next_token_sums(
 def mesh_to_split(backbone: Backbone) -> Mesh | None:
     """The mesh over which the rows of a loss through this LM head are split (`RowSplit`).
 
-    None if its adapter has dropout, whose random numbers depend on the index among all rows. Summing an
-    adapter's gradients in every chunk costs little.
+    None if its adapter has dropout, whose random numbers depend on the index among all rows. Without a
+    split every chunk sums gradients over devices, which is cheap for an adapter.
     """
     adapter = (backbone.lora or {}).get("lm_head", {})
     return None if "seed" in adapter else backbone.llama.mesh
@@ -160,8 +159,8 @@ def heads_sums(
     vocabulary counts as a miss and has no cross-entropy, but keeps its regression term.
 
     Args:
-      split: its backbone is the one for heads: with a draft vocabulary its LM head, and so the teacher's
-        distribution, is over that vocabulary (`heads/vocabulary.py`).
+      split: returns head parameters and the heads' backbone. A draft vocabulary limits its LM head, and
+        hence the teacher's distribution (`heads/vocabulary.py`).
 
     Returns: the loss, and the sums per head, each [K].
     """
@@ -175,7 +174,7 @@ def heads_sums(
     features_KBTD = drafter.features(heads, backbone, text)
     teacher, teacher_BTD, weight = None, None, targets.label_weight
     final_BTD = hidden_BTE[..., : backbone.llama.config.d_model]
-    before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # right before the target
+    before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # just before the target
     if targets.teacher_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
@@ -238,7 +237,7 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
 
 
 def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
-    """[B, T, E] of a backbone that does not change: from the batch if they were cached."""
+    """[B, T, E] of a frozen backbone: from the batch if cached, otherwise computed."""
     if "hidden" in batch:  # seam: chosen by `data.cache_features`
         store = importlib.import_module("medusa_jax.training.data.hidden_store")
         states_BTE: jax.Array = store.decode(

@@ -32,7 +32,7 @@ class Rows(NamedTuple):
 class Packed(NamedTuple):
     """Rows with the columns that count moved to the front.
 
-    Example, chunks of 2 columns, "x" a column that counts, each label its column's number:
+    Example: chunks of 2 columns; "x" counts; each label is its column's number:
 
         counts    . . x x x .      labels    2 3 4 0 1 5      n_chunks  2 (the longest row has 3)
                   x . . . x x                0 4 5 1 2 3
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
     Attributes:
       rows: padded with zeros to a multiple of the chunk.
       back_BT: the new column of input column t.
-      n_chunks: number of chunks with columns that count in any row.
+      n_chunks: number of chunks with a column that counts in some row.
     """
 
     rows: Rows

@@ -12,14 +12,14 @@ from medusa_jax.sharding import ROWS, PyTree, row_shards
 
 
 class RowSplit(NamedTuple):
-    """How rows are split over the axes `ROWS` of a mesh, and how kernels are placed meanwhile.
+    """How rows are split over the axes `ROWS` of a mesh, and where kernels are placed during the loop.
 
-    XLA would sum a gradient accumulated in a loop over all devices in every iteration: those of the heads'
-    LM heads in every chunk of the loss. So rows are [P, B / P, ...] with one shard per device, accumulators
-    have the axis P too, and it is summed once after the loop. Kernels are gathered once, before the loop.
+    XLA sums a gradient that a loop accumulates over all devices in every iteration: for LM heads, in every
+    chunk of the loss. Rows are therefore [P, B / P, ...] with one shard per device, accumulators also have
+    the axis P, and it is summed once after the loop. Kernels are gathered once, before the loop.
     The tensor axis is left to XLA.
 
-    On one device, or where the devices do not divide the rows, there is no axis P.
+    On one device, or if the devices do not divide the rows, arrays have no axis P.
 
     Attributes:
       mesh: None for a single shard.

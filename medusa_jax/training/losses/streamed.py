@@ -27,8 +27,8 @@ class Sums(NamedTuple):
     Attributes:
       loss: the minimised sum: `nll`, or its combination with the teacher's cross-entropy.
       nll: cross-entropy of the counted pairs in nats.
-      top1, top5: counted pairs whose label is ranked first, among the first five.
-      scored: counted pairs whose label has a logit; all without a draft vocabulary.
+      top1, top5: counted pairs whose label is ranked first, or among the first five.
+      scored: counted pairs whose label has a logit (without a draft vocabulary, all).
       entropy: the teacher's, in nats; cross-entropy minus entropy is KL(teacher || student).
     """
 
@@ -95,13 +95,13 @@ def heads_cross_entropy(
 
     The logits of head k are `logits_fns[k](params, features)`; the other arrays as in `Rows`.
 
-    The forward pass takes the gradient of each chunk and keeps only d(features) and the running d(params).
-    So the backward pass recomputes nothing, and only one chunk of one head's logits [B, chunk, V] exists at a
-    time, in addition to the teacher's.
+    The forward pass computes the gradient of each chunk and keeps only d(features) and the running d(params).
+    The backward pass therefore recomputes nothing, and only one chunk of one head's logits [B, chunk, V]
+    exists at a time, in addition to the teacher's.
 
-    On a mesh every device computes the sums of its rows; they are added once, at the end (`RowSplit`).
+    On a mesh every device sums its own rows; these sums are added once, at the end (`RowSplit`).
 
-    Returns: the weighted loss, which alone has a gradient, and the sums of each head, each [K].
+    Returns: the weighted loss, and the sums per head, each [K], without gradients.
     """
     leaves, treedef = jax.tree.flatten(params)
     specs = [spec_for(path_string(p)) for p, _ in jax.tree.leaves_with_path(params)]
@@ -130,7 +130,7 @@ def heads_cross_entropy(
         teacher,
         RowSplit.of(mesh, labels_BT.shape[0], [specs[i] for i in read]),
     )
-    # Vectors split over the tensor axis would be gathered in every chunk.
+    # Otherwise every chunk would gather vectors that are split over the tensor axis.
     features = tuple(split_rows(mesh, x) for x in features_K)
     if teacher_BTD is not None:
         teacher_BTD = split_rows(mesh, lax.stop_gradient(teacher_BTD))
@@ -267,7 +267,7 @@ def _streamed_fwd(
     ) -> Gradients:
         """Add the gradients and sums of one chunk and one shard of its rows."""
         probs, sums_K, d_features = _teacher_probs(plan.teacher, block.teacher_BTD), [], []
-        # Serialise the heads: otherwise XLA holds the logits of all at once.
+        # Serialise the heads; otherwise XLA keeps the logits of all at once.
         done: jax.Array | None = None
         for k, head in enumerate(plan.heads):
 

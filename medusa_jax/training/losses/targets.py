@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.heads.layers import shift_left
+from medusa_jax.heads.drafter import shift_left
 
 Batch = dict[str, jax.Array]
 
@@ -20,7 +20,7 @@ def delay(x_BT: jax.Array, by: int) -> jax.Array:
 
 
 def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> jax.Array:
-    """Which positions t have a target at t + ahead: [B, T] bool.
+    """Positions t with a target at t + ahead: [B, T] bool.
 
     Tokens t+1 ... t+ahead must all be counted and in the segment of t (0 is padding).
 
@@ -40,8 +40,8 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
 def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
     """Number of counted pairs per distance, float32 [len(offsets)].
 
-    `batch` may have leading microbatch axes: every microbatch divides by the count of the whole batch, so
-    that accumulation weights all pairs equally.
+    `batch` may have leading microbatch axes: every microbatch divides by the whole batch's count, so that
+    accumulation weights all pairs equally.
     """
     T = batch["tokens"].shape[-1]
     counted = batch["counted"].reshape(-1, T)
