@@ -34,7 +34,6 @@ class Gone(Exception):
 class Answering:
     """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
 
-
     Args:
       reply: the answer to the call; entering the context sets its `echoes`.
     """
