@@ -1,4 +1,4 @@
-"""Prompts that an answer repeats: evaluation harnesses score texts with them."""
+"""The prompt of an answer that repeats it, by which evaluation harnesses score texts."""
 
 from typing import Any
 
@@ -24,7 +24,8 @@ def echo_of(
 
     Args:
       ids: the tokens of the text.
-      n: likeliest tokens in the place of each; None: no log-probabilities. The first token has none.
+      n: number of likeliest tokens at each place; None leaves out log-probabilities. The first token
+        has none.
       piece: tokens read at a time, a power of two; by default as the server reads.
     """
     if n is None:

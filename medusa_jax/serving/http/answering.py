@@ -35,7 +35,7 @@ class Answering:
     """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
 
     Args:
-      reply: to the call; gets the prompts that it repeats.
+      reply: the answer to the call; entering the context sets its `echoes`.
     """
 
     def __init__(self, server: Server, reply: Reply, metrics: Metrics) -> None:

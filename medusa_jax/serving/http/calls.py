@@ -61,8 +61,8 @@ class Call:
       seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
       calls: form of tool calls in the answer; None if it can only be text.
-      echo: for each request the text of its prompt, which the answer begins with; (): no echo.
-      empty: no token is to be generated.
+      echo: the text of each request's prompt, if the answer repeats it; else empty.
+      empty: whether no token is to be generated.
     """
 
     requests: list[Request]

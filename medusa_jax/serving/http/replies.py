@@ -82,8 +82,7 @@ class Reply:
 
     Attributes:
       endings: the ending of each finished choice.
-      echoes: by choice, the prompts that the answer begins with; none without `echo`. The first
-        delta of a stream takes its choice's.
+      echoes: by choice, its prompt, if the answer repeats it; a stream removes it with the first delta.
       readers: by choice, its `CallReader`; empty if the answer can only be text.
     """
 
