@@ -33,7 +33,7 @@ from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, parse_config
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
-from medusa_jax.interop.tensor import Index, Tensor, Tensors, rename, whole
+from medusa_jax.interop.tensor import Tensors, rename, take_rows, whole
 from medusa_jax.whole_files import Json
 
 _EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -221,17 +221,8 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
             else f"key {_D2T!r} in {source} names tokens twice, or not of the {vocab_size}"
         )
     if _LM_HEAD in tensors and not np.array_equal(order, np.arange(len(order))):
-        tensors[_LM_HEAD] = _with_rows(tensors[_LM_HEAD], order)
+        tensors[_LM_HEAD] = take_rows(tensors[_LM_HEAD], order)
     return None if len(ids) == vocab_size else ids
-
-
-def _with_rows(matrix: Tensor, order: np.ndarray) -> Tensor:
-    """A matrix with its rows in another order: Model-Optimizer has the most frequent token first."""
-
-    def read(index: Index) -> np.ndarray:
-        return matrix.read((slice(0, len(order)), index[1]))[order[index[0]]]
-
-    return replace(matrix, read=read)
 
 
 def to_eagle3(export: Export, out: str) -> None:

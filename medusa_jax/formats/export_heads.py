@@ -90,6 +90,7 @@ TARGETS = {
         '`speculative_config={{"method": "medusa", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
         "would draft the rest without a warning",
+        draft_vocab=True,
     ),
     "tensorrt_llm": Target(
         to_tensorrt_llm,
@@ -156,7 +157,12 @@ def convert(
     if not (target == "merged" and stored.layout == ADAPTER):
         fingerprint = None if allow_other_base else export.base.fingerprint()
         check_base(stored, export.base.config, fingerprint, allow_other_base)
-    if stored.heads.draft_vocab and not row.draft_vocab:
+    # Heads that share the backbone's LM head can score all tokens.
+    if (
+        stored.heads.draft_vocab
+        and not row.draft_vocab
+        and stored.heads.lm_head != "shared"
+    ):
         able = ", ".join(name for name, row in TARGETS.items() if row.draft_vocab)
         raise UserError(
             f"{stored.source} scores a draft vocabulary of {stored.heads.draft_vocab} tokens, "

@@ -22,7 +22,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
-from medusa_jax.interop.tensor import Index, Tensor, Tensors
+from medusa_jax.interop.tensor import Index, Tensor, Tensors, take_rows, whole
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
 
@@ -39,6 +39,7 @@ MEDUSA = re.compile(
 VLLM = re.compile(
     r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
 )
+_TOKEN_MAP = "token_map"
 _VLLM_HEADS = ("num_heads", "medusa_num_heads")
 _VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
 
@@ -133,10 +134,7 @@ def _is_no_head_key(key: str) -> bool:
 
 
 def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
-    if "token_map" in tensors:
-        raise UserError(
-            f"{source} holds a token_map: heads with a truncated vocabulary are not read"
-        )
+    tensors, ids = _take_token_map(source, tensors)
     found = [m for key in tensors if (m := VLLM.fullmatch(key))]
     prefix = found[0][1]
     blocks = [(int(m[2]), int(m[3])) for m in found if m[2]]
@@ -150,10 +148,32 @@ def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> S
     _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
     numbers = {k for k, _ in blocks} | {int(m[4]) for m in found if m[4]}
     n_heads = _count(source, numbers, config, *_VLLM_HEADS)
-    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers)
+    draft_vocab = 0 if ids is None else len(ids)
+    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers, draft_vocab=draft_vocab)
     if not config.get("medusa_fc_bias"):
         tensors = _with_biases(names, heads, tensors)
-    return StoredHeads(source, directory, "vLLM", heads, tensors, names.locate, meta=config)
+    return StoredHeads(
+        source, directory, "vLLM", heads, tensors, names.locate, meta=config, ids=ids
+    )
+
+
+def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
+    """The tensors without vLLM's draft vocabulary, and its token ids, ascending; None if there is none.
+
+    LM heads have a row for each of these tokens in the map's order, or for all tokens.
+    """
+    if _TOKEN_MAP not in tensors:
+        return tensors, None
+    tensors = dict(tensors)
+    ids = whole(tensors.pop(_TOKEN_MAP))
+    if ids.ndim != 1 or ids.dtype.kind != "i" or len(np.unique(ids)) != len(ids):
+        raise UserError(f"{source}: {_TOKEN_MAP} is no list of different tokens")
+    order = np.argsort(ids)
+    for key, tensor in tensors.items():
+        if "lm_head" in key and len(tensor.shape) == 2:
+            rows = order if tensor.shape[0] <= len(ids) else ids[order]
+            tensors[key] = take_rows(tensor, rows)
+    return tensors, ids[order].astype(np.int32)
 
 
 def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
@@ -280,8 +300,11 @@ def to_vllm(export: Export, out: str) -> None:
     heads, llama = export.stored.heads, export.base.config
     arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
     shared = heads.lm_head == "shared"
+    ids = export.stored.ids
     for k in range(1 if shared else heads.n_heads):
         arrays[f"lm_heads.{k}.weight"] = export.lm_head(k).T
+    if ids is not None:  # vLLM itself takes the rows of these tokens from a whole LM head
+        arrays[_TOKEN_MAP] = ids.astype(np.int64)
     config = {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -290,7 +313,7 @@ def to_vllm(export: Export, out: str) -> None:
         "num_hidden_layers": heads.n_layers,
         "hidden_size": llama.d_model,
         "vocab_size": llama.vocab_size,
-        "truncated_vocab_size": llama.vocab_size,
+        "truncated_vocab_size": llama.vocab_size if ids is None else len(ids),
         # Without it vLLM drops the biases silently.
         "medusa_fc_bias": True,
         "original_lm_head": shared,

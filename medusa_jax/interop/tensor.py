@@ -1,7 +1,7 @@
 """Lazily read tensors, the common form of all checkpoint files."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -57,6 +57,15 @@ def part(tensor: Tensor, index: Index) -> np.ndarray:
             f"{tensor.file} is damaged: tensor {tensor.name!r} holds values that are no numbers"
         )
     return values
+
+
+def take_rows(matrix: Tensor, rows: np.ndarray) -> Tensor:
+    """Some rows of a matrix, in another order: files list the tokens of a draft vocabulary in any order."""
+
+    def read(index: Index) -> np.ndarray:
+        return matrix.read((slice(0, matrix.shape[0]), index[1]))[rows[index[0]]]
+
+    return replace(matrix, shape=(len(rows), matrix.shape[1]), read=read)
 
 
 def finite(array: np.ndarray) -> bool:

@@ -302,38 +302,49 @@ def attend_levels(
 def text_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> Part:
+    """Attention of a text over itself.
+
+    A CPU processes one row at a time, so that its scores fit the CPU's cache. On several devices a loop over rows
+    would gather them all on each.
+    """
+    given = (q_BGTRH, k_BGTH, v_BGTH, mask)
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "cpu" or not (mesh.empty or mesh.size == 1):
+        return blocks_part(*given)
+
+    @jax.checkpoint
+    def row(given: tuple[PyTree, ...]) -> Part:
+        part = blocks_part(*jax.tree.map(lambda x: x[None], given))
+        return jax.tree.map(lambda x: x[0], part)
+
+    return lax.map(row, given)
+
+
+def blocks_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> Part:
     """Attention of a text over itself, by blocks of queries.
 
     The backward pass recomputes a block's scores, so memory grows linearly with the text.
     """
     T = q_BGTRH.shape[2]
-    given = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
-    n_blocks = given[0].shape[2] // BLOCK
+    q_BGTRH, k_BGTH, v_BGTH, mask = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
+    n_blocks = q_BGTRH.shape[2] // BLOCK
     ends = sorted({-(-n_blocks * i // SPANS) for i in range(SPANS + 1)})
 
-    def spans(given: tuple[PyTree, ...]) -> Part:
-        q_BGTRH, k_BGTH, v_BGTH, mask = given
+    def span(begin: int, end: int) -> Part:
+        first = max(0, begin * BLOCK - mask.window + 1) if mask.window else 0
+        keys, values = (x[:, :, first : end * BLOCK] for x in (k_BGTH, v_BGTH))
 
-        def span(begin: int, end: int) -> Part:
-            first = max(0, begin * BLOCK - mask.window + 1) if mask.window else 0
-            keys, values = (x[:, :, first : end * BLOCK] for x in (k_BGTH, v_BGTH))
+        @jax.checkpoint
+        def one(i: jax.Array) -> Part:
+            visible_BQS = mask.visible(i * BLOCK, BLOCK, first, keys.shape[2])
+            return attend_part(block(q_BGTRH, i), keys, values, visible_BQS)
 
-            @jax.checkpoint
-            def one(i: jax.Array) -> Part:
-                visible_BQS = mask.visible(i * BLOCK, BLOCK, first, keys.shape[2])
-                return attend_part(block(q_BGTRH, i), keys, values, visible_BQS)
+        return lax.map(one, jnp.arange(begin, end))
 
-            return lax.map(one, jnp.arange(begin, end))
-
-        parts = [span(*edges) for edges in itertools.pairwise(ends)]
-        return jax.tree.map(lambda *x: join_blocks(jnp.concatenate(x)), *parts)
-
-    def row(given: tuple[PyTree, ...]) -> Part:
-        part = spans(jax.tree.map(lambda x: x[None], given))
-        return jax.tree.map(lambda x: x[0], part)
-
-    # A CPU processes one row at a time, so that its scores fit the CPU's cache.
-    part = lax.map(jax.checkpoint(row), given) if platform() == "cpu" else spans(given)
+    parts = [span(*edges) for edges in itertools.pairwise(ends)]
+    part = jax.tree.map(lambda *x: join_blocks(jnp.concatenate(x)), *parts)
     return jax.tree.map(lambda x: x[:, :, :T], part)
 
 
@@ -370,7 +381,7 @@ def attend_cached(
     # The new keys come first: every token sees itself, so no running softmax starts empty.
     mask = CausalMask(window=window)
     if platform() == "cpu":
-        part = text_part(q_BGTRH, *new, mask)
+        part = blocks_part(q_BGTRH, *new, mask)
     else:  # all at once: loops over blocks cost more
         part = attend_part(q_BGTRH, *new, mask.visible(0, T, 0, T))
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0

@@ -32,6 +32,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
@@ -68,6 +69,9 @@ def random_heads(path, base, seed=0, dtype="float32", **fields):
     rng = np.random.default_rng(seed)
     shapes = abstract_heads(heads, LLAMA)
     params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    if heads.draft_vocab:
+        ids = np.sort(rng.choice(LLAMA.vocab_size, heads.draft_vocab, replace=False))
+        params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
     record = own_heads.base_record(LLAMA, base.fingerprint())
     own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
     return open_heads(str(path))
@@ -423,6 +427,28 @@ def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_pat
     assert_close(our_logits(heads, params), logits[:3], dtype="float32")
     again, params, _ = load(out)
     assert_close(our_logits(again, params)[:3], logits[:3], dtype="float32")
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+def test_a_draft_vocabulary_in_vllm(lm_head, base, facts, tmp_path):
+    """vLLM drafts the same tokens; read back, the heads give the same logits."""
+    stored = random_heads(tmp_path / "heads", base, lm_head=lm_head, draft_vocab=11)
+    heads, params, _ = load(tmp_path / "heads")
+    want, ids = our_logits(heads, params), params[vocabulary.GROUP]["ids"]
+    out = exported(stored, base, "vllm", tmp_path / "out")
+    for logits in read_by("vllm", out, base, facts, 3):
+        np.testing.assert_array_equal(logits.argmax(-1), ids[want.argmax(-1)])
+        assert_close(logits[:, ids], want, dtype="float32")
+    heads, params, _ = load(out)
+    np.testing.assert_array_equal(params[vocabulary.GROUP]["ids"], ids)
+    assert_close(our_logits(heads, params), want, dtype="float32")
+    if lm_head == "shared":  # other layouts have a whole LM head
+        out = exported(stored, base, "tgi", tmp_path / "tgi")
+        [logits, _] = read_by("tgi", out, base, facts, 3)
+        assert_close(logits[:, ids], want, dtype="float32")
+    else:
+        with pytest.raises(UserError, match="a draft vocabulary of 11 tokens"):
+            exported(stored, base, "tgi", tmp_path / "tgi")
 
 
 @pytest.mark.parametrize(("narrow", "flags"), VERSIONS[:2])

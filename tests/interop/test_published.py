@@ -209,8 +209,17 @@ def test_vllm(tmp_path):
     heads, params, _ = load(tmp_path)
     assert_close(our_logits(heads, params), medusa_logits(one, HIDDEN[-1]))
 
-    cut = vllm_state(state) | {"token_map": np.arange(4)}
-    fails("token_map", write(tmp_path, cut, "model.safetensors", full))
+    # A draft vocabulary, most frequent token first: with a row of the LM heads for each of its tokens, or for all.
+    ids = np.array([9, 2, 5, 7])
+    want = medusa_logits(state, HIDDEN[-1])[:, np.sort(ids)]
+    whole = vllm_state(state) | {"token_map": ids}
+    cut = {key: x[ids] if "lm_head" in key else x for key, x in whole.items()}
+    for content in (whole, cut):
+        heads, params, _ = load(write(tmp_path, content, "model.safetensors", full))
+        assert heads.draft_vocab == 4
+        assert_close(our_logits(heads, params), want)
+    twice = whole | {"token_map": np.array([1, 1])}
+    fails("token_map", write(tmp_path, twice, "model.safetensors", full))
 
 
 # Hydra.

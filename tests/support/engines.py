@@ -96,7 +96,7 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
     if config["num_heads"] < n_heads:
         raise WouldFailSilently("heads without weights")
     width, vocab = config["hidden_size"], config["truncated_vocab_size"]
-    if (width, vocab) != (base["hidden_size"], base["vocab_size"]):
+    if (width, config["vocab_size"]) != (base["hidden_size"], base["vocab_size"]):
         raise WouldFailSilently("sizes of another model")
     shared = config.get("original_lm_head", False)
     leaves = {"weight": (width, width)}
@@ -117,6 +117,12 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
             if shared and name == "lm_heads.0.weight":
                 name = "lm_head.weight"
             state[name] = x
+    token_map = state.pop("token_map", None)
+    if (token_map is None) != (vocab == base["vocab_size"]):
+        raise WouldFailSilently("a draft vocabulary without its tokens")
+    for name, x in state.items():
+        if "lm_head" in name and token_map is not None and len(x) > len(token_map):
+            state[name] = x[token_map]
     strict(state, wanted)
     rows = []
     for k in range(n_heads):
@@ -128,7 +134,11 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
         rows.append(
             np.float64(state["lm_head.weight" if shared else f"lm_heads.{k}.weight"]) @ x
         )
-    return np.stack(rows)
+    if token_map is None:
+        return np.stack(rows)
+    logits = np.full((n_heads, base["vocab_size"]), -np.inf)
+    logits[:, token_map] = rows
+    return logits
 
 
 def remapped(name, n_layers):

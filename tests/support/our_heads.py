@@ -6,9 +6,9 @@ import numpy as np
 from head_files import LLAMA, D, V
 from tiny import random_params
 
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.interop import heads_io
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -34,7 +34,8 @@ def load(path, **options):
 def our_logits(heads, params):
     """[K, V] after position T - 1 of the hidden states, the later tokens as they are."""
     backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
-    backbone = for_drafting(backbone, params)
+    if (vocab := params.get(vocabulary.GROUP)) is not None:
+        backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
     drafter = make_drafter(heads, LLAMA)
     n = len(TOKENS)
     given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
