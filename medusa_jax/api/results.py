@@ -64,8 +64,8 @@ class Options:
       eos_ids: tokens that end the text and are kept; None: the model's, (): none.
       stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
         the model's EOS ids.
-      logprobs: None stores no log-probabilities; N stores those of the emitted tokens and of the N
-        likeliest in each place: the model's, at temperature 1 without filters.
+      logprobs: store the log-probabilities of the emitted tokens and of the N likeliest alternatives at each
+        position, by the model at temperature 1 without filters. None stores nothing.
       presence_penalty: subtracted from the logits of tokens in the generated text.
       frequency_penalty: subtracted from them once per occurrence.
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the

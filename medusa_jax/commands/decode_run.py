@@ -67,9 +67,9 @@ class Job:
         compared: Sequence[Comparison | None] = [None] * len(rows)
         prompts, options, ids = self.batch(rows)
         if self.repeats:
-            behind = importlib.import_module("medusa_jax.evaluate.compare")
+            evaluation = importlib.import_module("medusa_jax.evaluate.compare")
             with announced("timing the autoregressive loop"):
-                compared = behind.compare(
+                compared = evaluation.compare(
                     self.model,
                     prompts,
                     options,

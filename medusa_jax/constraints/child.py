@@ -52,7 +52,7 @@ def answer(kind: str, text: str, blanks: str, limits: dict[str, Any]) -> dict[st
     except Exception as error:  # parsers raise their own types
         return {"unreadable": str(error)}
     parser = guidance.LLParserLimits(**limits)
-    # What is unbounded does not depend on the vocabulary.
+    # A grammar without bounds has none with any vocabulary, so the smallest one suffices.
     tokens = guidance.LLTokenizer("byte")
     matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=parser)
     for _ in range(STEPS):  # some limits count only after a token
