@@ -35,7 +35,8 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, port):
     browser.get(port.url)
-    browser.execute_script("sessionStorage.clear(); turns = []")
+    # A page keeps its settings when it is left; the next test begins without them.
+    browser.execute_script("removeEventListener('pagehide', keep); sessionStorage.clear()")
     browser.get(port.url)
     return Page(browser)
 
@@ -108,6 +109,7 @@ def test_coloured_tokens_stream_and_stop(page, port):
 def test_a_conversation_survives_a_reload(page, http):
     page.ask("in the hat", 7)
     page.until(lambda: page.answers("done"))
+    assert not page.one("#plain").is_selected()
     before = page.one("#log").get_attribute("innerHTML")
     said = page.source(0)
     page.one("#question").send_keys("half a quest")
