@@ -73,11 +73,14 @@ class Writer:
         n_padding = self.batch_size - len(prompts)
         padded = prompts + [prompts[-1]] * n_padding
         rows += [rows[-1]] * n_padding
+        # One tree throughout, so that a resumed run writes the same text even where scores are tied.
+        tree = self.model.tree_at(len(padded))
         with announced("compiling"):
-            self.model.compile(padded, rows)
+            self.model.compile(padded, rows, tree=tree)
         results = self.model.generate(
             padded,
             rows,
+            tree=tree,
             watch=lambda n_new_B: self.show(int(n_new_B[: len(prompts)].sum())),
         )[: len(prompts)]
         self.tokens += sum(len(result.token_ids) for result in results)
