@@ -146,6 +146,7 @@ SEAMS = {
     "__init__.py": "a public name, on its first use",
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
+    "api/tree_choice.py": "--tree auto",
     "commands/decode_run.py": "--chat, --compare, --json, --prompts_file, --save_drafts",
     "commands/requests.py": "--prompts_file",
     "console.py": "the command's name",

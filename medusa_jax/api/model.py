@@ -16,7 +16,6 @@ from medusa_jax.api.asking import (
     prompt_ids,
     request_of,
 )
-from medusa_jax.api.automatic import Automatic
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
 from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
 from medusa_jax.arch import LlamaConfig
@@ -38,6 +37,7 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
+    from medusa_jax.api.automatic import Automatic
     from medusa_jax.constraints import Grammars
 
 
@@ -72,7 +72,7 @@ class Model:
         tree: str | Tree | None = None,
         calibrated: Json | None = None,
         ladder: Mapping[int, Tree] | None = None,
-        automatic: Automatic | None = None,
+        automatic: "Automatic | None" = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
         read_wide: Callable[[], Params] | None = None,

@@ -1,17 +1,21 @@
 """The default tree of a model that is being loaded."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from medusa_jax.api.automatic import Automatic, is_automatic, trees_to_try
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import file_ladder, load_tree_file, parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.api.automatic import Automatic
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class TreeChoice:
     tree: str | Tree
     calibrated: Json | None = None
     ladder: Mapping[int, Tree] = field(default_factory=dict)
-    automatic: Automatic | None = None
+    automatic: "Automatic | None" = None
     levels: int | None = None
 
     @classmethod
@@ -55,17 +59,20 @@ class TreeChoice:
         file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
         calibrated = load_tree_file(file) if directory and file.exists() else None
         automatic, ladder = None, dict[int, Tree]()
+        trees = _trees() if spec == "auto" else None
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if spec == "auto" and is_automatic():
-            automatic = Automatic.of(drafter, calibrated, storage, *marks)
+        if trees and trees.is_automatic():
+            automatic = trees.Automatic.of(drafter, calibrated, storage, *marks)
             spec = automatic.tree(batch)
             ladder[batch] = spec
         elif ladder:
             spec = tree_at(ladder, batch)
-        elif spec == "auto" and not calibrated:
-            trees, first = trees_to_try(None, drafter.default_tree, batch, narrow=False)
-            spec = trees[first]
+        elif trees and not calibrated:
+            found, first = trees.trees_to_try(
+                None, drafter.default_tree, batch, narrow=False
+            )
+            spec = found[first]
         tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
         drafter.check_tree(tree)
         used = [tree, *ladder.values()]
@@ -73,3 +80,8 @@ class TreeChoice:
             used += automatic.trees(batch)[0].values()
         levels = max(1, *(t.drafted.depth for t in used))
         return cls(tree, calibrated, ladder, automatic, levels)
+
+
+def _trees() -> Any:
+    """The seam of `--tree auto`."""
+    return importlib.import_module("medusa_jax.api.automatic")

@@ -28,9 +28,6 @@ from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, decode_shardings, pin_state
 from medusa_jax.tree.tree import Tree
 
-# Most steps of a chunk that no reader waits for.
-LONG_CHUNK = 64
-
 
 def follows_free(drafter: Drafter) -> bool:
     """Whether plain steps may keep the drafter's state: accepted tokens cost it no layers.
@@ -65,14 +62,24 @@ class Sizes:
         plain = replace(self.engine, tree=Tree.none(), drafter=drafter)
         return {1: plain} | {n: replace(self.engine, tree=t) for n, t in self.trees.items()}
 
-    def first(self) -> list[Engine]:
-        """The engines to compile before the first request.
+    def compile_first(self, variables: Params, state: DecodeState) -> DecodeState:
+        """Compile the loops that a first request needs at this cache size. Consumes the state.
 
         Plain steps are among them unless their time is known, or a tree file promises that drafts pay.
         """
         best, learned = self.learned.best(), self.learned
-        sizes = {best} if learned.ratio(best) or learned.expected else {best, 1}
-        return [self.by_size[n] for n in sorted(sizes)]
+        known = learned.ratio(best) or learned.expected
+        for n in {best} if known else {best, 1}:
+            shapes = shapes_of(state)
+            state, _ = decode_loop(self.by_size[n], variables, state, np.int32(0))
+            COMPILED.add(self.by_size[n], shapes)
+        return state
+
+    def adapting(
+        self, variables: Params, most: int, steps_by_size: dict[int, int]
+    ) -> "Adapting":
+        """The runner of one request; arguments as of `Adapting`."""
+        return Adapting(self, variables, most, steps_by_size)
 
 
 class Run(NamedTuple):

@@ -3,47 +3,39 @@
 Text does not depend on the tree under a lossless rule, so the tree may change between chunks of steps. A
 size of n nodes decodes tokens_per_step(n) / step_ratio(n) times as fast as plain decoding (size 1), where
 step_ratio(n) is the time of its step over the time of a plain step. Other work on the machine changes
-times within seconds, so only chunks next to each other are compared: x, y, x gives a sample of y over x.
+times within seconds, so only chunks next to each other are compared.
 
-Nothing here calls JAX or reads a clock: `Chooser.report` takes figures, `Chooser.next` returns a size.
-One unit of time is a plain step.
+Nothing here calls JAX or reads a clock. One unit of time is a plain step.
 """
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from medusa_jax.whole_files import Json
 
-# Change to a size only if it is faster by this factor.
+# Change to a size only if it is faster by this factor; plain decoding is the choice in doubt.
 MARGIN = 1.03
-# Most samples of a ratio to keep: the median of few recent ones follows the machine.
-SAMPLES = 9
+# Samples of a ratio to keep, and those that make it known: the median of few follows the machine.
+SAMPLES, KNOWN = 9, 3
+# A sample counts if chunks of one size around it differ by no more: the machine's load was the same.
+STEADY = 1.25
+# Least time of a further node, and of all together: a busy machine may show less.
+NODE_COST, NODES_COST = 0.02, 0.1
 # Steps after which figures of the current text, and those of all texts, count half.
 RECENT, LONG = 32, 1024
-# Steps that count as one observation of the figures known before a text.
-PRIOR = 2
-# A sample counts if the chunks around it differ by no more than this: the load of the machine was the same.
-STEADY = 1.25
-# Steps of a text between two trials of another size: doubled while trials change nothing.
+# Steps that the figures of earlier texts count for in a new one; steps after which its own are believed.
+PRIOR, ENOUGH = 2, 8
+# Steps of a text between two trials of another size, doubled while trials change nothing.
 SOON, SELDOM = 24, 1024
 # Trials may cost this many plain steps at first, and this share of the time afterwards.
 FREE, SHARE = 4.0, 0.01
-# Seconds and steps of a chunk in a trial, and of the first one after a change; chunks double up to the
-# caller's limit.
+# A trial of drafts ends at once below this speed-up; sizes with this share of the current speed are tried.
+HOPELESS, NEAR = 0.8, 0.7
+# Seconds of a short chunk, and its limits in steps. Other chunks double up to the caller's limit.
 CHUNK_SECONDS, CHUNK_STEPS = 0.02, (4, 16)
-# Steps with drafts after which their figures are believed.
-ENOUGH = 8
-# Fewer tokens per step than this cannot pay for drafts on any device.
-LEAST_TOKENS = 1.08
-# Least time of a further node, in plain steps; a few nodes more cost little on an accelerator.
-NODE_COST = 0.02
-# A trial of drafts ends early below this speed-up.
-HOPELESS = 0.8
-# Sizes that are at least this fast, compared with the current one, are tried in turn.
-NEAR = 0.7
 
 
 class Chunk(NamedTuple):
@@ -78,12 +70,8 @@ class Figures:
     trials: int = 0
 
     @property
-    def ratio(self) -> float | None:
-        """The median sample, the higher one of two."""
-        return statistics.median_high(self.ratios) if self.ratios else None
-
-    @property
     def per_step(self) -> float | None:
+        """Tokens per step, if there were enough steps."""
         return self.tokens / self.steps if self.steps >= ENOUGH else None
 
     def add(self, tokens: float, steps: float, keep: float) -> None:
@@ -94,9 +82,6 @@ class Figures:
 class Learned:
     """What a process knows of the sizes of one drafter, over all requests.
 
-    Attributes:
-      seconds: of the last timed step.
-
     Args:
       sizes: numbers of nodes, ascending, 1 first.
       start: the size to begin with.
@@ -104,6 +89,10 @@ class Learned:
       returns: whether drafts may follow plain steps in the same text, since plain steps keep the
         drafter's state at no cost.
       note: the result of `note` in an earlier process.
+
+    Attributes:
+      elapsed, spent: time of all steps, and the part that trials have cost.
+      seconds: of the last timed step.
     """
 
     def __init__(
@@ -117,84 +106,76 @@ class Learned:
         self.sizes, self.start, self.returns = list(sizes), start, returns
         self.expected = dict(expected)
         self.by_size = {n: Figures() for n in sizes}
-        self.elapsed = self.spent = 0.0
-        self.seconds: float | None = None
+        self.elapsed = self.spent = self.seconds = 0.0
         for name, (ratio, per_step) in (note or {}).get("sizes", {}).items():
             if figures := self.by_size.get(int(name)):
-                figures.ratios.extend([ratio] * (SAMPLES // 3) if ratio else ())
-                figures.add(
-                    *((per_step * 2 * ENOUGH, 2 * ENOUGH) if per_step else (0, 0)), 1
-                )
+                figures.ratios.extend([ratio] * KNOWN if ratio else ())
+                figures.add((per_step or 0) * 2 * ENOUGH, 2 * ENOUGH * bool(per_step), 1)
 
     def note(self) -> Json:
         """Ratio and tokens per step by size, for a later process; {} if no ratio was measured."""
-        found = {
-            str(n): [f.ratio and round(f.ratio, 4), f.per_step and round(f.per_step, 4)]
-            for n, f in self.by_size.items()
-            if n > 1 and (f.ratio or f.per_step)
-        }
-        measured = any(ratio for ratio, _ in found.values())
-        return {"sizes": found} if measured else {}
+        found = {}
+        for n in self.sizes[1:]:
+            ratio, per_step = self.ratio(n), self.by_size[n].per_step
+            if ratio or per_step:
+                found[str(n)] = [ratio and round(ratio, 4), per_step and round(per_step, 4)]
+        return {"sizes": found} if any(ratio for ratio, _ in found.values()) else {}
 
     def ratio(self, n: int) -> float | None:
-        """Measured step time of a size over a plain step's.
-
-        More nodes never take less time, whatever a busy machine shows.
-        """
-        if n == 1 or (found := self.by_size[n].ratio) is None:
-            return 1.0 if n == 1 else None
-        return max(found, min(1 + NODE_COST * (n - 1), 1.1))
-
-    def likely_ratio(self, n: int) -> float | None:
-        """The same; for a size without samples an optimistic estimate by its nearest measured one."""
-        if (own := self.ratio(n)) is not None:
-            return own
-        known = [m for m in self.sizes[1:] if self.ratio(m)]
-        if not known:
-            return None
-        m = min(known, key=lambda m: abs(m - n))
-        slope = ((self.ratio(m) or 1) - 1) / (m - 1)
-        return max(1.0, 1 + 0.8 * slope * (n - 1))
-
-    def transfer(self, per_step: float, m: int, n: int) -> float:
-        """Tokens per step of size n on a text where size m has `per_step`."""
-        if m == n or n == 1:
-            return per_step if m == n else 1.0
-        here = chain_accuracy(per_step, m)
-        known = [self.expected.get(k) or self.by_size[k].per_step for k in (m, n)]
-        if all(known):
-            own, other = (chain_accuracy(a or 1, k) for a, k in zip(known, (m, n)))
-            here *= other / max(own, 0.01)
-        return chain_tokens(min(here, 1.0), n)
-
-    def usual(self, n: int) -> float | None:
-        """Tokens per step of a size over the texts so far, else by the tree file."""
+        """Measured step time of a size over a plain step's; the higher one of two samples."""
         if n == 1:
             return 1.0
-        known = [m for m in self.sizes[1:] if self.by_size[m].per_step]
+        ratios = self.by_size[n].ratios
+        return max(least_ratio(n), statistics.median_high(ratios)) if ratios else None
+
+    def likely_ratio(self, n: int) -> float:
+        """The same; for a size without samples an optimistic estimate by its nearest measured one."""
+        known = {m: ratio for m in self.sizes[1:] if (ratio := self.ratio(m))}
+        if n in known or n == 1:
+            return known.get(n, 1.0)
         if not known:
-            return self.expected.get(n)
+            return least_ratio(n)
+        m = min(known, key=lambda m: abs(m - n))
+        return max(least_ratio(n), 1 + 0.8 * (known[m] - 1) * (n - 1) / (m - 1))
+
+    def transfer(self, per_step: float, m: int, n: int) -> float:
+        """Tokens per step of size n on a text where size m has `per_step`.
+
+        Both count as chains whose accuracies keep the proportion that they usually have.
+        """
+        if m == n or n == 1:
+            return per_step if m == n else 1.0
+        accuracy = chain_accuracy(per_step, m)
+        usual = [self.expected.get(k) or self.by_size[k].per_step for k in (m, n)]
+        if all(usual):
+            own, other = (chain_accuracy(a or 1, k) for a, k in zip(usual, (m, n)))
+            accuracy *= other / max(own, 0.01)
+        return chain_tokens(min(accuracy, 1.0), n)
+
+    def usual(self, n: int) -> float:
+        """Tokens per step of a size over the texts so far, else by the tree file; 0 if unknown."""
+        known = [m for m in self.sizes[1:] if self.by_size[m].per_step]
+        if n == 1 or not known:
+            return 1.0 if n == 1 else self.expected.get(n, 0.0)
         m = max(known, key=lambda m: self.by_size[m].steps)
         own, moved = self.by_size[n], self.transfer(self.by_size[m].per_step or 1.0, m, n)
         return (own.tokens + RECENT * moved) / (own.steps + RECENT)
 
-    @property
-    def affordable(self) -> bool:
-        """Whether trials have cost little so far."""
-        return self.spent <= FREE + SHARE * self.elapsed
-
     def best(self) -> int:
         """The fastest size over the texts so far; `start` if nothing has been measured."""
-        speeds = {
-            n: (self.usual(n) or 0) / ratio for n in self.sizes if (ratio := self.ratio(n))
-        }
-        if len(speeds) == 1:
+        speeds = {n: self.usual(n) / r for n in self.sizes[1:] if (r := self.ratio(n))}
+        if not speeds:
             return self.start
-        return max(speeds, key=lambda n: speeds[n] / (1.0 if n == 1 else MARGIN))
+        best = max(speeds, key=lambda n: speeds[n])
+        return best if speeds[best] > MARGIN else 1
 
 
 class Chooser:
-    """Chooses sizes for one request, and adds its measurements to what is learned."""
+    """Chooses sizes for one request, and adds its measurements to what is learned.
+
+    Attributes:
+      current: the size between trials.
+    """
 
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
@@ -202,21 +183,21 @@ class Chooser:
         self.current = min(learned.best(), learned.sizes[1])
         self.recent = {n: Figures() for n in learned.sizes}
         self._plan: deque[Chunk] = deque()
-        self._length, self._trying = self._short, 0
-        self._wait = self._left = float(SOON)
+        self._trying: int | None = None
+        self._length, self._wait, self._left = self._short, SOON, SOON
         self._last: deque[tuple[int, float]] = deque(maxlen=3)
         self._begun, self._taken = False, 0
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the rest of the text is plain, since the drafter's state has been left behind."""
+        return self._begun and self.current == 1 and not self.learned.returns
 
     @property
     def _short(self) -> int:
         """Steps of a short chunk."""
         least, most = CHUNK_STEPS
         return min(max(int(CHUNK_SECONDS / (self.learned.seconds or 1)), least), most)
-
-    @property
-    def dropped(self) -> bool:
-        """Whether the rest of the text is plain, since the drafter's state has been left behind."""
-        return self._begun and self.current == 1 and not self.learned.returns
 
     def next(self, ready: Callable[[int], bool], most: int) -> Chunk:
         """The next chunk.
@@ -242,12 +223,11 @@ class Chooser:
         """
         if self.dropped or self._taken < SOON:
             return []
-        others = [n for n in self._others() if self._promising(n)]
-        if self.current > 1:
-            speed = self.speed(self.current)
-            if speed is None or speed < 1.1:
-                others.insert(0, 1)
-        return others
+        needs_plain = (
+            self.learned.ratio(self.current) is None or self.speed(self.current) < 1.1
+        )
+        plain = [1] if self.current > 1 and needs_plain else []
+        return plain + [n for n in self._others() if self._promising(n)]
 
     def report(
         self, chunk: Chunk, rounds: int, steps: float, tokens: float, seconds: float | None
@@ -263,19 +243,18 @@ class Chooser:
         if not rounds:
             return
         self._time(size, seconds / rounds if seconds else None)
-        ratio, now = learned.ratio(size) or 1.0, self.speed(self.current) or 1.0
         if chunk.apart:
             learned.spent += rounds
             return
-        if chunk.trial:  # the current size would have needed less time
-            learned.spent += max(
-                0.0, rounds * ratio - rounds * tokens / max(steps, 1) / now
-            )
+        ratio = learned.likely_ratio(size)
+        if chunk.trial:  # the current size, or plain steps, would have needed less time
+            usual = 1.0 if size == self.current else self.speed(self.current)
+            needed = rounds * tokens / max(steps, 1) / (usual or 1)
+            learned.spent += max(0.0, rounds * ratio - needed)
         for n, figures in self.recent.items():
-            mine = (tokens, steps) if n == size else (0.0, 0.0)
-            figures.add(*mine, 0.5 ** (rounds / RECENT))
-        keep = 0.5 ** (rounds / (4 * LONG))
+            figures.add(tokens * (n == size), steps * (n == size), 0.5 ** (rounds / RECENT))
         learned.by_size[size].add(tokens, steps, 0.5 ** (rounds / LONG))
+        keep = 0.5 ** (rounds / (4 * LONG))
         learned.elapsed = keep * learned.elapsed + rounds * ratio
         learned.spent *= keep
         self._left -= rounds
@@ -300,118 +279,114 @@ class Chooser:
         elif other := self.learned.ratio(x):
             self.learned.by_size[y].ratios.append(sample * other)
 
-    def tokens(self, n: int) -> float | None:
-        """Tokens per step of a size on this text, by its last steps and earlier texts."""
+    def tokens(self, n: int) -> float:
+        """Tokens per step of a size on this text, by its last steps and earlier texts; 0 if unknown."""
         if n == 1:
             return 1.0
-        usual = self.learned.usual
-        m = max(self.learned.sizes[1:], key=lambda k: self.recent[k].steps)
-        base = self.recent[m]
-        if base.steps + (PRIOR if usual(m) else 0) == 0:
-            return usual(n)
-        prior = usual(m)
-        weight = PRIOR if prior else 0
-        found = (base.tokens + weight * (prior or 0)) / (base.steps + weight)
+        learned = self.learned
+        m = max(learned.sizes[1:], key=lambda k: self.recent[k].steps)
+        base, usual = self.recent[m], learned.usual(m)
+        weight = PRIOR if usual else 0
+        if base.steps + weight == 0:
+            return learned.usual(n)
+        found = (base.tokens + weight * usual) / (base.steps + weight)
         if n == m:
             return found
-        own, weight = self.recent[n], ENOUGH
-        moved = self.learned.transfer(found, m, n)
-        return (own.tokens + weight * moved) / (own.steps + weight)
+        own = self.recent[n]
+        return (own.tokens + ENOUGH * learned.transfer(found, m, n)) / (own.steps + ENOUGH)
 
-    def speed(self, n: int) -> float | None:
-        """Speed-up of a measured size on this text over plain decoding."""
-        ratio, tokens = self.learned.ratio(n), self.tokens(n)
-        return tokens / ratio if ratio and tokens else None
+    def speed(self, n: int, guess: bool = False) -> float:
+        """Speed-up of a size on this text over plain decoding; 0 if it was not measured.
 
-    def _likely_speed(self, n: int) -> float:
-        """The same, optimistic for a size that was not measured."""
-        ratio, tokens = self.learned.likely_ratio(n), self.tokens(n)
-        return tokens / ratio if ratio and tokens else 0.0
+        Args:
+          guess: take an optimistic ratio if none was measured, as for the current size.
+        """
+        known = guess or n == self.current
+        ratio = self.learned.likely_ratio(n) if known else self.learned.ratio(n)
+        return self.tokens(n) / ratio if ratio else 0.0
 
-    def _others(self) -> Iterable[int]:
+    def _others(self) -> list[int]:
         """The other sizes, the most promising first."""
-        others = (n for n in self.learned.sizes if n != self.current)
-        return sorted(others, key=self._likely_speed, reverse=True)
+        others = [n for n in self.learned.sizes if n != self.current]
+        return sorted(others, key=lambda n: self.speed(n, guess=True), reverse=True)
 
     def _promising(self, n: int) -> bool:
-        """Whether a size without samples may be faster than the current one."""
-        now = self._likely_speed(self.current)
-        unknown = self.learned.ratio(n) is None
-        return unknown and now > 0 and self._likely_speed(n) > MARGIN**2 * now
+        """Whether a size without samples may be clearly faster than the current one."""
+        now = self.speed(self.current)
+        return (
+            self.learned.ratio(n) is None
+            and self.speed(n, guess=True) > MARGIN**2 * now > 0
+        )
 
     def _decide(self, ready: Callable[[int], bool]) -> None:
         """Change the size, or plan a trial of another one."""
         learned, before = self.learned, self.current
-        if self._plan and not self._hopeless(ready):
+        if self._plan and not self._is_hopeless(ready):
             return
         self._plan.clear()
-        best = self._fastest(ready)
-        if best != before:
-            self.current, self._length = best, self._short
+        self.current = self._fastest(ready)
+        changed = self.current != before
+        if changed:
+            self._length = self._short
         if self._trying:
-            self._wait = SOON if best != before else min(2 * self._wait, SELDOM)
-            self._left, self._trying = self._wait, 0
-        if not learned.affordable or self.dropped:
+            self._wait = SOON if changed else min(2 * self._wait, SELDOM)
+            self._left, self._trying = self._wait, None
+        if learned.spent > FREE + SHARE * learned.elapsed or self.dropped:
             return
         if (other := self._candidate(ready)) is not None:
             self._try(other)
 
-    def _hopeless(self, ready: Callable[[int], bool]) -> bool:
+    def _is_hopeless(self, ready: Callable[[int], bool]) -> bool:
         """Whether a trial only wastes time: its drafts are wrong."""
-        drafts = max(self._trying, self.current)
-        speed, enough = self.speed(drafts), self.recent[drafts].steps >= ENOUGH / 2
-        return enough and speed is not None and speed < HOPELESS and ready(1)
+        drafts = max(self._trying or 1, self.current)
+        measured = self.learned.ratio(drafts) and self.recent[drafts].steps >= ENOUGH / 2
+        return bool(measured) and self.speed(drafts) < HOPELESS and ready(1)
 
     def _fastest(self, ready: Callable[[int], bool]) -> int:
-        now, steps = self.speed(self.current), self.recent[self.current].steps
-        if now is None:
-            hopeless = (self.tokens(self.current) or 2) < LEAST_TOKENS and steps >= ENOUGH
-            return 1 if hopeless and ready(1) else self.current
-        if self.current > 1 and not steps:
+        steps, known = self.recent[self.current].steps, self.learned.ratio(self.current)
+        if self.current > 1 and steps < (1 if known else ENOUGH):
             return self.current
-        speeds = {n: self.speed(n) or 0.0 for n in self.learned.sizes if ready(n)}
+        speeds = {n: self.speed(n) for n in self.learned.sizes if ready(n)}
         best = max(speeds, key=lambda n: speeds[n], default=self.current)
-        # Drafts must win clearly; plain decoding is the choice in doubt.
-        needed = 1.0 if best == 1 else MARGIN
-        return best if speeds.get(best, 0.0) > needed * now else self.current
+        needed = (1.0 if best == 1 else MARGIN) * self.speed(self.current)
+        return best if speeds.get(best, 0.0) > needed else self.current
 
     def _candidate(self, ready: Callable[[int], bool]) -> int | None:
         """A size to try now."""
-        learned = self.learned
+        learned, others = self.learned, [n for n in self._others() if ready(n)]
         if self.current > 1 and learned.ratio(self.current) is None:
-            return 1 if self._begun and ready(1) else None
-        others = [n for n in self._others() if ready(n)]
+            return 1 if self._begun and 1 in others else None
         new = [n for n in others if self._promising(n)]
         if new and self._begun:
             return new[0]
-        # In turn, since a ratio that was measured on a busy machine may be wrong.
-        near = [
-            n
-            for n in others
-            if self._likely_speed(n) >= NEAR * (self.speed(self.current) or 0)
-        ]
-        others = sorted(near or others[:1], key=lambda n: learned.by_size[n].trials)
         at_once = not self._begun and self.current == 1 and not learned.returns
-        return others[0] if others and (self._left <= 0 or at_once) else None
+        if not others or (self._left > 0 and not at_once):
+            return None
+        # In turn, since a ratio that was measured on a busy machine may be wrong.
+        least = NEAR * self.speed(self.current)
+        near = [n for n in others if self.speed(n, guess=True) >= least] or others[:1]
+        return min(near, key=lambda n: learned.by_size[n].trials)
 
     def _try(self, other: int) -> None:
         """Plan chunks of two sizes in turn; one more chunk lets the last of them be reported."""
-        k = self._short
-        now = Chunk(self.current, k)
-        known = len(self.learned.by_size[max(other, self.current)].ratios) >= SAMPLES // 3
-        if self.learned.returns or 1 not in (other, self.current):
-            trial = Chunk(other, k, trial=True)
+        learned, k = self.learned, self._short
+        drafts = max(other, self.current)
+        known = len(learned.by_size[drafts].ratios) >= KNOWN
+        if learned.returns or 1 not in (other, self.current):
+            now, trial = Chunk(self.current, k), Chunk(other, k, trial=True)
             self._plan.extend([trial, now] * (1 if known else 2) + [now])
-        else:  # plain steps would leave the drafter's state behind: take them apart
-            drafts = Chunk(max(other, self.current), k, trial=self.current == 1)
+        else:  # plain steps would leave the drafter's state behind: take them apart, if at all
+            own = Chunk(drafts, k, trial=self.current == 1)
             plain = Chunk(1, max(CHUNK_STEPS[0], k // 2), apart=True)
-            only_tokens = known and self.current == 1
-            self._plan.extend(
-                [drafts, drafts] if only_tokens else [drafts, plain, drafts, drafts]
-            )
-            self.current = drafts.size
-        self.learned.by_size[other].trials += 1
+            self._plan.extend([own, own] if known and own.trial else [own, plain, own, own])
+            self.current = drafts
+        learned.by_size[other].trials += 1
         self._trying = other
+
+
+def least_ratio(n: int) -> float:
+    """Least time of a step with n nodes, in plain steps."""
+    return 1 + min(NODE_COST * (n - 1), NODES_COST)
 
 
 def chain_accuracy(per_step: float, nodes: int) -> float:

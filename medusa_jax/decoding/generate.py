@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from medusa_jax.decoding.adapting import COMPILED, LONG_CHUNK, Adapting, Sizes, shapes_of
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
@@ -35,12 +34,15 @@ from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state
 
 if TYPE_CHECKING:
+    from medusa_jax.decoding.adapting import Sizes
     from medusa_jax.decoding.guides import Guide
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
 # accelerators compiling a further program takes longer than a smaller cache saves.
 MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
+# Most steps of a chunk that no reader waits for.
+LONG_CHUNK = 64
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -130,7 +132,7 @@ class Request:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
     guides: "Sequence[Guide | None] | None" = None
-    sizes: Sizes | None = None
+    sizes: "Sizes | None" = None
     steps_by_size: dict[int, int] = field(default_factory=dict)
 
 
@@ -275,7 +277,7 @@ def chunks(
     ended_B = np.zeros(len(request.prompts), bool)
     size, adapting = 0, None
     if request.sizes:
-        adapting = Adapting(request.sizes, variables, chunk_steps, request.steps_by_size)
+        adapting = request.sizes.adapting(variables, chunk_steps, request.steps_by_size)
     while True:
         if adapting:
             state, ahead = adapting.dispatch(state)
@@ -330,10 +332,11 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        for each in request.sizes.first() if request.sizes else [engine]:
-            state, progress = decode_loop(each, variables, state, np.int32(0))
-            COMPILED.add(each, shapes_of(state))
-    jax.block_until_ready(progress)
+        if request.sizes:
+            state = request.sizes.compile_first(variables, state)
+        else:
+            state, _ = decode_loop(engine, variables, state, np.int32(0))
+    jax.block_until_ready(state)
 
 
 def constrained() -> ModuleType:
