@@ -23,7 +23,7 @@ from medusa_jax.sharding import make_mesh, simulate_devices
 simulate_devices(8)
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.evaluate.compiled.programs import compiled_loop
+from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.heads.registry import make_drafter
 from research import counted, scaling
 from medusa_jax.training import dry

@@ -88,16 +88,6 @@ class Target:
         """The name; of what is here, the device's as well."""
         return f"{self.name} ({self.chip.title})" if self.name == HERE else self.name
 
-    @property
-    def bytes_per_cycle(self) -> float:
-        """Bytes between memory and chip in one cycle at peak bandwidth; 0 without a clock."""
-        return self.chip.bandwidth / self.chip.clock if self.chip.clock else 0.0
-
-    @property
-    def flops_per_cycle(self) -> float:
-        """FLOPs in one cycle at peak; 0 without a clock."""
-        return self.chip.flops / self.chip.clock if self.chip.clock else 0.0
-
 
 def find_target(name: str) -> Target:
     """The devices that a name such as v5e:2x2, v6e, h100 or here stands for.
