@@ -12,8 +12,9 @@ from medusa_jax import UserError
 from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
-from medusa_jax.evaluate import bandwidth, roofline
+from medusa_jax.evaluate import roofline
 from medusa_jax.interop.shapes import SHAPES, find_shape
+from research import bandwidth
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 A100 = roofline.roofs_of(chips.find_chip("a100"))
