@@ -18,15 +18,10 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
 )
-from medusa_jax.commands.prompts import (
-    PromptFlags,
-    first_prompts,
-    prompt_room,
-    questions_of,
-)
 from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.whole_files import Json, write_json
+from research.asking import PromptFlags, first_prompts, prompt_room, questions_of
 
 EXAMPLES = """examples:
   python -m research ties
@@ -72,7 +67,8 @@ def summary(facts: Json) -> str:
 def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import ending_turns, find_template
+    from medusa_jax.evaluate.conversation import ending_turns
+    from research.asking import find_template
     from research.tie_report import Judged, compare_batches, tie_report
     from research.turns import all_turns
 

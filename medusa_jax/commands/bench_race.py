@@ -19,9 +19,10 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
 )
-from medusa_jax.commands.prompts import PromptFlags, first_prompts, questions_of
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.tree import Tree
+from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options
@@ -48,9 +49,17 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaceFlags(PromptFlags, GenerationFlags, BaseFlags):
+class RaceFlags(GenerationFlags, BaseFlags):
     """Flags of every race."""
 
+    prompts: str = flag(
+        "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
+        "(MT-bench, Spec-Bench: the first), through the chat template (default: the demo's)",
+        str(DEMO_PROMPTS),
+    )
+    limit: int = flag(
+        "most prompts, of all categories alike; 0 is all", 50, type=at_least(0)
+    )
     drafters: str | None = flag(
         "comma-separated names, directories, files or hub ids, none for plain decoding (default: the "
         "model's own heads)",
@@ -139,19 +148,27 @@ def contenders_of(entrants: Sequence[Entrant], options: "Options") -> "list[Cont
     return found
 
 
+def prompts_of(flags: RaceFlags) -> list[Json]:
+    """--limit records of --prompts; the ids of the demo's are of its vocabulary, not of another model's."""
+    records = spread(read_prompts(flags.prompts, messages=True), flags.limit)
+    if flags.model and flags.prompts == str(DEMO_PROMPTS):
+        return [{k: v for k, v in r.items() if not k.endswith("_ids")} for r in records]
+    return records
+
+
 def run(flags: Flags) -> int:
     """Race all drafters, all their trees and plain decoding; print the table, write the files."""
-    from medusa_jax.evaluate.conversation import ending_turns, find_template
+    from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.race import race
 
-    questions = questions_of(flags, flags.model)
+    records = prompts_of(flags)
     out, options = out_directory(flags.out), generation_options(flags)
     names = names_of(flags) if flags.drafters else default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
-    if flags.questions:
-        options = ending_turns(model, options, find_template(model, flags.chat_template))
-    prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
+    if model.tokenizer.chat_template and not {"prompt", "prompt_ids"} & records[0].keys():
+        options = ending_turns(model, options, "")
+    prompts = [model.encode(asked(model, record)) for record in records]
     rows = race(contenders_of(entrants, options), prompts, flags.repeats)
     facts = device_facts() | {
         "dtype": str(model.dtype),

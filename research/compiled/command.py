@@ -11,8 +11,8 @@ from medusa_jax.commands import compile as base
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.commands.train import load_config
 from medusa_jax.evaluate.compiled import compile_training
-from medusa_jax.hlo.program import read_program
 from research.compiled import report
+from research.compiled.labelled import read_program
 from research.compiled.warnings import step_warnings
 
 EXAMPLES = """examples:

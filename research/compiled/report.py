@@ -8,9 +8,9 @@ from medusa_jax.devices.chips import Chip
 from medusa_jax.evaluate.compiled import Case, Step, compile_step
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
-from medusa_jax.hlo.program import Program, read_program
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
+from research.compiled.labelled import Program, read_program
 from research.compiled.warnings import warnings_of
 
 
@@ -55,8 +55,8 @@ def cost_of(
     step = compile_step(case, drafter, tree)
     program = read_program(step.compiled.as_text() or "")
     chip, sizes = case.target.chip, (case.compiled_layers, case.config.n_layers)
-    peaks = (chip.bandwidth / chip.clock, chip.flops / chip.clock) if chip.clock else (0.0,)
-    costs = step_costs(program, *peaks, filters=filters)
+    clock = chip.clock or math.inf  # without a clock nothing has an estimate
+    costs = step_costs(program, chip.bandwidth / clock, chip.flops / clock, filters)
     return Costs(
         step,
         of_all_layers(costs, *sizes) if chip.clock else {},

@@ -61,7 +61,7 @@ def test_drafters_in_one_table(directory, prompts, tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("command", [bench_race, batches])
 def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, command):
-    """Its first turns, as many of each category, through the template; --prompts stand as they are."""
+    """Its first turns, as many of each category, through the template; research's --prompts stand."""
     directory, path = tmp_path / "model", tmp_path / "questions.jsonl"
     write_model(directory)
     template = "{% for m in messages %}a {{ m.content }} the{% endfor %}"
@@ -90,12 +90,14 @@ def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, 
         "ourselves",
         lambda model, tree, options, **_: ends.update(ids=options.eos_ids),
     )
-    assert command.main([*flags, f"--questions={path}"]) == 2
+    through_template = "prompts" if command is bench_race else "questions"
+    assert command.main([*flags, f"--{through_template}={path}"]) == 2
     assert capsys.readouterr().err.endswith("enough\n")
     through = [tokenizer.encode(f"a {turn} the") for turn in ("a b c", "the cat")]
     assert asked["prompts"] == through
     if command is bench_race:
         assert tokenizer.eos_ids <= set(ends["ids"])
+        return
     assert command.main([*flags, f"--prompts={path}"]) == 2
     plain = [[tokenizer.bos_id, *tokenizer.encode(t)] for t in ("a b c", "the end")]
     assert asked["prompts"] == plain

@@ -37,16 +37,11 @@ def test_an_h100s_compiler_is_cuda_12s_or_13s(monkeypatch, cuda):
     assert target.compiler == f"jax-cuda{cuda}-pjrt 9.9" and target.devices == ("h100",)
 
 
-def test_a_missing_compiler_is_named_with_the_version_that_this_jax_wants(monkeypatch):
-    [libtpu] = [r for r in metadata.requires("jax") if r.startswith("libtpu")]
+def test_a_missing_compiler_is_one_sentence(monkeypatch):
     installed(monkeypatch)
-    with pytest.raises(UserError, match=f"'{libtpu.partition(';')[0]}'"):
-        targets.find_target("v5e")
-    with pytest.raises(UserError) as raised:
-        targets.find_target("h100")
-    for cuda in ("12", "13"):
-        for part in ("plugin", "pjrt"):
-            assert f"jax-cuda{cuda}-{part}=={jax.__version__}" in str(raised.value)
+    for name in ("v5e", "h100"):
+        with pytest.raises(UserError, match=r"medusa-jax\[aot\]"):
+            targets.find_target(name)
 
 
 @pytest.mark.parametrize("extra", ["cuda", "cuda12", "cuda13", "tpu", "aot"])
