@@ -160,21 +160,6 @@ def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
     assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
 
 
-def test_a_scatter_with_copies_is_named_on_a_tpu(tmp_path):
-    """Rows of a batch written by one scatter, as on other platforms: caches change their layout for it."""
-    compiled("v5e", [], tmp_path)
-    call = ["--for", "v5e", "--shape", str(tmp_path), *SMALL, "--context", "900", "--batch", "2"]  # fmt: skip
-    code = SCATTERED + CHILD
-    printed = output_of(code, json.dumps([call]), JAX_DISABLE_MOST_OPTIMIZATIONS="0")
-    assert names(json.loads(printed)) == [warnings.COPY, warnings.SCATTER]
-
-
-SCATTERED = """
-import medusa_jax.decoding.step as step, medusa_jax.model.cache as cache
-step.platform, cache.tpu = lambda: "cpu", lambda: None
-"""
-
-
 def test_a_training_step_on_a_gpu_without_cudnn(tmp_path):
     """The compiler alone is here: attention is the project's own, and a sentence says so."""
     compiled("h100", [], tmp_path)

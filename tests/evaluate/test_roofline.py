@@ -60,27 +60,6 @@ def test_the_optimum_of_figure_21_is_where_the_wide_layers_reach_the_ridge():
     assert round(rows[63]["speedup"], 2) == 2.74
 
 
-def test_what_the_papers_own_rates_say_of_figure_21():
-    """Its kernels are slower from the 129th row on: 64 nodes are the best at batch 2, not at 1."""
-    config, found = SHAPES["llama-33b"], {}
-    for batch in (1, 2, 4, 8):
-        seconds = []
-        for i, queries in enumerate(paper.CANDIDATES):
-            rates = dict.fromkeys(roofline.GROUPS, paper.UP_GATE_DOWN_BY_BATCH_TFLOPS)
-            rates[roofline.ATTENTION] = paper.QK_PV_BY_BATCH_TFLOPS
-            seconds.append(
-                sum(
-                    o.flops / (1e12 * rates[o.group][batch][i])
-                    for o in roofline.block_operators(config, batch, queries, 1024)
-                )
-            )
-        speed = [
-            roofline.paper_acceleration(n) / s for n, s in zip(paper.CANDIDATES, seconds)
-        ]
-        found[batch] = paper.CANDIDATES[int(np.argmax(speed))]
-    assert found == {1: 112, 2: 64, 4: 32, 8: 16}
-
-
 def test_heads_that_share_keys_read_them_once():
     """Four query heads a group: the intensity of four queries."""
     plain = replace(TINY, n_kv_heads=4)
