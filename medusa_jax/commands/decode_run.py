@@ -84,11 +84,11 @@ class Job:
             for result, own, one in zip(results, options, compared)
         ]
         if as_json:
-            bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+            read = importlib.import_module("medusa_jax.evaluate.weight_bytes")
             for facts in found:
                 n = facts["prompt_tokens"]
-                facts["weights_stored_as"] = bandwidth.stored_as(self.model)
-                facts["bytes_per_step"] = bandwidth.bytes_per_token(self.model, n)
+                facts["weights_stored_as"] = read.stored_as(self.model)
+                facts["bytes_per_step"] = read.bytes_per_token(self.model, n)
         return found
 
 
