@@ -122,7 +122,9 @@ def check_copied(prompt, tokens, depths):
     """Tokens of negative depths are those that a step could copy; returns their number."""
     begins = [i for i, depth in enumerate(depths) if abs(depth) == 1]
     for i in begins:
-        run = 1 + next((n for n, d in enumerate(depths[i + 1 :]) if abs(d) < 2), len(depths))
+        run = 1 + next(
+            (n for n, d in enumerate(depths[i + 1 :]) if abs(d) < 2), len(depths)
+        )
         own = depths[i : i + run]
         assert len({depth < 0 for depth in own}) == 1
         if own[0] < 0:

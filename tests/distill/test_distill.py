@@ -403,7 +403,8 @@ def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
         prompts = tmp_path / "prompts.jsonl"
         texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
         prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-        flags, name = flags_for(model, tmp_path / "out", prompts), "samples.jsonl"
+        flags = flags_for(model, tmp_path / "out", prompts, "--mode=continue")
+        name = "samples.jsonl"
     assert distill.main(flags) == 0
     path = tmp_path / "out" / name
     whole = path.read_bytes()
