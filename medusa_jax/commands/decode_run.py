@@ -14,6 +14,7 @@ from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.following import following
 from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -24,6 +25,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
+from medusa_jax.heads.registry import BASELINES
 from medusa_jax.interop.chat import encode_prompt, is_chat_model, speaks
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
@@ -84,11 +86,11 @@ class Job:
             for result, own, one in zip(results, options, compared)
         ]
         if as_json:
-            bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+            read = importlib.import_module("medusa_jax.evaluate.weight_bytes")
             for facts in found:
                 n = facts["prompt_tokens"]
-                facts["weights_stored_as"] = bandwidth.stored_as(self.model)
-                facts["bytes_per_step"] = bandwidth.bytes_per_token(self.model, n)
+                facts["weights_stored_as"] = read.stored_as(self.model)
+                facts["bytes_per_step"] = read.bytes_per_token(self.model, n)
         return found
 
 
@@ -154,7 +156,10 @@ def run(flags: Flags, began: float) -> int:
         result.compile_seconds = seconds
         print_json(job.facts([0], [result])[0])
         return 0
-    return answer_one(job, flags.show_drafts, flags.save_drafts, began)
+    status = answer_one(job, flags.show_drafts, flags.save_drafts, began)
+    if flags.compare and flags.drafter and flags.drafter not in BASELINES:
+        following("serve", model=flags.model, drafter=flags.drafter)
+    return status
 
 
 def talks(flags: Flags) -> bool:
