@@ -22,7 +22,7 @@ class Flags(MeshFlags, ModelFlags):
     )
     chat: str | None = flag(
         "chat template: a shipped one by name, or plain: turns with an empty line between (default: "
-        "the tokenizer's own, plain if it has none)",
+        "a chat model's own, plain for other models)",
         None,
         metavar="TEMPLATE",
     )

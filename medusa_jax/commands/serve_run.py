@@ -16,7 +16,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import PLAIN, template_source
+from medusa_jax.interop.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.serving import Server
 from medusa_jax.whole_files import read_text
 
@@ -39,7 +39,7 @@ def run(flags: Flags) -> int:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
-        template = chosen_template(model, flags.chat)
+        template = chosen_template(model, flags.chat, flags.model)
         with Server(
             model,
             slots=flags.slots,
@@ -96,14 +96,17 @@ def name_of(model: str | None) -> str:
     return model or "demo"
 
 
-def chosen_template(model: Model, asked: str | None) -> str:
-    """The chat template: the given one, the tokenizer's own (""), or "plain".
+def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
+    """The chat template: the given one, a chat model's own (""), or "plain".
+
+    Args:
+      name: the model as --model names it.
 
     Raises:
       UserError: there is the template is unknown, or does not fit the tokenizer.
     """
     if asked is None:
-        return "" if model.tokenizer.chat_template else PLAIN
+        return "" if is_chat_model(model.tokenizer, name) else PLAIN
     if asked != PLAIN:
         template_source(model.tokenizer, asked)
     return asked

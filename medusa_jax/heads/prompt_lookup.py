@@ -91,6 +91,7 @@ class PromptLookup(Untrained):
 
     name = "prompt_lookup"
     Config = PromptLookupConfig
+    copies = True
 
     def check(self) -> None:
         for field in ("tokens", "ngram"):
