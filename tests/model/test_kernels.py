@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import wide
 from children import devices, output_of
-from closeness import assert_close
 
 from medusa_jax.model import attention, kernels, seams, tpu
 from medusa_jax.model.attention import CausalMask, attend_text
@@ -174,19 +173,6 @@ def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     run = jax.jit(jax.grad(total, (0, 1, 2)))
     exported = jax.export.export(run, platforms=["tpu"])(*shapes)
     assert exported.mlir_module().count("tpu_custom_call") == 3
-
-
-def test_cudnn_over_a_cache_is_our_own():
-    """Random visibility, two query heads on one key head."""
-    rng = np.random.default_rng(3)
-    q, k, v = (
-        rng.standard_normal(shape, np.float32)
-        for shape in ((2, 9, 4, 8), (2, 2, 40, 8), (2, 2, 40, 8))
-    )
-    mask = rng.integers(0, 2, (2, 9, 40)) > 0
-    mask[:, :, 0] = True
-    found = kernels.cudnn_cached(q, k, v, mask, implementation="xla")
-    assert_close(found, attention.attend(q, k, v, mask), roundings=64)
 
 
 ON_A_MESH = """
