@@ -49,7 +49,7 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
     batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
     tree: str = flag(
-        "auto (measured on this device at first use), bundled (the tree file's own choice), none, a "
+        "auto (follows the measured steps, down to plain ones), bundled (the tree file's own choice), none, a "
         "number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or a "
         "JSON file of choices (default: auto)",
         "auto",

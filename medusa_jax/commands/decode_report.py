@@ -54,8 +54,8 @@ def describe(
     facts: Json = {name: getattr(result, name) for name in RESULT}
     facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
     facts |= {
-        "drafter": model.drafts_by(),
-        "tree_nodes": model.tree.n_nodes,
+        "drafter": "plain" if result.tree_nodes == 1 else model.drafts_by(),
+        "tree_nodes": result.tree_nodes or model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),
         "guarantee": RULES[acceptance].guarantee,

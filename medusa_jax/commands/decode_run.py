@@ -109,8 +109,6 @@ def run(flags: Flags) -> int:
         batch=min(flags.batch_size, len(options)),
         all_heads=False,
     )
-    if flags.tree == "auto" and model.drafts and not model.tree.depth:
-        inform("plain decoding: no tree is faster on this device")
     if flags.chat is None and not talking and not model.tokenizer.chat_template:
         template = None
     if template is not None:
@@ -219,6 +217,8 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
     [result] = results
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0]))
+    if result.tree_nodes == 1:
+        inform(job.model.why_plain())
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")
