@@ -197,6 +197,7 @@ class Drafter:
       least_layers: minimum number of hidden layers of a head.
       separable: the first heads also work alone, so the others need not be loaded.
       trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
+      copies: its drafts are tokens copied from the text.
     """
 
     heads: HeadsConfig
@@ -207,6 +208,7 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
+    copies: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -319,3 +321,17 @@ class NoDrafter(Drafter):
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> Proposal:
         return Proposal(request.root_B[:, None])
+
+
+class Untrained(Drafter):
+    """Base class of drafters without heads: nothing to train, no teacher-forced scores."""
+
+    trained = False
+
+    def init(self, key: jax.Array, backbone: Backbone) -> Params:
+        raise UserError(f"{self.name} has no heads to train or to load")
+
+    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
+        raise UserError(
+            f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
+        )
