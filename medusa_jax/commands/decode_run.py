@@ -189,7 +189,8 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     seconds = job.compile([0])
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
     sys.stdout.write("".join(text for text, _ in segments))
-    first_seconds, results = 0.0, []
+    results: list[Result] = []
+    first_seconds = 0.0
     for pieces, final in job.model.stream(
         job.prompts, job.options, acceptance=job.acceptance
     ):
