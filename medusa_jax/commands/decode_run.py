@@ -117,8 +117,6 @@ def run(flags: Flags, began: float) -> int:
         batch=min(flags.batch_size, len(options)),
         all_heads=False,
     )
-    if flags.tree == "auto" and model.drafts and not model.tree.depth:
-        inform("plain decoding: no tree is faster on this device")
     template = chosen_template(flags, model.tokenizer)
     if template is not None:
         ends = model.tokenizer, model.eos_ids
@@ -211,6 +209,8 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     [result] = results
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
+    if result.tree_nodes == 1:
+        inform(job.model.why_plain())
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")

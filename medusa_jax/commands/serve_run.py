@@ -7,7 +7,6 @@ import socket
 import sys
 
 from medusa_jax.api import Model
-from medusa_jax.api.device_tree import trees_by_rows
 from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
@@ -18,7 +17,7 @@ from medusa_jax.console import (
 )
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import PLAIN, is_chat_model, template_source
-from medusa_jax.serving import Server, row_sizes
+from medusa_jax.serving import Server
 from medusa_jax.whole_files import read_text
 
 KEY = "MEDUSA_API_KEY"
@@ -41,11 +40,9 @@ def run(flags: Flags) -> int:
         warn_if_accelerator_unused()
         model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
         template = chosen_template(model, flags.chat, flags.model)
-        trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
         with Server(
             model,
             slots=flags.slots,
-            trees=trees,
             queue=flags.queue,
             max_prompt_tokens=flags.max_prompt_tokens,
             max_new_tokens=flags.max_new_tokens,
