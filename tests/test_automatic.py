@@ -153,7 +153,7 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
 def test_a_request_writes_the_note(directory, free):
     model = load(directory)
     sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-    sizes.learned.by_size[3].samples = 1
+    sizes.learned.by_size[3].samples = 3
     model.generate(PROMPTS[:1], OPTIONS)
     ratio, tokens = json.loads(model.automatic.cache.file.read_text())["1 greedy"]["sizes"][
         "3"

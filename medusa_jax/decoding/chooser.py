@@ -123,12 +123,12 @@ class Learned:
                 figures.add(2 * ENOUGH * per_step, 2 * ENOUGH, 1)
 
     def note(self) -> Json:
-        """Ratio and tokens per step by size, for a later process; {} if no ratio was measured."""
+        """Ratio and tokens per step by size, for a later process; {} if no ratio is known."""
         found = {}
         for n in self.sizes[1:]:
             figures = self.by_size[n]
             if figures.samples or figures.per_step:
-                ratio = round(self.ratio(n), 4) if figures.samples else None
+                ratio = round(self.ratio(n), 4) if figures.samples >= KNOWN else None
                 found[str(n)] = [ratio, figures.per_step and round(figures.per_step, 4)]
         return {"sizes": found} if any(ratio for ratio, _ in found.values()) else {}
 
@@ -233,10 +233,12 @@ class Chooser:
 
         None at the beginning of a text, which may be short: the process waits for a compilation at its end.
         """
-        if self.dropped or self._taken < SOON:
+        if self._taken < SOON:
             return []
+        if self.current == 1:
+            return [self.learned.sizes[1]]
         now = self.speed(self.current)
-        plain = [1] if self.current > 1 and (now < 1.2 or self._left <= 0) else []
+        plain = [1] if now < 1.2 or self._left <= 0 else []
         return plain + [n for n in self._others() if n > 1 and self.speed(n) > MARGIN * now]
 
     def report(
