@@ -85,7 +85,7 @@ def run(flags: Flags) -> int:
     out = file_to_write(flags.out, "--out")
     model = load_model(flags, needs_heads=True, tree="none")
     options = generation_options(flags)
-    if "messages" in records[0]:
+    if {"messages", "turns"} & records[0].keys():
         options = ending_turns(model, options, "")
     inform(
         f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
