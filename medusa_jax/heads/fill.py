@@ -163,6 +163,14 @@ def propose_given(
     return Proposal(nodes_BM, tuple(ranked))
 
 
+def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
+    """The nodes of each depth that have children, as nodes of the tree.
+
+    Example: for the tree of `Level`: [0] and [1, 3].
+    """
+    return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]
+
+
 def level_rows(
     tree: Tree, with_root: bool = False
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -173,7 +181,7 @@ def level_rows(
     Args:
       with_root: the first pass also runs the root.
     """
-    inner = [tree.level(d)[level.nodes_P] for d, level in enumerate(Level.of(tree))]
+    inner = inner_nodes(Level.of(tree), tree)
     done, rows = np.zeros(0, int), {}
     for depth, nodes_P in enumerate(inner[1:], start=1):
         if with_root and depth == 1:
