@@ -146,7 +146,8 @@ class Result:
     Attributes:
       text: the generated text without special tokens and stop strings.
       token_ids: the same as ids; an EOS or stop sequence is kept.
-      draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
+      draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
+        text; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
         "constraint": no token of the vocabulary may follow.
       prompt_tokens: tokens of the prompt, including an added BOS.
@@ -211,7 +212,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of one row while streaming: pairs of text and draft depth."""
+    """New text of one row while streaming: pairs of text and draft depth (`Result.draft_depths`)."""
 
     row: int
     text: str

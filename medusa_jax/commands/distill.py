@@ -75,7 +75,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     )
     out: str = flag("directory to write")
     mode: str = flag(
-        "continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn",
+        "continue, multi_turn or self_talk; auto: multi_turn for a chat model, else by the seeds",
         "auto",
     )
     tree: str = flag("as for decode.py", "auto")
@@ -112,8 +112,10 @@ def warn_if_quantised(model: str | None) -> None:
 def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
+    from medusa_jax.api import find_model
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
+    from medusa_jax.interop.chat import speaks
     from medusa_jax.interop.hub import refuse_model
 
     if bool(flags.prompts) == (flags.ask > 0):
@@ -125,7 +127,12 @@ def run(flags: Flags) -> int:
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-        mode = mode_for(seeds, flags.mode)
+        wanted = flags.mode
+        if wanted == "auto" and any(s.turns for s in seeds):
+            wanted = (
+                "multi_turn" if speaks(find_model(flags.model), flags.model) else "auto"
+            )
+        mode = mode_for(seeds, wanted)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     use_compilation_cache()

@@ -22,7 +22,7 @@ class Flags(MeshFlags, ModelFlags):
     )
     chat: str | None = flag(
         "chat template: a shipped one by name, or plain: turns with an empty line between (default: "
-        "the tokenizer's own, plain if it has none)",
+        "a chat model's own, plain for other models)",
         None,
         metavar="TEMPLATE",
     )
@@ -50,6 +50,11 @@ class Flags(MeshFlags, ModelFlags):
         256,
         type=at_least(0),
         metavar="TOKENS",
+    )
+    log: str = flag(
+        "requests: a line for every call, not only for those that are refused or fail",
+        "errors",
+        choices=("errors", "requests"),
     )
     api_key_file: str | None = flag(
         "a key that clients must send (default: the variable MEDUSA_API_KEY; none: all may)",

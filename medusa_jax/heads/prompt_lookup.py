@@ -73,6 +73,7 @@ class PromptLookup(Untrained):
 
     name = "prompt_lookup"
     Config = PromptLookupConfig
+    copies = True
 
     def check(self) -> None:
         for field in ("tokens", "ngram"):
