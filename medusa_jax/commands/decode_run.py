@@ -124,7 +124,9 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(f"sampling by the model's publisher, where no flag says otherwise: {own}")
+            inform(
+                f"sampling by the model's publisher, where no flag says otherwise: {own}"
+            )
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         status: int = chat.Chat(model, *about).run()
