@@ -124,7 +124,9 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(f"sampling by the model's publisher, where no flag says otherwise: {own}")
+            inform(
+                f"sampling by the model's publisher, where no flag says otherwise: {own}"
+            )
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         status: int = chat.Chat(model, *about).run()
@@ -210,7 +212,10 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
     if result.tree_nodes == 1:
-        inform(job.model.why_plain())
+        inform(
+            f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
+            "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"
+        )
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")

@@ -8,7 +8,7 @@ Programs of further sizes are compiled on a thread.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,11 +47,13 @@ class Sizes:
       engine: with the largest tree; its state fits all sizes.
       trees: by number of nodes, each contained in the next, without the empty one.
       learned: shared by all requests.
+      keep: called at the end of a request.
     """
 
     engine: Engine
     trees: Mapping[int, Tree]
     learned: Learned
+    keep: Callable[[], None]
 
     @cached_property
     def by_size(self) -> dict[int, Engine]:
