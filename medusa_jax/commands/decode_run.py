@@ -107,6 +107,10 @@ def run(flags: Flags, began: float) -> int:
     prompts, options = (
         ([], [shared_options(flags, defaults)]) if talking else read_requests(flags)
     )
+    if flags.no_repeat_ngram_size and any(own.constraint for own in options):
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
     give_memory_back()
     use_compilation_cache()
     warn_if_accelerator_unused()
