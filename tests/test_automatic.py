@@ -131,8 +131,9 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
     sizes.keep()
     assert not model.automatic.cache.file.exists()  # nothing has been measured
-    sizes.learned.by_size[3].ratios.extend([1.25] * 9)
-    sizes.learned.by_size[3].samples = 9
+    for n, ratio in ((3, 1.25), (4, 2.0), (6, 3.0)):
+        sizes.learned.by_size[n].ratios.extend([ratio] * 9)
+        sizes.learned.by_size[n].samples = 9
     sizes.learned.by_size[3].add(100, 50, 1)
     assert model.tree_at(1).n_nodes == 3
     sizes.keep()
