@@ -109,7 +109,8 @@ class Adapting:
         self._runs: deque[Run] = deque()
         self._seen: Progress | None = None
         self._stamp: float | None = None
-        self._slots, self._shapes, self._ready = 0, (), set[int]()
+        self._slots, self._ready = 0, set[int]()
+        self._shapes: Shapes = ()
 
     def dispatch(self, state: DecodeState) -> tuple[DecodeState, Progress]:
         """Start the next chunk; consumes the state."""
