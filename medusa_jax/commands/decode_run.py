@@ -216,7 +216,10 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
     if result.tree_nodes == 1:
-        inform(job.model.why_plain())
+        inform(
+            f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
+            "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"
+        )
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")
