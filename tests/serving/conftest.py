@@ -41,8 +41,8 @@ def client(port):
 def other(port):
     """The same server with other settings: a function that asks it once."""
 
-    def ask(method, path, *, limits=None, key="", hosts=(), **sent):
-        more = {"key": key, "limits": limits, "hosts": hosts}
+    def ask(method, path, *, limits=None, key="", hosts=(), log_all=False, **sent):
+        more = {"key": key, "limits": limits, "hosts": hosts, "log_all": log_all}
         app = make_app(port.server, name=NAME, template="", **more)
         return ask_app(app, method, path, **sent)
 
