@@ -6,7 +6,10 @@ import pytest
 from served import NAME, ask_app, load_model, port_of
 from tiny import write_chat_model
 
+from medusa_jax.serving import programs
 from medusa_jax.serving.http import make_app
+
+programs.SETTLE_SECONDS = 0.0
 
 
 @pytest.fixture(scope="session")
