@@ -237,7 +237,8 @@ class Chooser:
     def wanted(self) -> list[int]:
         """Sizes whose programs should be compiled, the most important first.
 
-        None at the beginning of a text, which may be short: the process waits for a compilation at its end.
+        A compilation slows decoding down, and the process waits for it at its end. So none starts at the beginning
+        of a text, which may be short, and none of a larger tree in a process that decodes little.
         """
         if self._taken < SOON:
             return []
@@ -245,6 +246,8 @@ class Chooser:
             return [self.learned.sizes[1]]
         now = self.speed(self.current)
         plain = [1] if now < 1.2 or self._left <= 0 else []
+        if self.learned.elapsed < LONG / 2:
+            return plain
         return plain + [n for n in self._others() if n > 1 and self.speed(n) > MARGIN * now]
 
     def report(
