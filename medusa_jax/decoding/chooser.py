@@ -171,9 +171,10 @@ class Learned:
 
     def best(self) -> int:
         """The fastest size over the texts so far; `start` if nothing has been measured."""
-        speeds = {n: self.usual(n) / self.ratio(n) for n in self.sizes[1:]}
-        if not any(figures.samples for figures in self.by_size.values()):
+        measured = [n for n in self.sizes[1:] if self.by_size[n].samples]
+        if not measured:
             return self.start
+        speeds = {n: self.usual(n) / self.ratio(n) for n in measured}
         best = max(speeds, key=lambda n: speeds[n])
         return best if speeds[best] > MARGIN else 1
 
