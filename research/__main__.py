@@ -32,6 +32,11 @@ COMMANDS = {
     "roofline": Command(
         "costs", "research.roofline", "the roofline fitted to products timed on this device"
     ),
+    "compile": Command(
+        "costs",
+        "research.compiled.command",
+        "cycles and defects of a step, by its compiler",
+    ),
     "against": Command("costs", "research.against", "other engines on the same weights"),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "train_cost": Command(

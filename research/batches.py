@@ -14,13 +14,13 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.files import tree_of_size
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
+from research.asking import PromptFlags, first_prompts, questions_of
 
 EXAMPLES = """examples:
   python -m research batches --sizes 1,2,4,8 --limit 24 --max_new_tokens 128
@@ -37,7 +37,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(RaceFlags):
+class Flags(PromptFlags, RaceFlags):
     """Compare batch sizes."""
 
     sizes: tuple[int, ...] = flag("batch sizes", "1,2,4,8", type=numbers(least=1))

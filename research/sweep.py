@@ -23,10 +23,11 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
 from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json, write_json
+from research.question_files import read_questions
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model

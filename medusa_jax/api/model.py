@@ -17,7 +17,7 @@ from medusa_jax.api.asking import (
     request_of,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
-from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
+from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
@@ -293,6 +293,7 @@ class Model:
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         watch: Watch | None = None,
+        ended: Ended | None = None,
         **engine_options: Any,
     ) -> list[Result]:
         """Decode a batch of prompts to their ends.
@@ -303,6 +304,7 @@ class Model:
           ids: request ids, by default 0, 1, ...: with the seed they determine every draw, so a
             prompt with the same id gets the same text in any batch and slot.
           watch: called repeatedly with the number of new tokens of every row so far.
+          ended: called with the index and the result of each prompt soon after its end.
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
@@ -315,10 +317,10 @@ class Model:
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         if (
-            watch or request.guides or any(o.stop for o in rows)
+            watch or ended or request.guides or any(o.stop for o in rows)
         ):  # the host takes part in every step
             parts = self.tokenizer, rows, engine, variables, request
-            *_, (_, results) = stream_rows(*parts, compile_seconds, watch)
+            *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
             return results
         start = time.perf_counter()

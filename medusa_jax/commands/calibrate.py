@@ -20,6 +20,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
+from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Row
@@ -107,6 +108,8 @@ def run(flags: Flags) -> int:
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
+    prompt = "Hello" if "messages" in records[0] else "import os"
+    following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")
     return 0
 
 

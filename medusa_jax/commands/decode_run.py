@@ -13,6 +13,7 @@ from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import file_to_write, load_model
+from medusa_jax.commands.following import following
 from medusa_jax.commands.requests import read_requests, shared_options
 from medusa_jax.console import (
     announced,
@@ -24,6 +25,7 @@ from medusa_jax.console import (
 )
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.heads.registry import BASELINES
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.names import file_of, is_chat_model, named
 from medusa_jax.whole_files import Json
@@ -82,11 +84,11 @@ class Job:
             for result, own, one in zip(results, options, compared)
         ]
         if as_json:
-            bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+            read = importlib.import_module("medusa_jax.evaluate.weight_bytes")
             for facts in found:
                 n = facts["prompt_tokens"]
-                facts["weights_stored_as"] = bandwidth.stored_as(self.model)
-                facts["bytes_per_step"] = bandwidth.bytes_per_token(self.model, n)
+                facts["weights_stored_as"] = read.stored_as(self.model)
+                facts["bytes_per_step"] = read.bytes_per_token(self.model, n)
         return found
 
 
@@ -140,7 +142,10 @@ def run(flags: Flags) -> int:
         result.compile_seconds = seconds
         print_json(job.facts([0], [result])[0])
         return 0
-    return answer_one(job, flags.show_drafts, flags.save_drafts)
+    status = answer_one(job, flags.show_drafts, flags.save_drafts)
+    if flags.compare and flags.drafter and flags.drafter not in BASELINES:
+        following("serve", model=flags.model, drafter=flags.drafter)
+    return status
 
 
 def chosen_template(flags: Flags) -> str | None:

@@ -14,8 +14,8 @@ are prompts to go on with, or conversations whose user turns are asked again (se
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 
-A run that was stopped, even killed, resumes after its last whole batch and ends with the same
-files, byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
+A run that was stopped, even killed, resumes after its last finished answer and ends with the same
+files, on a CPU byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
 ends all after the same batch.
 """
 
@@ -28,6 +28,8 @@ from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
+import numpy as np
+
 from medusa_jax.commands.flags import (
     HostFlags,
     MeshFlags,
@@ -38,6 +40,7 @@ from medusa_jax.commands.flags import (
     load_model,
     on_hosts,
 )
+from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
@@ -133,9 +136,9 @@ def run(flags: Flags) -> int:
 def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
-    from medusa_jax.api import Options
+    from medusa_jax.api import Options, find_model
     from medusa_jax.distill import files
-    from medusa_jax.distill.writer import Writer, prompt_of, write_all
+    from medusa_jax.distill.writer import Writer, early_file, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.interop.chat import stop_ids, template_source
     from medusa_jax.progress import Progress
@@ -179,7 +182,18 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         model, mode, options, user_options, batch_size=flags.batch_size,
         chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
     )  # fmt: skip
-    made = write_all(writer, path, seeds[before:])
+    early: dict[int, Json] = {}
+    if hosts.first():
+        early = files.early_lines(
+            early_file(path), seeds[before : before + flags.batch_size]
+        )
+    left = seeds[before:]
+    known = hosts.broadcast_from_first(np.array([seed.number in early for seed in left]))
+    for seed, there in zip(left, known):
+        if there:
+            early.setdefault(seed.number, {})  # the lines are process 0's
+    progress.update(len(early))
+    made = write_all(writer, path, left, early)
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0
@@ -207,6 +221,12 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
     for problem, n in found.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
+    following(
+        "", "python train.py", config="configs/own.py",
+        **{"config.model.path": flags.model or find_model(None)},
+        **{"config.data.source": str(out if mode == "continue" else path)},
+        workdir=str(out / "run"),
+    )  # fmt: skip
     return 0
 
 

@@ -68,9 +68,9 @@ def copied_tokens(
     Args:
       last_B: index of the last valid token, which is repeated if nothing matches.
     """
-    found_B1L, length_B1 = continuations(text_BS, last_B, NGRAM, 1, n, latest=True)
+    found_BL, length_B = continuations(text_BS, last_B, NGRAM, n, latest=True)
     last_B1 = jnp.take_along_axis(text_BS, last_B[:, None], axis=1)
-    return jnp.where(length_B1 > 0, found_B1L[:, 0], last_B1), length_B1[:, 0]
+    return jnp.where((length_B > 0)[:, None], found_BL, last_B1), length_B
 
 
 def with_copies(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +120,19 @@ def finished_lines(
     with open(path, "rb+") as file:
         file.truncate(sum(len(line) + 1 for line in lines))
     return found
+
+
+def early_lines(path: Path, seeds: Sequence[Seed]) -> dict[int, Json]:
+    """Lines of the batch in which a run was interrupted, by the number of their seed.
+
+    Lines of other seeds and one that was cut off are left out.
+    """
+    wanted, found = {seed.number for seed in seeds}, {}
+    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+        with suppress(ValueError, TypeError):
+            number, record = json.loads(line)
+            found[number] = record
+    return {number: record for number, record in found.items() if number in wanted}
 
 
 def write_token_directory(directory: Path, samples: Sequence[Json]) -> int:

@@ -1,23 +1,23 @@
-"""Answer seeds batch by batch."""
+"""Answer seeds batch by batch; every answer is on disk soon after its end."""
 
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_jax import hosts
 from medusa_jax.console import announced
-from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.conversation import Converse, Take
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
-    from medusa_jax.api.results import Options, Result
+    from medusa_jax.api.results import Options
 
 
 class Writer:
@@ -54,14 +54,16 @@ class Writer:
         self,
         prompts: list[list[int]],
         numbers: list[int],
-        stops: Sequence[str] | None = None,
-    ) -> "list[Result]":
+        stops: Sequence[str] | None,
+        take: Take,
+    ) -> None:
         """Continue prompts; the random draws depend on the seed's number, batches are padded to one size.
 
         Args:
           stops: for user turns, the string that ends each, "" for none.
+          take: called with the index and the result of each prompt.
         """
-        options = self.options if stops is None else self.user_options
+        n, options = len(prompts), self.options if stops is None else self.user_options
         rows = [
             dataclasses.replace(
                 options,
@@ -70,18 +72,18 @@ class Writer:
             )
             for i, number in enumerate(numbers)
         ]
-        n_padding = self.batch_size - len(prompts)
-        padded = prompts + [prompts[-1]] * n_padding
-        rows += [rows[-1]] * n_padding
-        with announced("compiling"):
-            self.model.compile(padded, rows)
+        prompts = prompts + [prompts[-1]] * (self.batch_size - n)
+        rows += [rows[-1]] * (self.batch_size - n)
+        with announced("compiling the decoding loop (once for each size of the texts)", 1):
+            self.model.compile(prompts, rows)
         results = self.model.generate(
-            padded,
+            prompts,
             rows,
-            watch=lambda n_new_B: self.show(int(n_new_B[: len(prompts)].sum())),
-        )[: len(prompts)]
-        self.tokens += sum(len(result.token_ids) for result in results)
-        return results
+            ids=[0] * len(rows),  # a draw must not depend on the place in the batch
+            watch=lambda n_new_B: self.show(int(n_new_B[:n].sum())),
+            ended=lambda row, result: take(row, result) if row < n else None,
+        )
+        self.tokens += sum(len(result.token_ids) for result in results[:n])
 
     def show(self, current: int = 0, answered: int = 0) -> None:
         """Show progress: tokens of the current call, and seeds answered since the last call."""
@@ -89,24 +91,17 @@ class Writer:
         speed = tokens / (time.perf_counter() - self.start)
         self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
 
-    def batches(self, seeds: Sequence[Seed]) -> Iterator[list[Json]]:
-        """Output lines of each batch of seeds."""
-        for first in range(0, len(seeds), self.batch_size):
-            batch = list(seeds[first : first + self.batch_size])
-            yield (
-                self.continue_prompts(batch)
-                if self.mode == "continue"
-                else self.converse(batch)
-            )
-
-    def continue_prompts(self, seeds: list[Seed]) -> list[Json]:
-        """Output lines with the continuation of each prompt."""
+    def answer(self, seeds: list[Seed], ended: Callable[[Seed, Json], None]) -> None:
+        """Answer a batch of seeds; calls `ended` with the output line of each."""
+        if self.mode != "continue":
+            return self.converse(seeds, ended)
         prompts = [prompt_of(self.model, seed) for seed in seeds]
-        results = self.decode(prompts, [seed.number for seed in seeds])
-        return [
-            {"prompt_ids": ids, "token_ids": result.token_ids}
-            for ids, result in zip(prompts, results)
-        ]
+        return self.decode(
+            prompts, [seed.number for seed in seeds], None,
+            lambda row, result: ended(
+                seeds[row], {"prompt_ids": prompts[row], "token_ids": result.token_ids}
+            ),
+        )  # fmt: skip
 
 
 def prompt_of(model: "Model", seed: Seed) -> list[int]:
@@ -114,20 +109,46 @@ def prompt_of(model: "Model", seed: Seed) -> list[int]:
     return model.encode(seed.prompt)[: model.config.max_position - 1]
 
 
-def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
-    """Append the lines of these seeds to a file, batch by batch.
+def write_all(
+    writer: Writer, path: Path, seeds: Sequence[Seed], early: dict[int, Json]
+) -> list[Json]:
+    """Append the lines of these seeds to a file in their order, batch by batch.
 
-    With several processes all decode and process 0 writes.
+    Lines of the running batch are in `early_file(path)` as soon as they are known. With several processes all
+    decode and process 0 writes.
+
+    Args:
+      early: lines of an interrupted batch by the number of their seed.
 
     Returns: the lines; incomplete if one of several processes received SIGTERM.
     """
     lines: list[Json] = []
-    with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
-        for n, batch in enumerate(writer.batches(seeds)):
-            file.write("".join(json.dumps(line) + "\n" for line in batch))
+    names = [path, early_file(path)] if hosts.first() else [os.devnull] * 2
+    with open(names[0], "a") as file, open(names[1], "a") as first, writer.progress:
+
+        def ended(seed: Seed, line: Json) -> None:
+            early[seed.number] = line
+            first.write(json.dumps([seed.number, line]) + "\n")
+            first.flush()
+            writer.show(answered=1)
+
+        for at in range(0, len(seeds), writer.batch_size):
+            batch = seeds[at : at + writer.batch_size]
+            if missing := [seed for seed in batch if seed.number not in early]:
+                writer.answer(missing, ended)
+            found = [early.pop(seed.number) for seed in batch]
+            file.write("".join(json.dumps(line) + "\n" for line in found))
             file.flush()
-            lines += batch
-            writer.show(answered=len(batch))
-            if hosts.asked_to_stop(n):
+            if hosts.first():
+                first.truncate(0)
+            lines += found
+            if hosts.asked_to_stop(at):
                 break
+    if hosts.first():
+        os.remove(names[1])
     return lines
+
+
+def early_file(path: Path) -> Path:
+    """The file for lines of an unfinished batch, each [number of the seed, line]."""
+    return path.with_name(f"{path.name}.unfinished")

@@ -227,13 +227,7 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
 
 def to_eagle3(export: Export, out: str) -> None:
     """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
-    drafter = _drafter(export, "EAGLE-3's layout")
-    if drafter.heads.n_layers != 1 or drafter.taps != drafter.paper_taps:
-        raise UserError(
-            f"the heads in {export.stored.source} have {drafter.heads.n_layers} layers and read "
-            f"{drafter.taps}: EAGLE-3's layout is for one layer and the paper's {drafter.paper_taps}, "
-            "since engines do not agree on how it would say others; --to speculators"
-        )
+    drafter = _drafter(export)
     layers, fields = _config(export, drafter)
     raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
     export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
@@ -241,7 +235,7 @@ def to_eagle3(export: Export, out: str) -> None:
 
 def to_speculators(export: Export, out: str) -> None:
     """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
-    drafter = _drafter(export, "speculators' layout")
+    drafter = _drafter(export)
     layers, fields = _config(export, drafter)
     architectures = config_to_hf(export.base.config)["architectures"]
     verifier = {"name_or_path": export.base_name, "architectures": architectures}
@@ -251,18 +245,9 @@ def to_speculators(export: Export, out: str) -> None:
     export.write(out, "model.safetensors", arrays, raw)
 
 
-def _drafter(export: Export, layout: str) -> Eagle3:
-    """The drafter of EAGLE-3 heads that have an LM head.
-
-    Raises:
-      UserError: other heads.
-    """
+def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
-    if not isinstance(heads, Eagle3Config) or heads.lm_head != "own":
-        raise UserError(
-            f"{layout} is for eagle3 heads with an LM head of their own, {export.stored.source} "
-            f"holds {heads.drafter} heads with LM head {heads.lm_head!r}"
-        )
+    assert isinstance(heads, Eagle3Config)
     return Eagle3(heads, export.base.config)
 
 

@@ -218,20 +218,6 @@ def _check_layers(source: str, found: int, declared: int | None) -> None:
         )
 
 
-def only_medusa(export: Export, target: str) -> None:
-    """Refuse all but Medusa heads.
-
-    Raises:
-      UserError: names the target.
-    """
-    drafter = export.stored.heads.drafter
-    if drafter != "medusa":
-        raise UserError(
-            f"{target} loads Medusa heads only, {export.stored.source} holds {drafter} heads: "
-            "no other engine runs them (--to native keeps them in this project's format)"
-        )
-
-
 def _blocks(export: Export, name: str) -> Arrays:
     """The residual blocks as torch's Linear stores them, under `name` with {k}, {j}, {leaf}."""
     heads, out = export.stored.heads, {}
@@ -254,20 +240,11 @@ def medusa_arrays(export: Export, prefix: str = "") -> Arrays:
 
 def to_tgi(export: Export, out: str) -> None:
     """The layout of TGI, and of vLLM from 0.28 on: `medusa_lm_head.safetensors`, separate LM heads."""
-    only_medusa(export, "TGI")
     _write_tgi(export, out, medusa_arrays(export), {})
 
 
 def to_tgi_shared(export: Export, out: str) -> None:
     """TGI's second layout: one block per head, logits by the backbone's LM head."""
-    only_medusa(export, "TGI")
-    heads = export.stored.heads
-    if heads.lm_head != "shared" or heads.n_layers != 1:
-        raise UserError(
-            f"the shared-head layout is for heads with one layer and the backbone's LM head; "
-            f"those in {export.stored.source} have {heads.n_layers} and LM head "
-            f"{heads.lm_head!r}: --to tgi"
-        )
     _write_tgi(export, out, _blocks(export, "{k}.{j}.linear.{leaf}"), {"version": "2"})
 
 
@@ -296,7 +273,6 @@ def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
 
 def to_vllm(export: Export, out: str) -> None:
     """The layout of every vLLM with Medusa: `model.safetensors` with vLLM's names."""
-    only_medusa(export, "vLLM")
     heads, llama = export.stored.heads, export.base.config
     arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
     shared = heads.lm_head == "shared"
@@ -324,7 +300,6 @@ def to_vllm(export: Export, out: str) -> None:
 
 def to_tensorrt_llm(export: Export, out: str) -> None:
     """The layout of TensorRT-LLM's TensorRT backend (up to 1.1) and of the authors' code: a .pt file."""
-    only_medusa(export, "TensorRT-LLM")
     heads = export.stored.heads
     config = {
         "base_model_name_or_path": export.base_name,

@@ -12,7 +12,7 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
-from medusa_jax.formats.medusa_files import ADAPTER, is_head_key, medusa_arrays, only_medusa
+from medusa_jax.formats.medusa_files import ADAPTER, is_head_key, medusa_arrays
 from medusa_jax.interop.shards import save_weights
 from medusa_jax.interop.stored_heads import StoredHeads, made_directory
 from medusa_jax.interop.tensor import Tensor, Tensors, cast, whole
@@ -32,7 +32,6 @@ def to_merged(export: Export, out: str) -> None:
       UserError: the adapter is not plain LoRA, does not fit or results in weights that are not finite; the disk
         is full.
     """
-    only_medusa(export, "the full-model layout")
     stored, base, dtype = export.stored, export.base, export.dtype
     heads = medusa_arrays(export, "medusa_head.")
     backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}

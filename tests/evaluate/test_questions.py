@@ -7,7 +7,8 @@ import pyarrow.parquet
 import pytest
 
 from medusa_jax import UserError
-from medusa_jax.evaluate.questions import prompt_of, read_prompts, read_questions, spread
+from medusa_jax.evaluate.questions import prompt_of, read_prompts, spread
+from research.question_files import read_questions
 
 TALK = {"question_id": 81, "category": "writing", "turns": ["one", "two"],
         "reference": ["a", ["b", "c"]]}  # fmt: skip
@@ -77,7 +78,7 @@ def test_ids_and_limits_of_our_own_files(tmp_path):
     [
         ({"prompt": 5}, r"record 0 should ask text, not \[5\]"),
         ({"messages": 5}, "record 0 has no list of turns as messages"),
-        ({"messages": [5]}, "record 0 has no list of turns as messages"),
+        ({"turns": [5]}, r"record 0 should ask text, not \[5\]"),
         ({"messages": []}, "holds no conversation with a turn"),
         ({"x": 5}, "every line of .* needs 'prompt' or 'prompt_ids'"),
     ],

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -26,14 +27,16 @@ from head_files import (
 )
 from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, STREAMS, load, our_logits
 from safetensors.numpy import load_file
-from tiny import write_tokenizer
+from tiny import random_params, write_tokenizer
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
+from medusa_jax.formats.engines import ENGINES, engines_for, table, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.registry import whole_config
+from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.heads.registry import DRAFTERS, whole_config
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.fingerprint import fingerprint
@@ -316,26 +319,84 @@ SHARED = {"lm_head": "shared"}
 @pytest.mark.parametrize(
     ("target", "fields", "match"),
     [
-        ("tgi", {"drafter": "hydra"}, "TGI loads Medusa heads only, .* holds hydra heads"),
-        ("hydra", {}, "for hydra and hydrapp heads, .* holds medusa"),
+        ("tgi", {"drafter": "hydra"}, "--to tgi is for medusa heads, not hydra"),
+        ("tgi", {"draft_vocab": 9}, "the 9 tokens of a draft vocabulary.* native, vllm "),
         ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
-        ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads and biases"),
+        ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads with biases"),
         ("tgi_shared", {}, "LM head 'own': --to tgi"),
-        ("eagle", {"drafter": "eagle", "lm_head": "own"}, "eagle heads with LM head 'own'"),
-        ("eagle3", {"drafter": "eagle3"} | SHARED, "with LM head 'shared'"),
-        ("eagle3", {"drafter": "eagle3", "n_layers": 2}, "have 2 layers and read"),
-        (
-            "eagle3",
-            {"drafter": "eagle3", "tap_layers": "1,0"},
-            r"read \(1, 0\): .* paper's",
-        ),
+        ("eagle", {"drafter": "eagle", "lm_head": "own"}, "these have LM head 'own'"),
+        ("vllm", {"drafter": "eagle"} | SHARED, "heads.fc_bias=False"),
+        ("eagle3", {"drafter": "eagle3"} | SHARED, "these have LM head 'shared'"),
+        ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
+        ("eagle3", {"drafter": "eagle3", "tap_layers": "1,0"}, r"not \(1, 0\), since"),
     ],
 )
-def test_what_a_layout_cannot_express(target, fields, match, base, tmp_path):
+def test_a_layout_that_cannot_hold_the_heads(target, fields, match, base, tmp_path):
     stored = random_heads(tmp_path / "heads", base, **fields)
     with pytest.raises(UserError, match=match) as info:
         exported(stored, base, target, tmp_path / "out")
     assert "\n" not in str(info.value)
+
+
+def test_engines_for_agrees_with_convert(base, tmp_path):
+    """Whatever it promises is written, and whatever it refuses is not."""
+    for n, fields in enumerate(
+        [{}, SHARED, {"draft_vocab": 9}, {"draft_vocab": 9} | SHARED, {"drafter": "hydra"}]
+        + [{"drafter": "amphista"}, {"drafter": "eagle", "fc_bias": False} | SHARED]
+        + [{"drafter": "eagle"} | SHARED, {"drafter": "eagle3", "draft_vocab": 9}]
+        + [{"drafter": "eagle3", "tap_layers": "1,0"}, {"drafter": "hydra"} | SHARED]
+    ):
+        stored = random_heads(tmp_path / f"{n}", base, n, **fields)
+        able, unable = engines_for(stored.heads, LLAMA)
+        assert able["medusa_jax"] == "native" and able.keys() | unable.keys() == set(
+            ENGINES
+        )
+        for name, engine in ENGINES.items():
+            for target in engine.targets.get(stored.heads.drafter, ()):
+                out = tmp_path / f"{n}-{name[:3]}-{target}"
+                if reason := why_not(stored.heads, target, LLAMA):
+                    assert able.get(name) != target
+                    with pytest.raises(UserError, match=re.escape(reason)):
+                        exported(stored, base, target, out)
+                else:
+                    assert exported(stored, base, target, out).is_dir()
+    assert ENGINES["medusa_jax"].targets.keys() == DRAFTERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sglang", "vllm"),
+    [
+        ({"qkv_bias": True}, "Qwen2ForCausalLMEagle", ""),
+        ({"qkv_bias": True, "out_bias": True}, "", ""),
+        ({"qk_norm": True}, "", ""),
+        ({"sliding_window": 5}, "LlamaForCausalLMEagle", "LlamaForCausalLM"),
+    ],
+)
+def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
+    """Each engine has EAGLE-1 for some families of backbones."""
+    llama = dataclasses.replace(LLAMA, **changes)
+    params = jax.tree.map(np.float32, random_params(llama, 0))
+    save_backbone(str(tmp_path / "base"), llama, params, "float32")
+    base = BaseFiles.open(str(tmp_path / "base"))
+    heads = EagleConfig(fc_bias=False)
+    params = jax.tree.map(
+        lambda x: np.ones(x.shape, np.float32), abstract_heads(heads, llama)
+    )
+    record = own_heads.base_record(llama, base.fingerprint())
+    own_heads.save_heads(str(tmp_path / "h"), heads, params, base=record, recipe={})
+    for engine, name in {"sglang": sglang, "vllm": vllm}.items():
+        stored = open_heads(str(tmp_path / "h"))
+        if name:
+            out = exported(stored, base, engine, tmp_path / engine)
+            assert engines.config_of(out)["architectures"] == [name]
+        else:
+            with pytest.raises(UserError, match="EAGLE-1 has"):
+                exported(stored, base, engine, tmp_path / engine)
+
+
+def test_the_table_of_engines_is_in_the_page():
+    page = Path(__file__).parents[2] / "docs" / "formats.md"
+    assert table() in page.read_text()
 
 
 def test_heads_of_another_model_and_a_directory_in_use(base, tmp_path):
@@ -416,6 +477,10 @@ def test_eagle_round_trip_from_published_files(bias, base, facts, tmp_path):
     heads, params, _ = load(again, n_heads=4)
     logits = engines.eagle(again, facts[0], HIDDEN, FOLLOWING, facts[1])
     assert_close(our_logits(heads, params), logits, dtype="float32")
+    for engine in ("sglang", "vllm")[: 1 if bias else 2]:
+        out = exported(open_heads(str(native)), base, engine, tmp_path / engine)
+        found = engines.eagle(out, facts[0], HIDDEN, FOLLOWING, facts[1], engine)
+        np.testing.assert_array_equal(found, logits)
 
 
 def test_our_own_eagle3_heads_are_written_for_other_engines(base, facts, tmp_path):
@@ -446,13 +511,10 @@ def test_a_draft_vocabulary_in_vllm(lm_head, base, facts, tmp_path):
         out = exported(stored, base, "tgi", tmp_path / "tgi")
         [logits, _] = read_by("tgi", out, base, facts, 3)
         assert_close(logits[:, ids], want, dtype="float32")
-    else:
-        with pytest.raises(UserError, match="a draft vocabulary of 11 tokens"):
-            exported(stored, base, "tgi", tmp_path / "tgi")
 
 
 @pytest.mark.parametrize(("narrow", "flags"), VERSIONS[:2])
-@pytest.mark.parametrize("target", ["eagle3", "speculators", "vllm"])
+@pytest.mark.parametrize("target", ["speculators", "vllm", "sglang"])
 def test_eagle3_round_trip_from_published_files(
     target, narrow, flags, base, facts, tmp_path
 ):
@@ -464,7 +526,7 @@ def test_eagle3_round_trip_from_published_files(
     out = exported(open_heads(str(native)), base, target, tmp_path / "c")
     found, want = load_file(out / "model.safetensors"), state
     engine = engines.eagle3
-    if target != "eagle3":
+    if target != "sglang":
         engine, want = engines.speculators, renamed(state)
         want |= {"embed_tokens.weight": np.float32(BASE["embed_tokens"]["embedding"])}
     jax.tree.map(np.testing.assert_array_equal, found, want)

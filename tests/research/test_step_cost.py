@@ -12,15 +12,9 @@ from cases import wide
 from tiny import tiny_arch
 
 from medusa_jax.api import weightless
-from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.hf_writer import config_to_hf
-from medusa_jax.interop.shapes import SHAPES
-from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree.files import load_tree_file, tree_of_size
-from medusa_jax.tree.tree import Tree
 from research import step_cost
 
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
@@ -111,42 +105,3 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     assert "| drafter | heads, GB | 8 nodes | 16 nodes |" in printed
-
-
-def lowered(config, name, tree, dtype):
-    """(the loop of steps for shapes alone, bytes of the backbone without its embedding table)."""
-    drafter = drafter_of(name, config)
-    variables = weightless.abstract_variables(config, drafter, dtype)
-    llama = Llama(decoding_config(config), dtype, shards=1)
-    engine = Engine(llama, drafter, tree)
-    state = weightless.abstract_state(engine, variables, step_cost.PROMPT)
-    backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
-    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backbone))
-    return decode_loop.lower(engine, variables, state, np.int32(1)), read
-
-
-@pytest.mark.wide
-def test_layers_of_7b_lower_from_shapes_alone():
-    """Two of the 32, with the tree of 64 nodes; nothing is allocated."""
-    before = live_bytes()
-    tree = tree_of_size(load_tree_file(step_cost.GROWTH), 64)
-    assert (tree.n_nodes, tree.depth) == (64, step_cost.N_HEADS)
-    config = replace(SHAPES["llama-7b"], n_layers=2)
-    program, read = lowered(config, "medusa", tree, jnp.bfloat16)
-    # Two layers of 202 million parameters and an LM head of 131 million, 2 bytes each.
-    assert read / 2 == pytest.approx(2 * 202.4e6 + 131.1e6, rel=1e-3)
-    assert "4096x1x22016xbf16" in program.as_text()
-    assert live_bytes() - before < 1e6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_the_whole_of_7b_compiles_and_reads_its_weights_once(nodes):
-    """In float32, which every backend computes in; the heads are Medusa's."""
-    tree = (
-        tree_of_size(load_tree_file(step_cost.GROWTH), nodes) if nodes > 1 else Tree.none()
-    )
-    program, read = lowered(SHAPES["llama-7b"], "medusa", tree, jnp.float32)
-    assert read == pytest.approx(4 * 6.607e9, rel=1e-3)
-    counted = program.compile().cost_analysis()["bytes accessed"]
-    assert read < counted < 1.25 * read

@@ -8,7 +8,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from test_trainer import records, run
-from training_setup import VOCAB, stage_of, tiny_config, training_arch
+from training_setup import VOCAB, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -20,7 +20,7 @@ from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
-from medusa_jax.training.data.vocabulary import draft_vocab, read_counts
+from medusa_jax.training.data.vocabulary import draft_vocab
 
 IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
 
@@ -113,34 +113,6 @@ def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
     np.testing.assert_array_equal(sums.top1, right)
 
 
-def joint_stage(draft_vocab, **arch):
-    cfg = tiny_config("", "medusa2", teacher_weight=0.5)
-    cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = training_arch(**arch), 2, 0.0
-    cfg.heads = HeadsConfig(n_heads=2, lm_head="shared", draft_vocab=draft_vocab)
-    return stage_of(cfg)
-
-
-@pytest.mark.wide
-def test_adapters_learn_through_the_shared_lm_head():
-    """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
-    batch, ids = random_batch(), jnp.asarray(np.arange(VOCAB, dtype=np.int32))
-    arch = training_arch(tie_embeddings=True)
-    frozen = {"backbone": init_params(arch, jax.random.key(1))}
-    group = {vocabulary.GROUP: {"ids": ids}}
-    found = []
-    for n, more in ((0, {}), (VOCAB, group)):
-        stage = joint_stage(n, tie_embeddings=True)
-        given = frozen | more
-        params = moved(stage.init, jax.random.key(0), given)
-        counts = pair_counts(batch, stage.offsets)
-        inputs = losses.StepInputs(batch, counts, None, 0.5)
-        found.append(
-            jax.jit(jax.value_and_grad(lambda p: stage.loss(p, given, inputs)[0]))(params)  # noqa: B023
-        )
-    assert_close(*found)
-    assert np.abs(found[0][1]["lora"]["lm_head"]["b"]).max() > 1e-4
-
-
 def few(tokens, model, stage="medusa1", **train):
     cfg = tiny_config(tokens, stage, **train)
     cfg.model.path, cfg.optim.name = model, "adamw"
@@ -199,12 +171,3 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
     with pytest.raises(UserError, match=r"ids of shape \[3\], draft_vocab is 4"):
         draft_vocab(HeadsConfig(draft_vocab=4), *given)
-
-
-def test_counts_that_are_none(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.npy cannot be read"):
-        read_counts(str(tmp_path / "missing.npy"), VOCAB)
-    for wrong in (np.zeros(VOCAB + 1, int), np.zeros(VOCAB)):
-        np.save(tmp_path / "x.npy", wrong)
-        with pytest.raises(UserError, match="not the counts of a vocabulary of 64"):
-            read_counts(str(tmp_path / "x.npy"), VOCAB)

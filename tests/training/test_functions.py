@@ -12,7 +12,6 @@ from closeness import assert_close
 from tiny import random_params
 from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
-from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.registry import DRAFTERS, make_drafter
 from medusa_jax.interop.heads_io import open_heads
@@ -136,13 +135,3 @@ def test_heads_are_saved_for_their_backbone(tmp_path):
         HeadFunctions(functions.heads, wider).save(
             out, params, frozen, str(tmp_path / "model")
         )
-
-
-def test_heads_without_attention_over_the_text_learn_no_induction():
-    with pytest.raises(UserError, match="eagle and eagle3, not hydra"):
-        HeadFunctions(family.small_heads("hydra"), ARCH, TrainConfig(induction_weight=1.0))
-
-
-def test_a_backbone_that_trains_is_refused():
-    with pytest.raises(UserError, match="medusa1, not medusa2"):
-        HeadFunctions(family.small_heads("medusa"), ARCH, TrainConfig(stage="medusa2"))

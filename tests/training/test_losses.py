@@ -239,29 +239,6 @@ def test_noise_on_hidden_states_needs_a_key():
     assert abs(difference.mean()) < 0.1 * bound
 
 
-def test_what_heads_learn_from_has_no_noise():
-    """Heads that do not look at hidden states lose the same: their teacher and what they are to
-    come near are the backbone's own."""
-    _, backbone, drafter, params, batch = heads_problem(lm_head="shared")
-    counts = losses.pair_counts(batch, (2, 3, 4))
-
-    class Blind(type(drafter)):
-        def features(self, params, backbone, rows):
-            ones_BTD = jnp.ones_like(rows.hidden_BTE)
-            return super().features(params, backbone, rows._replace(hidden_BTE=ones_BTD))
-
-    blind = Blind(drafter.heads, drafter.llama)
-
-    @partial(jax.jit, static_argnums=0)
-    def loss(noise):
-        targets = losses.HeadTargets(0.1, 0.7, noise, feature_weight=0.5)
-        objective = losses.HeadObjective(blind, 5, 1.0, targets)
-        inputs = losses.StepInputs(batch, counts, jax.random.key(0))
-        return losses.head_loss(params, backbone, objective, inputs)[0]
-
-    assert_close(loss(6.0), loss(0.0))
-
-
 # A chunk of logits is a sixteenth of a set: no head may hold one while another is walked.
 ROWS, LENGTH, VOCAB, CHUNK = 4, 1024, 8192, 64
 ALL_LOGITS = ROWS * LENGTH * VOCAB * 4

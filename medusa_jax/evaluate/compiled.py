@@ -16,12 +16,9 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.evaluate.compiled.targets import Target
+from medusa_jax.evaluate.targets import Target
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
-from medusa_jax.hlo.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
-from medusa_jax.hlo.program import Program, read_program
-from medusa_jax.hlo.warnings import step_warnings
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import (
@@ -43,7 +40,6 @@ class Case:
 
     Attributes:
       context: tokens of each row before the step.
-      filters: `cycles.FILTERS` that the rows use.
       layers: layers that are compiled; figures are extrapolated to `config.n_layers`.
       storage: the form of kernels.
     """
@@ -54,9 +50,8 @@ class Case:
     context: int = 900
     mesh: tuple[int, int, int] = (1, 1, 1)
     acceptance: str = "greedy"
-    filters: tuple[str, ...] = ()
     dtype: DTypeLike = jnp.bfloat16
-    layers: int = 2
+    layers: int = 8
     storage: Storage | None = None
 
     @property
@@ -64,48 +59,23 @@ class Case:
         """`layers`, as far as the model has them."""
         return min(self.layers, self.config.n_layers)
 
-    @property
-    def within(self) -> float:
-        """Largest relative error of extrapolating to all layers, by comparison with all of them compiled."""
-        if self.compiled_layers == self.config.n_layers:
-            return 0.0
-        return 0.02 if self.layers >= 8 else 0.07
-
 
 @dataclass(frozen=True)
 class Step:
-    """Figures of one device for a model of all layers.
+    """A compiled loop of decode steps; bytes are of one device and of all layers of the model.
 
     Attributes:
-      stages: cycles by stage; empty on a GPU.
-      weights: bytes of weights that a step has to read (the embedding is looked up).
-      memory: bytes of arguments, temporaries and results; temporaries are of the compiled layers.
-      kernels: kernels of a step, instructions that move or compute on a TPU.
-      read: bytes that the kernels of a step read; 0 on a TPU.
-      sent: bytes that a device sends in a step, by collective.
-      program, costs: the compiled program of few layers.
+      weights: weights that a step reads (the embedding is looked up).
+      memory: arguments, temporaries and results; temporaries are of the compiled layers.
+      sent: by collective, in a step.
+      cache_numbers: elements of the keys of one layer.
     """
 
-    stages: dict[str, float]
+    compiled: Compiled
     weights: int
     memory: int
-    kernels: int
-    read: int
     sent: dict[str, float]
-    program: Program
-    costs: list[Cost]
     cache_numbers: int
-
-    @property
-    def cycles(self) -> float | None:
-        """Cycles of a step; None without estimates."""
-        return sum(self.stages.values()) or None
-
-    def share_of_bound(self, target: Target) -> float | None:
-        """Cycles of reading each weight once at peak bandwidth, over those of the step."""
-        if self.cycles is None:
-            return None
-        return self.weights / target.bytes_per_cycle / self.cycles
 
 
 def compiled_loop(
@@ -135,46 +105,36 @@ def compiled_loop(
 
 
 def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
-    """Compile `decode_loop` and read its figures.
+    """Compile the decode loop of few layers and read its figures.
 
     Raises:
       UserError: the mesh does not fit.
     """
-    n_layers, few = case.config.n_layers, case.compiled_layers
+    few = case.compiled_layers
     config = dataclasses.replace(case.config, n_layers=few)
     mesh = make_mesh(case.mesh, case.target.devices)
     compiled, variables, state = compiled_loop(
         config, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance,
         case.storage,
     )  # fmt: skip
-    text = compiled.as_text() or ""
-    program = read_program(text)
-    has_cycles = case.target.bytes_per_cycle > 0
-    peaks = case.target.bytes_per_cycle, case.target.flops_per_cycle
-    costs = step_costs(program, *peaks, case.filters)
     backbone, cache = variables["backbone"], state.cache.layers[0]
     read = {name: x for name, x in backbone.items() if name != "embed_tokens"}
     weights = bytes_on_device((read, variables["heads"] if tree.depth else {}))
-    weights += (n_layers - few) * bytes_on_device(backbone["layers_0"])
-    sent = sent_by_kind(collectives(text))
+    others = case.config.n_layers - few
+    sent = sent_by_kind(collectives(compiled.as_text() or ""))
     memory = dry.memory_of(compiled)["total_bytes"]
-    memory += (n_layers - few) * bytes_on_device((backbone["layers_0"], cache))
     return Step(
-        stages=of_all_layers(costs, few, n_layers) if has_cycles else {},
-        weights=weights,
-        memory=memory,
-        kernels=round(kernels(costs, few, n_layers)),
-        read=0 if has_cycles else round(bytes_read(program, costs, few, n_layers)),
-        sent={kind: n * n_layers / few for kind, n in sent.items()},
-        program=program,
-        costs=costs,
-        cache_numbers=bytes_on_device(cache[0]) // jnp.dtype(case.dtype).itemsize,
+        compiled,
+        weights + others * bytes_on_device(backbone["layers_0"]),
+        memory + others * bytes_on_device((backbone["layers_0"], cache)),
+        {kind: n * case.config.n_layers / few for kind, n in sent.items()},
+        bytes_on_device(cache[0]) // jnp.dtype(case.dtype).itemsize,
     )
 
 
 def compile_training(
     cfg: Config, target: Target, mesh: tuple[int, int, int], layers: int = 0
-) -> dict[str, Any]:
+) -> tuple[Compiled, dict[str, Any]]:
     """Memory and traffic of each device for the recipe's step.
 
     Args:
@@ -182,8 +142,8 @@ def compile_training(
       layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
         that of these layers.
 
-    Returns: the object that `--json` prints; `memory_bytes` are the compiler's, `stored_bytes` those of
-      a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
+    Returns: the program, and the object that `--json` prints: `memory_bytes` are the compiler's,
+      `stored_bytes` those of a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
 
     Raises:
       UserError: sizes that do not fit together.
@@ -204,7 +164,7 @@ def compile_training(
     few, shapes = of(compiled)
     program = dry.compile_step(*shapes)
     found = dry.figures(few, program)
-    return {
+    return program, {
         "target": target.name,
         "device": target.chip.title,
         "estimated": True,
@@ -212,7 +172,4 @@ def compile_training(
         "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
         "sent_bytes": found["sent_bytes"],
         "stored_bytes": stored(n_layers),
-        "warnings": step_warnings(
-            read_program(program.as_text() or ""), cfg.train.dtype, target.platform
-        ),
     }

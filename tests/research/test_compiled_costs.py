@@ -5,16 +5,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from medusa_jax.hlo import warnings
-from medusa_jax.hlo.costs import (
-    bytes_read,
-    kernels,
-    kernels_of,
-    of_all_layers,
-    stage_of,
-    step_costs,
-)
-from medusa_jax.hlo.program import read_instruction, read_program
+from research.compiled import warnings
+from research.compiled.costs import kernels, kernels_of, of_all_layers, stage_of, step_costs
+from research.compiled.labelled import read_instruction, read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
 LAYER = "jit(decode_loop)/while/body/backbone/jit(_run_layer)/Block"
@@ -138,40 +131,6 @@ def found_in(*lines, computations="", vocab_size=512, cache_numbers=4096, large=
     return [line.partition(":")[0] for line in found]
 
 
-def test_bytes_read_are_operands_slices_and_nothing_of_updates_in_place():
-    label = f'metadata={{op_name="{LAYER}/mlp"}}'
-    program = read_program(f"""HloModule m
-
-%fused.2 (p.0: bf16[64,256], p.1: bf16[256,512], p.2: bf16[512,8]) -> bf16[256,512] {{
-  %p.0 = bf16[64,256]{{1,0}} parameter(0)
-  %p.1 = bf16[256,512]{{1,0}} parameter(1)
-  %p.2 = bf16[512,8]{{1,0}} parameter(2)
-  %cut.2 = bf16[2,8]{{1,0}} dynamic-slice(%p.2), dynamic_slice_sizes={{2,8}}
-  ROOT %put.2 = bf16[256,512]{{1,0}} dynamic-update-slice(%p.1, %p.0)
-}}
-
-%body.2 (s.0: (bf16[256,512])) -> (bf16[256,512]) {{
-  %s.0 = (bf16[256,512]{{1,0}}) parameter(0)
-  %w.2 = bf16[256,512]{{1,0}} get-tuple-element(%s.0), index=0
-  %layer.2 = bf16[256,512]{{1,0}} fusion(%w.2, %w.2, %w.2), kind=kLoop, calls=%fused.2, {label}
-  %once.2 = bf16[8]{{0}} reduce(%layer.2), to_apply=%fused.2, metadata={{op_name="jit(decode_loop)/lm_head"}}
-  ROOT %out.2 = (bf16[256,512]{{1,0}}) tuple(%layer.2)
-}}
-
-ENTRY %main.2 (a.0: bf16[256,512]) -> (bf16[256,512]) {{
-  %a.2 = (bf16[256,512]{{1,0}}) parameter(0)
-  ROOT %while.2 = (bf16[256,512]{{1,0}}) while(%a.2), condition=%body.2, body=%body.2
-}}
-""")
-    costs = step_costs(program, 0)
-    layer, once = 2 * (64 * 256 + 2 * 8), 2 * 256 * 512
-    assert bytes_read(program, costs, 2, 6) == 3 * layer + once
-
-
-def test_a_good_step_has_no_warning():
-    assert found_in() == []
-
-
 def test_each_defect_is_named():
     assert found_in(
         "%sort.1 = (f32[1,6,512]{2,1,0}, s32[1,6,512]{2,1,0}) sort(%logits.1), dimensions={2}"
@@ -188,103 +147,6 @@ def test_each_defect_is_named():
     assert found_in(
         "%while.5 = (s32[], f32[64,1]{1,0}) while(%w.1), condition=%more.1, body=%keep.1"
     ) == [warnings.LOOP]
-
-
-CACHE = "bf16[8,4,128,64]{3,2,1,0}"
-MOVED = f"""
-%moved.1 (p.7: bf16[8,128,4,64]) -> {CACHE} {{
-  %p.7 = bf16[8,128,4,64]{{3,2,1,0}} parameter(0)
-  ROOT %turned.1 = {CACHE} transpose(%p.7), dimensions={{0,2,1,3}}
-}}
-
-%put.1 (p.8: {CACHE}, p.9: s32[8,2]) -> {CACHE} {{
-  %p.8 = {CACHE} parameter(0)
-  %p.9 = s32[8,2]{{1,0}} parameter(1)
-  ROOT %put.2 = {CACHE} scatter(%p.8, %p.9, %p.8), to_apply=%keep.1
-}}
-"""
-PUT = f"{CACHE} fusion(%w.1, %w.1), kind=kInput, calls=%put.1"
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
-@pytest.mark.parametrize(
-    "lines, expected",
-    [
-        # In place.
-        ([f"%s.1 = {CACHE} scatter(%w.1, %w.1, %w.1)"], []),
-        ([f"%s.1 = {PUT}"], []),
-        # A copy of something else, or of less.
-        ([f"%s.1 = {PUT}", f"%c.1 = {CACHE} copy(%w.1)"], [warnings.COPY]),
-        ([f"%s.1 = {PUT}", "%c.1 = bf16[8,64]{1,0} copy(%s.1)"], []),
-        # Before, after, both; past what passes values on; fused.
-        ([f"%c.1 = {CACHE} copy(%w.1)", f"%s.1 = {PUT.replace('%w.1', '%c.1')}"], None),
-        ([f"%s.1 = {PUT}", f"%c.1 = {CACHE} transpose(%s.1)"], None),
-        ([f"%s.1 = {PUT}", f"%b.1 = {CACHE} bitcast(%s.1)", f"%c.1 = {CACHE} copy(%b.1)"], None),
-        ([f"%c.1 = {CACHE} fusion(%w.1), kind=kInput, calls=%moved.1", f"%b.1 = {CACHE} bitcast(%c.1)", f"%s.1 = {PUT.replace('%w.1', '%b.1')}"], None),
-        # A TPU's loop in place of a scatter: the copy has its label.
-        ([f'%c.1 = {CACHE} copy(%w.1), metadata={{op_name="{LAYER}/vmap()/scatter"}}'], None),
-    ],
-)  # fmt: skip
-def test_a_scatter_is_a_warning_where_a_copy_comes_with_it(lines, expected, platform):
-    found = found_in(*lines, computations=MOVED, platform=platform)
-    assert found == ([warnings.COPY, warnings.SCATTER] if expected is None else expected)
-
-
-def one_row(root, label, body):
-    """A fusion that multiplies one row with a kernel and sums, as XLA writes it."""
-    line = f'%reduce.7 = f32[512]{{0}} fusion(%w.1), kind=kInput, calls=%one.1, metadata={{op_name="{label}"}}'
-    inside = f"""
-%one.1 (q.0: bf16[256,512]) -> {root} {{
-  %q.0 = bf16[256,512]{{1,0}} parameter(0)
-{body}}}
-"""
-    return {"computations": inside}, line
-
-
-PRODUCT = f'metadata={{op_name="{LAYER}/self_attn/o_proj/dot_general"}}'
-ONE_ROW = f"""  %m.1 = f32[256,512]{{1,0}} multiply(%q.0, %q.0), {PRODUCT}
-  %r.1 = f32[512]{{0}} reduce(%m.1, %m.1), dimensions={{0}}, to_apply=%keep.1, {PRODUCT}
-  ROOT %v.1 = bf16[512]{{0}} convert(%r.1), metadata={{op_name="{LAYER}/self_attn/o_proj/convert_element_type"}}
-"""
-
-
-@pytest.mark.parametrize(
-    "label, body, expected",
-    [
-        # A TPU's has the product's label; a GPU's that of its last operation.
-        ("mlp/down_proj/dot_general", ONE_ROW.replace(PRODUCT, ""), True),
-        ("self_attn/o_proj/convert_element_type", ONE_ROW, True),
-        # Several rows are a product inside; the largest score is no product.
-        ("mlp/dot_general", ONE_ROW + "  %d.1 = f32[2,512]{1,0} dot(%q.0, %q.0)\n", False),
-        ("attention/reduce_max", ONE_ROW.replace("o_proj/dot_general", "attention/mul"), False),
-        # What one row of a small array costs does not matter.
-        ("self_attn/o_proj/dot_general", ONE_ROW.replace("256,512", "1,512"), False),
-    ],
-)  # fmt: skip
-def test_a_product_of_one_row_is_a_warning_where_a_matrix_unit_is(label, body, expected):
-    more, line = one_row("bf16[512]", f"{LAYER}/{label}", body)
-    for platform in ("tpu", "cuda", "rocm", "cpu"):
-        found = warnings.ONE_ROW in found_in(line, **more, platform=platform)
-        assert found == (expected and platform != "cpu"), platform
-
-
-def test_rounds_of_small_kernels_are_a_warning_on_gpus():
-    """Top-p by bisection: 40 rounds in the text, of two kernels and a condition."""
-    text = TEXT.replace("  ROOT %halve.1", "  %x.9 = f32[64,1] copy(%c.0)\n  ROOT %halve.1")
-    program = read_program(text)
-    for filters, lines in (((), []), (("top_p",), [f"{warnings.ROUNDS}: 120 x, sampling"])):
-        costs = step_costs(program, 0.0, filters=filters)
-        assert warnings.warnings_of(program, costs, 512, 4096, "cuda") == lines
-        assert warnings.warnings_of(program, costs, 512, 4096, "tpu") == []
-    few = text.replace("constant(40)", "constant(8)")
-    costs = step_costs(read_program(few), 0.0, filters=("top_p",))
-    assert warnings.warnings_of(read_program(few), costs, 512, 4096, "cuda") == []
-
-
-def test_float32_products_are_a_warning_where_others_are_faster():
-    line = "%x.1 = f32[64,512]{1,0} convolution(%logits.1, %score.1), dim_labels=bf_io->bf"
-    assert warnings.FLOAT32 in found_in(line, platform="cuda")
-    assert found_in(line, platform="cpu") == []
 
 
 @pytest.mark.parametrize("n_layers, layers", [(1, 0), (4, 4), (6, 2)])

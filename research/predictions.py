@@ -1,17 +1,68 @@
-"""The tables and pictures of appendix G."""
+"""The tables and pictures of appendix G (Medusa): all products, speed-ups over batch and length."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.devices.chips import CHIPS, Chip
-from medusa_jax.evaluate.roofline.operators import Operator
-from medusa_jax.evaluate.roofline.predict import Roofs, best
+from medusa_jax.commands import roofline
+from medusa_jax.commands.flags import at_least, flag, numbers
+from medusa_jax.evaluate.roofline import BF16, Operator, Prediction, Roofs, best
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.plots import can_draw
+from medusa_jax.whole_files import Json
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Prediction]
 # Tree sizes in the pictures: the range of the paper's figures.
 DRAWN = (1, 2, 4, *range(8, 257, 8))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(roofline.Flags):
+    """Settings of the paper's figures 21 to 23."""
+
+    nodes: int = flag("size of the tree whose products are listed", 64, type=at_least(1))
+    batches: tuple[int, ...] = flag(
+        "rows (figure 22)", "1,2,4,8,16,32,64", type=numbers(least=1)
+    )
+    lengths: tuple[int, ...] = flag(
+        "cached tokens (figure 23)", "128,512,1024,2048,4096,8192", type=numbers(least=1)
+    )
+    length_batch: int = flag("rows of figure 23", 4, type=at_least(1))
+    out: str = flag("directory for results", "work/roofline")
+
+
+def predictions(
+    given: Flags, title: str, roofs: Roofs, out: Path, size: int = BF16
+) -> Json:
+    """Print the tables, draw the pictures into `out` and return all figures.
+
+    Args:
+      size: bytes of a number.
+    """
+
+    def rows(batch: int, length: int) -> Rows:
+        return roofline.predict(given, roofs, batch, length, size)
+
+    one = rows(given.batch, given.length)
+    by_batch = {b: rows(b, given.length) for b in given.batches}
+    by_length = {n: rows(given.length_batch, n) for n in given.lengths}
+    what = "a whole step" if given.whole_step else "one block"
+    title = f"{title}, {given.shape}, {what}"
+    products = roofline.step_of(given, given.batch, given.length, given.nodes, size)
+    print(f"## {title}: batch {given.batch}, length {given.length}, {given.nodes} nodes\n")
+    print(operator_table(products, roofs), end="\n\n")
+    print(roofline.size_table(one), end="\n\n")
+    print(best_table(f"batch (length {given.length})", by_batch), end="\n\n")
+    print(best_table(f"length (batch {given.length_batch})", by_length))
+    if can_draw():
+        draw_predictions(one, by_batch, by_length, out, title)
+    return {
+        "operators": [dataclasses.asdict(o) | {"intensity": o.intensity} for o in products],
+        "sizes": one,
+        "batches": by_batch,
+        "lengths": by_length,
+    }
 
 
 def operator_table(operators: Sequence[Operator], roofs: Roofs) -> str:
@@ -39,24 +90,6 @@ def operator_table(operators: Sequence[Operator], roofs: Roofs) -> str:
     return markdown_table(header, cells)
 
 
-def size_table(rows: Rows, sizes: Sequence[int]) -> str:
-    """Figure 21 as a table: some sizes and the best one."""
-    top = best(rows)["nodes"]
-    cells = [
-        (
-            f"**{r['nodes']}**" if r["nodes"] == top else r["nodes"],
-            f"{r['acceleration']:.2f}",
-            f"{1e6 * r['seconds']:.1f}",
-            f"{r['step_latency_ratio']:.2f}x",
-            f"{r['speedup']:.2f}x",
-        )
-        for r in rows
-        if r["nodes"] in (*sizes, top)
-    ]
-    header = ("nodes", "tokens per step", "latency (us)", "step latency", "speed-up")
-    return markdown_table(header, cells)
-
-
 def best_table(what: str, found: Mapping[Any, Rows]) -> str:
     """The best size and the speed-up there and at 64 nodes, a row per setting."""
     cells = []
@@ -65,12 +98,6 @@ def best_table(what: str, found: Mapping[Any, Rows]) -> str:
         nodes = f"{top['nodes']}{' (the largest tried)' if top is rows[-1] else ''}"
         cells.append((setting, nodes, f"{top['speedup']:.2f}x", f"{paper['speedup']:.2f}x"))
     return markdown_table((what, "best nodes", "speed-up", "with 64 nodes"), cells)
-
-
-def chip_table(rows_of: Callable[[Chip], Rows]) -> str:
-    """`best_table` over all known chips, by title and ridge point."""
-    found = {f"{c.title} (ridge {c.ridge:.0f})": rows_of(c) for c in CHIPS.values()}
-    return best_table("chip", found)
 
 
 def draw_predictions(

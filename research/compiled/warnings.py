@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from medusa_jax.hlo.costs import Cost, stage_of
-from medusa_jax.hlo.program import PASSING, Instruction, Program
+from research.compiled.costs import Cost, stage_of
+from research.compiled.labelled import PASSING, Instruction, Program
 
 SORT = "sort over the vocabulary"
 COPY = "cache-sized copy"

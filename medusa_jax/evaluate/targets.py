@@ -5,7 +5,7 @@ libtpu compiles for TPUs and the CUDA plugin for NVIDIA GPUs on any Linux machin
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.devices.chips import CHIPS, Chip
@@ -45,24 +45,8 @@ NO_HOST = {
 }
 HERE = "here"
 NAMES = (*SMALLEST, "h100", HERE)
-# Distributions of the compilers, the first that is installed being the one that JAX takes; and how to
-# get one, of the version that belongs to this JAX.
+# Distributions of the compilers; JAX takes the first that is installed.
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt")}
-MISSING = {
-    "tpu": "pip install --no-deps '{libtpu}'",
-    "cuda": "pip install --no-deps jax-cuda13-plugin=={jax} jax-cuda13-pjrt=={jax} nvidia-cuda-nvcc "
-    "nvidia-nvvm, or jax-cuda12-plugin=={jax} jax-cuda12-pjrt=={jax} nvidia-cuda-nvcc-cu12",
-}
-# TPUs by their `device_kind`.
-KINDS = {
-    "TPU v4": "tpu-v4",
-    "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e",
-    "TPU v5": "tpu-v5p",
-    "TPU v5p": "tpu-v5p",
-    "TPU v6 lite": "tpu-v6e",
-    "TPU v6e": "tpu-v6e",
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class Target:
 
     Attributes:
       name: generation and topology, such as "v5e:2x2"; "h100"; or "here".
-      chip: its peaks; of what is here, 0 where unknown.
+      chip: its peaks; 0 for the device of this process.
       devices: for `make_mesh`; those that are not here cannot run anything.
       compiler: the compiler's package and version.
       platform: as `devices.platforms.platform` names it.
@@ -87,16 +71,6 @@ class Target:
     def title(self) -> str:
         """The name; of what is here, the device's as well."""
         return f"{self.name} ({self.chip.title})" if self.name == HERE else self.name
-
-    @property
-    def bytes_per_cycle(self) -> float:
-        """Bytes between memory and chip in one cycle at peak bandwidth; 0 without a clock."""
-        return self.chip.bandwidth / self.chip.clock if self.chip.clock else 0.0
-
-    @property
-    def flops_per_cycle(self) -> float:
-        """FLOPs in one cycle at peak; 0 without a clock."""
-        return self.chip.flops / self.chip.clock if self.chip.clock else 0.0
 
 
 def find_target(name: str) -> Target:
@@ -128,14 +102,11 @@ def _here() -> Target:
 
     first = default_device()
     others = [d for d in jax.local_devices(backend=first.platform) if d != first]
-    unknown = Chip(first.device_kind, 0, 0, 0, 0)
-    chip = CHIPS.get(KINDS.get(first.device_kind, ""), unknown)
-    memory = (first.memory_stats() or {}).get("bytes_limit", chip.memory)
+    memory = (first.memory_stats() or {}).get("bytes_limit", 0)
+    chip = Chip(first.device_kind, 0, 0, memory, 0)
     version = first.client.platform_version.splitlines()[0]
-    return Target(
-        HERE, replace(chip, memory=memory), (first, *others),
-        f"jaxlib {jaxlib.__version__} ({version})", platform(),
-    )  # fmt: skip
+    compiler = f"jaxlib {jaxlib.__version__} ({version})"
+    return Target(HERE, chip, (first, *others), compiler, platform())
 
 
 def _tpu(name: str) -> tuple[Any, ...]:
@@ -173,18 +144,16 @@ def _version(platform: str) -> str:
     """The compiler's package and version.
 
     Raises:
-      UserError: none is installed; says how to.
+      UserError: none is installed.
     """
     from importlib import metadata
-
-    import jax
 
     for package in COMPILERS[platform]:
         try:
             return f"{package} {metadata.version(package)}"
         except metadata.PackageNotFoundError:
             continue
-    wanted = metadata.requires("jax") or []
-    libtpu = next((r.split(";")[0] for r in wanted if r.startswith("libtpu")), "libtpu")
-    line = MISSING[platform].format(jax=jax.__version__, libtpu=libtpu)
-    raise UserError(f"the compiler for {platform} is not here: {line}")
+    raise UserError(
+        f"the compiler for {platform} is not here: pip install 'medusa-jax[aot]', in an environment "
+        "of its own"
+    )
