@@ -155,6 +155,7 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
         *wide(("own", {}, 1), ("shared", {}, 1)),
         ("low_rank", {}, 1),
         ("own", {"label_weight": 0.1, "teacher_weight": 0.7, "noise": 9.0}, 1),
+        ("shared", {"label_weight": 0.1, "distance_weight": 0.9}, 1),
         # Features three times as large lie on both sides of where smooth-L1 becomes a line.
         *wide(("shared", {"label_weight": 0.0, "feature_weight": 0.7}, 3)),
     ],
@@ -162,8 +163,8 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
 def test_head_loss_is_equation_1(lm_head, targets, scale):
     """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1.
 
-    A pair's terms: the text's token, the backbone's distribution at t + k, and smooth-L1 to the
-    backbone's hidden state there, a mean over D.
+    A pair's terms: the text's token, the backbone's distribution at t + k (cross-entropy and L1), and
+    smooth-L1 to the backbone's hidden state there, a mean over D.
     """
     _, backbone, drafter, params, batch = heads_problem(lm_head=lm_head)
     counts = np.asarray(losses.pair_counts(batch, (2, 3, 4)))
@@ -194,6 +195,8 @@ def test_head_loss_is_equation_1(lm_head, targets, scale):
                 terms.append(
                     -weights.label_weight * logp[b, t, batch["tokens"][b, t + k + 2]]
                     - weights.teacher_weight * (teacher[b, t + k + 1] * logp[b, t]).sum()
+                    + weights.distance_weight
+                    * jnp.abs(teacher[b, t + k + 1] - jnp.exp(logp[b, t])).sum()
                     + weights.feature_weight * near
                 )
             assert len(terms) == counts[k]
