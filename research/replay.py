@@ -154,8 +154,7 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     from medusa_jax.evaluate.conversation import asked
-    from medusa_jax.evaluate.fitting import GROWTH
-    from medusa_jax.evaluate.recording import rank_texts
+    from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)

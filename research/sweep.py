@@ -181,7 +181,6 @@ def draw(swept: Sequence[Json], out: Path) -> None:
         ("mean log-probability of the text", "mean_log_probability"),
     ):
         lines, levels = {}, {}
-        belongs: dict[str, str] = {}
         for one in swept:
             rows, plain = one["thresholds"], one["plain_sampling"]
             label = f"{one['drafter']}, typical (lossy)"
@@ -194,9 +193,8 @@ def draw(swept: Sequence[Json], out: Path) -> None:
                 (f"sampling, T {plain['temperature']:g}", plain),
             ):
                 levels[f"{prefix}{how}"] = row[name]
-                belongs |= {f"{prefix}{how}": label} if by_drafter else {}
         axis = "epsilon (delta = sqrt epsilon)"
-        charts.append(Chart(title, axis, lines, levels, belongs=belongs))
+        charts.append(Chart(title, axis, lines, levels))
     draw_lines(charts, path=out / "thresholds.png")
     lengths = by_rule(swept).items()
     over = {label: (list(line), list(line.values())) for label, line in lengths}

@@ -64,7 +64,7 @@ class StoppingText:
         """Add tokens; returns the text that may be shown, in pairs of text and draft depth.
 
         Args:
-          depths: the tree depths that they were accepted at.
+          depths: the tree depths that they were accepted at, as in `Result.draft_depths`.
           ended: the row ends after them.
         """
         parts = [

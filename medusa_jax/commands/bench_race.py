@@ -166,7 +166,7 @@ def run(flags: Flags) -> int:
     names = names_of(flags) if flags.drafters else default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
-    if model.tokenizer.chat_template and not {"prompt", "prompt_ids"} & records[0].keys():
+    if {"messages", "turns"} & records[0].keys():
         options = ending_turns(model, options, "")
     prompts = [model.encode(asked(model, record)) for record in records]
     rows = race(contenders_of(entrants, options), prompts, flags.repeats)

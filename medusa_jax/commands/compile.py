@@ -53,7 +53,7 @@ class Flags:
     )
     acceptance: str = flag("greedy, sampled, rejection or typical", "greedy")
     layers: int | None = flag(
-        "layers to compile; figures are for all layers of the shape (default: 8; here or of a recipe all)",
+        "layers of a decode step to compile; figures are for all (default: 8; here all)",
         None, type=at_least(2),
     )  # fmt: skip
     train: str | None = flag(
@@ -112,7 +112,7 @@ def train_step(flags: Flags, target: "Target") -> dict[str, Any]:
     assert flags.train is not None
     cfg = load_config(flags.train)
     with compiling_for(target):
-        return compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)[1]
+        return compile_training(cfg, target, flags.mesh or cfg.mesh)[1]
 
 
 def case_of(flags: Flags, target: "Target") -> "tuple[Case, Drafter, Tree]":

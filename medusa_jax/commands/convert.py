@@ -75,7 +75,8 @@ def run(flags: Flags) -> int:
     )
     same = f" (--to {flags.to} is the same as --to {written} for these heads)"
     inform(
-        f"wrote {flags.out}: {TARGETS[written].purpose}{same if written != flags.to else ''}"
+        f"wrote {flags.out}: {TARGETS[written].purpose}{same if written != flags.to else ''}\n"
+        f"next: load it as {flags.out}/README.md says"
     )
     if flags.push:
         push(flags.out, flags.push)

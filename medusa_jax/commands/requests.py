@@ -3,27 +3,41 @@
 import dataclasses
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from medusa_jax.api import Options
-from medusa_jax.commands.decode_flags import Flags
+from medusa_jax.api import Options, find_model
+from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
+from medusa_jax.interop.hf import generation_config
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, read_text
 
+# Fields of generation_config.json that a conversation follows.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-def shared_options(flags: Flags) -> Options:
-    """The options of every request: from the flags, else from the model's name."""
-    row = named(flags.model)
+
+def own_sampling(model: str | None) -> dict[str, Any]:
+    """The sampling that a model's publisher recommends, {} if it is greedy or not named."""
+    if row := named(model):
+        return dict(row.sampling)
+    found = generation_config(find_model(model))
+    if found.get("do_sample") is not True:
+        return {}
     given = {
-        field.name: getattr(flags, field.name)
+        name: found[name] for name in SAMPLING if type(found.get(name)) in (int, float)
+    }
+    return {"temperature": 1.0} | given
+
+
+def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:
+    """The options of every request: from the flags, else `defaults`, else those of `Options`."""
+    given = {
+        field.name: value
         for field in dataclasses.fields(Options)
-        if hasattr(flags, field.name)
+        if (value := getattr(flags, field.name, None)) is not None
     }
     given |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
-    for name, default in {"temperature": 0.0, "top_p": 1.0}.items():
-        if given[name] is None:
-            given[name] = row.sampling.get(name, default) if row else default
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
         if kind in ("json_schema", "grammar"):
@@ -31,7 +45,7 @@ def shared_options(flags: Flags) -> Options:
         made: Json = {"json_object": True, "choice": value.split("|")}
         given["constraint"] = {kind: made.get(kind, value)}
     given["constraint"] = given["constraint"] or None
-    return checked(Options(**given), flags.no_repeat_ngram_size)
+    return checked(Options(**dict(defaults or {}) | given), flags.no_repeat_ngram_size)
 
 
 def checked(options: Options, no_repeat_ngram_size: int | None) -> Options:
@@ -44,10 +58,8 @@ def checked(options: Options, no_repeat_ngram_size: int | None) -> Options:
 
 def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
-    if (flags.prompt is None) == (flags.prompts_file is None):
-        raise UserError(
-            "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
-        )
+    if flags.prompt is None and flags.prompts_file is None:
+        raise UserError(NOTHING_ASKED)
     shared = shared_options(flags)
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")

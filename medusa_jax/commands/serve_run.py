@@ -7,7 +7,6 @@ import socket
 import sys
 
 from medusa_jax.api import Model
-from medusa_jax.api.device_tree import trees_by_rows
 from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
@@ -17,8 +16,8 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import PLAIN, template_source
-from medusa_jax.serving import Server, row_sizes
+from medusa_jax.interop.chat import PLAIN, is_chat_model, template_source
+from medusa_jax.serving import Server
 from medusa_jax.whole_files import read_text
 
 KEY = "MEDUSA_API_KEY"
@@ -40,12 +39,10 @@ def run(flags: Flags) -> int:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
-        template = chosen_template(model, flags.chat)
-        trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
+        template = chosen_template(model, flags.chat, flags.model)
         with Server(
             model,
             slots=flags.slots,
-            trees=trees,
             queue=flags.queue,
             max_prompt_tokens=flags.max_prompt_tokens,
             max_new_tokens=flags.max_new_tokens,
@@ -99,14 +96,17 @@ def name_of(model: str | None) -> str:
     return model or "demo"
 
 
-def chosen_template(model: Model, asked: str | None) -> str:
-    """The chat template: the given one, the tokenizer's own (""), or "plain".
+def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
+    """The chat template: the given one, a chat model's own (""), or "plain".
+
+    Args:
+      name: the model as --model names it.
 
     Raises:
       UserError: there is the template is unknown, or does not fit the tokenizer.
     """
     if asked is None:
-        return "" if model.tokenizer.chat_template else PLAIN
+        return "" if is_chat_model(model.tokenizer, name) else PLAIN
     if asked != PLAIN:
         template_source(model.tokenizer, asked)
     return asked

@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args:
             parser_of(Flags, "train.py", EXAMPLES).print_help()
             return 2
-        flags, cfg = parse_all(args)
+        flags, cfg, complete = parse_all(args)
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
         hosts.join(given_hosts(flags))
         with hosts.fail_together():
             try:
-                status = run(cfg)
+                status = run(complete(cfg))
             except KeyboardInterrupt:
                 if cfg.dry_run:
                     raise
@@ -155,12 +155,13 @@ def last_checkpoint(workdir: str) -> str:
 
 
 def parse(args: list[str]) -> Config:
-    """Command line -> configuration; raises as `parse_all`."""
-    return parse_all(args)[1]
+    """Command line -> complete configuration; raises as `parse_all`."""
+    _, cfg, complete = parse_all(args)
+    return complete(cfg)
 
 
-def parse_all(args: list[str]) -> tuple[Flags, Config]:
-    """Command line -> the flags and the configuration.
+def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config]]:
+    """Command line -> the flags, the configuration, and what completes it on this device.
 
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
@@ -176,13 +177,12 @@ def parse_all(args: list[str]) -> tuple[Flags, Config]:
         raise UserError(
             "--config=FILE.py is missing, e.g. --config=configs/own.py for a model of yours"
         )
-    if complete := getattr(module, "complete", None):
-        cfg = complete(cfg, frozenset(given))
     cfg.workdir = flags.workdir or cfg.workdir
     if not cfg.workdir and not cfg.dry_run:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
-    return flags, cfg
+    complete = getattr(module, "complete", lambda cfg, _: cfg)
+    return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
 
 
 def load_config(path: str) -> Config:
@@ -193,8 +193,8 @@ def load_config(path: str) -> Config:
 def load_recipe(path: str) -> types.ModuleType:
     """Run a Python file with `get_config()` -> `Config`.
 
-    If it has `complete(cfg, given)`, this returns the configuration after the command line's fields, whose dotted
-    names are `given`, were set.
+    If it has `complete(cfg, given)`, this completes the configuration after the command line's fields, whose
+    dotted names are `given`, were set and several processes have met.
     """
     folder, name = os.path.split(path)
     if not os.path.isfile(path):

@@ -139,7 +139,7 @@ def judge(
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)
-    state = append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
+    state = append(state, outcome)
     return pin_state(engine.llama.mesh, state)
 
 

@@ -40,13 +40,14 @@ class TreeArrays(NamedTuple):
     depth_M: jax.Array
     mask_MM: jax.Array
     ancestors_ML: jax.Array
+    copied_M: jax.Array
 
     @classmethod
     def of(cls, tree: Tree, path_length: int) -> "TreeArrays":
         """Constants of a tree, its paths padded to `path_length` with their last node."""
         more = path_length - tree.path_length
         ancestors_ML = np.pad(tree.ancestors_ML, ((0, 0), (0, more)), mode="edge")
-        arrays = tree.parent_M, tree.depth_M, tree.mask_MM, ancestors_ML
+        arrays = tree.parent_M, tree.depth_M, tree.mask_MM, ancestors_ML, tree.copied_M
         return cls(*map(jnp.asarray, arrays))
 
     @property

@@ -74,11 +74,14 @@ class Writer:
         ]
         prompts = prompts + [prompts[-1]] * (self.batch_size - n)
         rows += [rows[-1]] * (self.batch_size - n)
+        # One tree throughout: a resumed run writes the same text even where scores are tied.
+        tree = self.model.tree_at(len(prompts))
         with announced("compiling the decoding loop (once for each size of the texts)", 1):
-            self.model.compile(prompts, rows)
+            self.model.compile(prompts, rows, tree=tree)
         results = self.model.generate(
             prompts,
             rows,
+            tree=tree,
             ids=[0] * len(rows),  # a draw must not depend on the place in the batch
             watch=lambda n_new_B: self.show(int(n_new_B[:n].sum())),
             ended=lambda row, result: take(row, result) if row < n else None,
@@ -98,9 +101,10 @@ class Writer:
         prompts = [prompt_of(self.model, seed) for seed in seeds]
         return self.decode(
             prompts, [seed.number for seed in seeds], None,
-            lambda row, result: ended(
-                seeds[row], {"prompt_ids": prompts[row], "token_ids": result.token_ids}
-            ),
+            lambda row, result: ended(seeds[row], {
+                "seed": seeds[row].number, "prompt_ids": prompts[row],
+                "token_ids": result.token_ids,
+            }),
         )  # fmt: skip
 
 
@@ -109,46 +113,24 @@ def prompt_of(model: "Model", seed: Seed) -> list[int]:
     return model.encode(seed.prompt)[: model.config.max_position - 1]
 
 
-def write_all(
-    writer: Writer, path: Path, seeds: Sequence[Seed], early: dict[int, Json]
-) -> list[Json]:
-    """Append the lines of these seeds to a file in their order, batch by batch.
+def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
+    """Append the lines of these seeds to a file, each soon after the end of its answer.
 
-    Lines of the running batch are in `early_file(path)` as soon as they are known. With several processes all
-    decode and process 0 writes.
-
-    Args:
-      early: lines of an interrupted batch by the number of their seed.
+    With several processes all decode and process 0 writes.
 
     Returns: the lines; incomplete if one of several processes received SIGTERM.
     """
     lines: list[Json] = []
-    names = [path, early_file(path)] if hosts.first() else [os.devnull] * 2
-    with open(names[0], "a") as file, open(names[1], "a") as first, writer.progress:
+    with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
 
-        def ended(seed: Seed, line: Json) -> None:
-            early[seed.number] = line
-            first.write(json.dumps([seed.number, line]) + "\n")
-            first.flush()
+        def ended(_: Seed, line: Json) -> None:
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
+            file.flush()
             writer.show(answered=1)
 
         for at in range(0, len(seeds), writer.batch_size):
-            batch = seeds[at : at + writer.batch_size]
-            if missing := [seed for seed in batch if seed.number not in early]:
-                writer.answer(missing, ended)
-            found = [early.pop(seed.number) for seed in batch]
-            file.write("".join(json.dumps(line) + "\n" for line in found))
-            file.flush()
-            if hosts.first():
-                first.truncate(0)
-            lines += found
+            writer.answer(list(seeds[at : at + writer.batch_size]), ended)
             if hosts.asked_to_stop(at):
                 break
-    if hosts.first():
-        os.remove(names[1])
     return lines
-
-
-def early_file(path: Path) -> Path:
-    """The file for lines of an unfinished batch, each [number of the seed, line]."""
-    return path.with_name(f"{path.name}.unfinished")

@@ -133,14 +133,12 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
 
 
 def compile_training(
-    cfg: Config, target: Target, mesh: tuple[int, int, int], layers: int = 0
+    cfg: Config, target: Target, mesh: tuple[int, int, int]
 ) -> tuple[Compiled, dict[str, Any]]:
     """Memory and traffic of each device for the recipe's step.
 
     Args:
       mesh: of the target's devices; one axis may be -1.
-      layers: layers that are compiled, 0: all. The stored memory of the others is added; traffic is
-        that of these layers.
 
     Returns: the program, and the object that `--json` prints: `memory_bytes` are the compiler's,
       `stored_bytes` those of a step's arguments (parameters, moments, batch), `sent_bytes` by collective.
@@ -148,28 +146,18 @@ def compile_training(
     Raises:
       UserError: sizes that do not fit together.
     """
-
-    def of(n_layers: int) -> tuple[Config, dry.Shapes]:
-        few = copy.deepcopy(cfg)
-        few.model.path = few.train.heads_path = ""
-        few.model.arch = dataclasses.replace(cfg.model.arch, n_layers=n_layers)
-        few.mesh, few.dry_run = mesh, True
-        return few, dry.step_shapes(few, target.devices)
-
-    def stored(n_layers: int) -> int:
-        return sum(dry.sizes(of(n_layers)[1])["stored"].values())
-
-    n_layers = cfg.model.arch.n_layers
-    compiled = min(layers or n_layers, n_layers)
-    few, shapes = of(compiled)
+    cfg = copy.deepcopy(cfg)
+    cfg.model.path = cfg.train.heads_path = ""
+    cfg.mesh, cfg.dry_run = mesh, True
+    shapes = dry.step_shapes(cfg, target.devices)
     program = dry.compile_step(*shapes)
-    found = dry.figures(few, program)
+    found = dry.figures(cfg, program)
     return program, {
         "target": target.name,
         "device": target.chip.title,
         "estimated": True,
-        "layers": compiled,
-        "memory_bytes": found["total_bytes"] + stored(n_layers) - stored(compiled),
+        "layers": cfg.model.arch.n_layers,
+        "memory_bytes": found["total_bytes"],
         "sent_bytes": found["sent_bytes"],
-        "stored_bytes": stored(n_layers),
+        "stored_bytes": sum(dry.sizes(shapes)["stored"].values()),
     }

@@ -59,24 +59,6 @@ class TextState(PositionState):
 
     text_BS: jax.Array
 
-    @classmethod
-    def zeros(cls, batch: int, slots: int) -> "TextState":
-        """The state before any text."""
-        return cls(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32))
-
-    def extended(self, new: Committed) -> "TextState":
-        """The text with n more tokens.
-
-        All T candidates are written; those after the n-th are invalid, and the next call overwrites
-        them.
-        """
-        write = jax.vmap(
-            lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
-        )
-        tokens_BT = new.tokens_BT.astype(jnp.int32)
-        text_BS = write(self.text_BS, tokens_BT, self.length_B)
-        return TextState(self.length_B + new.n_B, text_BS)
-
     def grow(self, slots: int) -> "TextState":
         """The same text with room for `slots` tokens."""
         more = slots - self.text_BS.shape[1]
@@ -91,6 +73,7 @@ class PromptLookup(Untrained):
 
     name = "prompt_lookup"
     Config = PromptLookupConfig
+    copies = True
 
     def check(self) -> None:
         for field in ("tokens", "ngram"):
@@ -104,12 +87,19 @@ class PromptLookup(Untrained):
         return self.heads.tokens
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> TextState:
-        return TextState.zeros(batch, slots)
+        return TextState(
+            jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, slots), jnp.int32)
+        )
 
     def commit(
         self, params: Params, backbone: Backbone, state: TextState, new: Committed
     ) -> TextState:
-        return state.extended(new)
+        # All T candidates are written; the next call overwrites those after the n-th.
+        write = jax.vmap(
+            lambda row, tokens, at: lax.dynamic_update_slice(row, tokens, (at,))
+        )
+        text_BS = write(state.text_BS, new.tokens_BT.astype(jnp.int32), state.length_B)
+        return TextState(state.length_B + new.n_B, text_BS)
 
     def propose(
         self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest

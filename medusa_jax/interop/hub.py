@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.seam import import_format
-from medusa_jax.interop.tensors import read_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -129,6 +128,8 @@ def refuse_model(path: str, flag: str) -> None:
 
 def _is_of_a_run(config: str) -> bool:
     """Whether a config.json is the one of a training run, damaged ones included."""
+    from medusa_jax.interop.tensors import read_json  # which imports JAX
+
     try:
         return "train" in read_json(config)
     except UserError:

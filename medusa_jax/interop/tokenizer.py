@@ -34,6 +34,7 @@ class Tokenizer:
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
       special_ids: ids that `decode` skips by default.
+      origin: the model's name in its own metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
     """
 
@@ -46,6 +47,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | dict[str, str] = "",
         special_texts: dict[str, str] | None = None,
+        origin: str = "",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -60,7 +62,7 @@ class Tokenizer:
         default = named.pop("default", NO_DEFAULT if named else "")
         self.chat_template = chat_template if isinstance(chat_template, str) else default
         self.named_templates = named
-        self.special_texts = special_texts or {}
+        self.special_texts, self.origin = special_texts or {}, origin
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
@@ -165,6 +167,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_template=_chat_templates(directory, settings),
         special_texts=special,
+        origin=str(model.get("_name_or_path", "")),
     )
 
 
@@ -179,6 +182,7 @@ class NoTokenizer(Tokenizer):
         self.directory, self.backend = directory, None
         self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
         self.chat_template, self.named_templates, self.special_texts = "", {}, {}
+        self.origin = ""
         self.eos_ids = self.special_ids = self.byte_ids = frozenset()
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:

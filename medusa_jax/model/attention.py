@@ -8,8 +8,7 @@
 | a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
 | one, a tree or a short path     | the text before   | one CPU; float32    | `Engine.layer`: the layer (`Block`) |
 |                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
-| a tree or a short path          | the text before   | CUDA; many scores   | `kernels.cudnn_cached`              |
-|                                 |                   | else                | `attend` after the write            |
+| a tree or a short path          | the text before   | else                | `attend` after the write            |
 | one                             | the text before   | else                | `attend` before the write           |
 
 Two functions of `model/kernels.py` decide which shapes its kernels take. MEDUSA_JAX_ATTENTION=own disables

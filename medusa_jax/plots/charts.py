@@ -1,10 +1,9 @@
 """Charts: the curves used to choose a tree, lines over one axis, bars."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
 
@@ -50,7 +49,6 @@ class Chart:
       lines: label -> (x, y).
       levels: label -> y of a horizontal line (a baseline).
       points: label -> (x, y), drawn without a line.
-      belongs: label of a level -> label of the line whose colour it takes.
     """
 
     title: str
@@ -60,7 +58,6 @@ class Chart:
     points: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(
         default_factory=dict
     )
-    belongs: Mapping[str, str] = field(default_factory=dict)
 
 
 # Distinct on light and dark backgrounds, and in print by marker.
@@ -68,17 +65,14 @@ LINE_STYLES = (
     ("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"),
     ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
 )  # fmt: skip
-
-
-# Most names in a legend inside the chart; most characters of a name on a line by itself (longer ones lose
-# their start, since the end of a path is most specific), and of one that shares its line with another.
-MANY, LONGEST, SHORT = 4, 40, 25
+# Most names of a legend inside the chart; it is below for more.
+MANY = 4
 
 
 def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
     """Draw charts side by side, each with its legend."""
-    below = max(_rows_below([*c.lines, *c.levels, *c.points]) for c in charts)
-    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * max(below - 3, 0))
+    most = max(len([*c.lines, *c.levels, *c.points]) for c in charts)
+    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * most * (most > MANY))
     places = figure.subplots(1, len(charts), squeeze=False)[0]
     for axes, chart in zip(places, charts, strict=True):
         for (label, (x, y)), (colour, marker) in zip(
@@ -89,32 +83,14 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             chart.points.items(), reversed(LINE_STYLES), strict=False
         ):
             axes.scatter(x, y, color=colour, marker=marker, s=14, alpha=0.6, label=label)
-        colours = dict(zip(chart.lines, itertools.cycle(c for c, _ in LINE_STYLES)))
-        dashes: dict[str, Iterator[str]] = {}
-        for label, level in chart.levels.items():
-            whose = chart.belongs.get(label, "")
-            dash = next(dashes.setdefault(whose, itertools.cycle((":", "--", "-."))))
-            colour = colours.get(whose, INK)
-            axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
-        _legend(axes)
+        for (label, level), dash in zip(
+            chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
+        ):
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+        place = below if most > MANY else {}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **place)
         finish(axes, chart.title, chart.xlabel)
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
-
-
-def _rows_below(names: Sequence[str]) -> int:
-    """Rows of a legend below the chart: 0 for few names (legend inside), two short names per row."""
-    if len(names) <= MANY:
-        return 0
-    return len(names) if max(map(len, names)) > SHORT else -(-len(names) // 2)
-
-
-def _legend(axes: Any) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    place: dict[str, Any] = {}
-    if rows := _rows_below(names):
-        columns = -(-len(names) // rows)
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": columns}
-    shown = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in names]
-    axes.legend(handles, shown, frameon=False, labelcolor=INK, fontsize=8, **place)

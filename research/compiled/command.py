@@ -36,7 +36,7 @@ def run(flags: Flags) -> int:
         cfg = load_config(flags.train)
         mesh = flags.mesh or cfg.mesh
         with base.compiling_for(target):
-            program, found = compile_training(cfg, target, mesh, flags.layers or 0)
+            program, found = compile_training(cfg, target, mesh)
         lines = read_program(program.as_text() or "")
         found["warnings"] = step_warnings(lines, cfg.train.dtype, target.platform)
         text = "\n".join(found["warnings"])

@@ -2,8 +2,6 @@
 
 import json
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from medusa_jax import UserError
@@ -52,18 +50,6 @@ def test_published_forms(name, tmp_path):
     asked = "Article: longSummary: " if article else turns[0]
     assert prompt_of(found) == asked
     assert (found["frame"] is None) == (not article and name != "own")
-
-
-def test_containers(tmp_path):
-    """A list and parquet hold the same records as lines do."""
-    records = [PUBLISHED["cnn_dm"][0] | {"article": f"a\u2028{i}"} for i in range(3)]
-    want = read_questions(write(tmp_path / "q.jsonl", records))
-    (tmp_path / "q.json").write_text(json.dumps(records, ensure_ascii=False))
-    table = pyarrow.Table.from_pylist(records)
-    pyarrow.parquet.write_table(table, tmp_path / "q.parquet")
-    for name in ("q.json", "q.parquet"):
-        assert read_questions(str(tmp_path / name)) == want
-    assert [q["question_id"] for q in read_questions(str(tmp_path / "q.json"), 2)] == [0, 1]
 
 
 def test_ids_and_limits_of_our_own_files(tmp_path):

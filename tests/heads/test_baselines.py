@@ -17,7 +17,7 @@ from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Ranked
-from medusa_jax.heads.prompt_lookup import PromptLookupConfig, TextState
+from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
 from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
@@ -29,6 +29,13 @@ CONFIG = tiny_arch(vocab_size=7)
 def model(seed=1, config=CONFIG):
     params = random_params(config, seed)
     return (params, *decoder(config, params))
+
+
+def test_a_drafter_that_drafts_nothing_is_refused(monkeypatch):
+    """One of a user's, which does not check its own fields."""
+    monkeypatch.setattr(PromptLookup, "check", lambda self: None)
+    with pytest.raises(UserError, match="drafts at least 1 token, not 0"):
+        make_drafter(PromptLookupConfig(tokens=0), CONFIG)
 
 
 # Prompt lookup.

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import wide
 from closeness import assert_close
 from family import D, drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, queries_keys_values, weight_of
@@ -203,7 +204,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
     family.check_levels_loss(drafter, params, backbone, TARGETS, numpy_loss, levels, 0.7)
 
 
-@pytest.mark.parametrize("heads", [FEW, NEWER_FEW], ids=name_of)
+@pytest.mark.parametrize("heads", [NEWER_FEW, *wide(FEW)], ids=name_of)
 def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     """Of each level: the sum of -p log q over pairs that count, p the backbone's over IDS, over all
     pairs, those with another label included."""
@@ -230,7 +231,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
 
 
-@pytest.mark.parametrize("heads", [SHALLOW, FEW], ids=name_of)
+@pytest.mark.parametrize("heads", [FEW, *wide(SHALLOW)], ids=name_of)
 def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     """-log of the share of attention, a mean over heads, that row t gives to the rows that read token t + 2,
     over all pairs of the first level; 0 without such a row or outside the draft vocabulary."""

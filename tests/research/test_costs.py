@@ -7,7 +7,6 @@ import pytest
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.interop.shapes import SHAPES
 from research import draft_cost, prefill_cost
-from research.layers import extrapolated
 from research.scaling import mesh_for
 
 # Percent of one backbone pass, 7B, weights read once.
@@ -77,20 +76,6 @@ def test_temporaries_do_not_grow_with_the_prompt():
 
 
 # `scaling`: figures of all layers from those of few; meshes that decoding can lie on.
-
-
-def of_layers(n):
-    """What a model of n layers may take: some for each layer, some once, some from the third on."""
-    sent = {"all-gather": 8.0 * n} | ({"all-reduce": 3.0} if n > 2 else {})
-    return {"total_bytes": 5 + 3 * n, "sent_bytes": sent, "stage": "medusa1"}
-
-
-def test_figures_lie_on_a_line():
-    asked = []
-    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, (2, 3))
-    assert asked == [2, 3] and found["total_bytes"] == of_layers(32)["total_bytes"]
-    assert found["sent_bytes"] == {"all-gather": 8.0 * 32, "all-reduce": 90.0}
-    assert found["stage"] == "medusa1"
 
 
 @pytest.mark.parametrize("shape", ["llama-7b", "llama-33b", "llama3.1-70b"])

@@ -10,43 +10,9 @@ from tiny import write_model
 
 from medusa_jax.cpu.library import library
 from medusa_jax.errors import UserError
-from research.family import report
 from research.family.command import main, refuse_other
 
 PROJECT = Path(__file__).parents[2]
-
-
-def found(lengths, drafter="x"):
-    """What one measured seed holds, for trees of 8 and 64 nodes."""
-    decoded = [
-        {
-            "nodes": nodes, "mean_accepted_length": length, "draft_share": 0.125,
-            "divergences": 0, "prompts": 4, "step_seconds": 1e-3, "draft_seconds": 1.25e-4,
-        }
-        for nodes, length in zip((8, 64), lengths)
-    ]  # fmt: skip
-    return {"drafter": drafter, "parameters": 2_050_000, "top1": [0.5, 0.25],
-            "top5": [0.75, 0.5], "chain": 1.625, "decoded": decoded}  # fmt: skip
-
-
-RUNS = {
-    "medusa": [found((1.5, 2.0)), found((1.7, 2.2))],
-    "hydra": [found((1.8, 1.9)), found((1.6, 2.1))],
-    "amphista": [found((1.9, 2.5)), found((1.9, 2.5))],
-}
-
-
-def test_orders():
-    lines = report.orders(RUNS).splitlines()
-    assert lines == [
-        "- medusa < hydra with 8 nodes: undecided, 0.100 ± 0.283 in 2 seeds",
-        "- medusa < hydra with 64 nodes: does not hold, -0.100 ± 0.000 in 2 seeds",
-        "- medusa < amphista with 8 nodes: holds, 0.300 ± 0.141 in 2 seeds",
-        "- medusa < amphista with 64 nodes: holds, 0.400 ± 0.141 in 2 seeds",
-    ]
-    assert report.orders({"hydra": RUNS["hydra"]}) == ""
-    both = {"hydrapp": [found((1.8, 1.9))], "eagle": [found((1.9, 2.0))]}
-    assert "- hydrapp < eagle with 8 nodes: holds, 0.100 in 1 seed" in report.orders(both)
 
 
 def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):

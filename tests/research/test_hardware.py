@@ -68,16 +68,6 @@ def test_a_cut_line_and_an_error_are_no_end(tmp_path):
     assert "| steps | step | medusa 1 | ValueError: no / memory left |" in text
 
 
-def test_losses_are_compared_with_a_cpus(tmp_path):
-    def row(platform, kind, losses):
-        facts = {"config": "demo_medusa", "kind": kind, "attention": "library"}
-        return {"what": "stage", "platform": platform, "losses": losses} | facts
-
-    rows = [row("cpu", "float32", [[2.0], [4.0]]), row("gpu", "float32", [[2.0], [5.0]])]
-    [found] = summary.against_a_cpu([*rows, row("gpu", "bfloat16", [[2.0]])])
-    assert found["difference"] == 0.25
-
-
 def test_the_plan_has_every_trained_family():
     names = {name for _, name, _ in rows_of(PLAN)}
     assert names == {"medusa", "hydra", "hydrapp", "amphista", "eagle", "eagle3"}

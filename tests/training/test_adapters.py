@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from test_losses import heads_problem
 from test_trainer import host, pieces, run
 from training_setup import groups_of, setup_of, stage_of, tiny_config
 
@@ -17,7 +16,7 @@ from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry, losses
+from medusa_jax.training import dry
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.placement import microbatches
@@ -61,36 +60,6 @@ def test_only_adapters_and_heads_move(tokens):
     assert all(jax.tree.leaves(moved))
     shapes = {x.shape for x in jax.tree.leaves((state.params["lora"], state.opt))}
     assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
-
-
-def test_kl_to_the_original_by_hand():
-    """Mean over the counted tokens only; its gradient; the labels play no part in it."""
-    _, backbone, drafter, heads, batch = heads_problem()
-    rng = np.random.default_rng(0)
-    moved = jax.tree.map(
-        lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), backbone.params
-    )
-    counts = jax.jit(losses.pair_counts, static_argnums=1)(batch, (1, 2, 3, 4))
-
-    def loss(params):
-        backbone_of = lambda p: Backbone(backbone.llama, p)  # noqa: E731
-        split = lambda p: (heads, backbone_of(p))  # noqa: E731
-        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.0))
-        objective = losses.HeadObjective(drafter, 5, 0.8)
-        return losses.joint_loss(params, backbone_of, split, objective, inputs, backbone)[0]
-
-    def plain(params):
-        p, q = (
-            jax.nn.log_softmax(b.lm_head(b.forward(*losses.rows(batch))))
-            for b in (backbone, Backbone(backbone.llama, params))
-        )
-        mask = losses.pair_mask(batch["counted"], batch["segment_ids"], 1)
-        return jnp.sum(jnp.sum(jnp.exp(p) * (p - q), -1) * mask) / jnp.sum(mask)
-
-    value, grads = jax.jit(jax.value_and_grad(loss))(moved)
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(moved)
-    assert value > 0.01
-    assert_close((value, grads), (expected, expected_grads))
 
 
 @pytest.mark.wide

@@ -7,69 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
 from closeness import assert_close
-from test_losses import heads_problem
 from test_trainer import records, run
 from tiny import write_tokenizer
 from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.interop import heads_io, hf, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import losses
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.setup import more_layers
-
-
-def split_on(llama):
-    return lambda p: (p["heads"], Backbone(llama, p["backbone"]))
-
-
-@pytest.mark.parametrize("lm_head", ["shared", *wide("own")])
-def test_joint_loss_is_equation_2(lm_head):
-    """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read."""
-    _, backbone, drafter, heads, batch = heads_problem(lm_head=lm_head)
-    params = {"backbone": backbone.params, "heads": heads}
-    split = split_on(backbone.llama)
-    counts = losses.pair_counts(batch, (1, 2, 3, 4))
-
-    def streamed(params):
-        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
-        return losses.joint_loss(
-            params,
-            lambda p: split(p)[1],
-            split,
-            losses.HeadObjective(drafter, 5, 0.8),
-            inputs,
-        )
-
-    def plain(params):
-        heads, backbone = split(params)
-        hidden = backbone.forward(*losses.rows(batch))
-        features = drafter.features(heads, backbone, TextRows(hidden, *losses.rows(batch)))
-        logits = [backbone.lm_head(hidden)]
-        logits += [drafter.head_logits(heads, backbone, k, features[k]) for k in range(3)]
-        total = 0.0
-        for k, x in enumerate(logits):
-            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 1)
-            label = shift_left(batch["tokens"], k + 1)[..., None]
-            nll = -jnp.take_along_axis(jax.nn.log_softmax(x), label, -1)[..., 0]
-            weight = 1.0 if k == 0 else 0.3 * 0.8**k
-            total += weight * jnp.sum(nll * mask) / jnp.sum(mask)
-        return total
-
-    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
-    assert_close(value, expected)
-    assert sums.nll.shape == (4,)
-    assert_close(grads, expected_grads)
 
 
 def test_lambda_0_rises_as_a_sine():

@@ -19,7 +19,7 @@ from medusa_jax.training.data import sources
 from medusa_jax.training.data.preview import preview
 from medusa_jax.training.optim.optimizer import make_optimizer
 
-FILES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem != "own")
+FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!o]*.py"))
 # Of published models, for machines with accelerators; the others are ours, for any machine.
 RECIPES = [name for name in FILES if not name.startswith(("demo", "smollm2"))]
 

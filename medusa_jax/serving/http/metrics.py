@@ -98,4 +98,4 @@ class Metrics:
         for appended, steps in enumerate(result.acceptance_histogram, 1):
             self._steps.labels(str(appended)).inc(steps)
         for depth in filter(None, result.draft_depths):
-            self._accepted_at.labels(str(depth - 1)).inc()
+            self._accepted_at.labels(str(abs(depth) - 1)).inc()
