@@ -1,6 +1,7 @@
 """The tables and pictures of appendix G (Medusa): all products, speed-ups over batch and length."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from medusa_jax.commands import roofline
 from medusa_jax.commands.flags import at_least, flag, numbers
 from medusa_jax.evaluate.roofline import BF16, Operator, Prediction, Roofs, best
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json
 
 Rows = Sequence[Prediction]
@@ -55,7 +55,7 @@ def predictions(
     print(roofline.size_table(one), end="\n\n")
     print(best_table(f"batch (length {given.length})", by_batch), end="\n\n")
     print(best_table(f"length (batch {given.length_batch})", by_length))
-    if can_draw():
+    if importlib.util.find_spec("matplotlib"):
         draw_predictions(one, by_batch, by_length, out, title)
     return {
         "operators": [dataclasses.asdict(o) | {"intensity": o.intensity} for o in products],

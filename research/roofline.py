@@ -5,6 +5,7 @@ token, verifying a tree. On a CPU every product is a call, on accelerators sever
 call there takes longer than most products.
 """
 
+import importlib.util
 import itertools
 import math
 import statistics
@@ -32,7 +33,6 @@ from medusa_jax.model.layers import Linear
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
-from medusa_jax.plots import can_draw
 from medusa_jax.plots.charts import LINE_STYLES
 from medusa_jax.plots.style import INK, finish, new_figure, save_figure
 from medusa_jax.sharding import make_mesh
@@ -356,7 +356,7 @@ def run(flags: Flags) -> int:
     fits = fit_roofs(records)
     title = f"{device.device_kind}, {flags.shape}, {dtype}"
     out.mkdir(parents=True, exist_ok=True)
-    if can_draw():
+    if importlib.util.find_spec("matplotlib"):
         draw_measured(records, fits, out / "measured.png", title)
     print(f"## {title}: {len(records)} timings, {left_out} points larger than the limits\n")
     print(fit_table(fits), end="\n\n")

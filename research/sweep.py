@@ -8,6 +8,7 @@ step of sampled, rejection and typical acceptance. `sampled` and `rejection` are
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,6 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
-from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json, write_json
 from research.question_files import read_questions
 
@@ -102,7 +102,7 @@ def run(flags: Flags) -> int:
         for row in (one["greedy"], one["plain_sampling"], *one["thresholds"])
     ]
     print(f"{table_of(rows, COLUMNS)}\n\n{temperature_table(swept)}")
-    if can_draw():
+    if importlib.util.find_spec("matplotlib"):
         draw(swept, out)
     inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
     return 0

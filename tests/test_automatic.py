@@ -93,7 +93,7 @@ def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch
 def test_sizes_to_try(directory):
     calibrated = json.loads((directory / "heads" / "tree.json").read_text())
     trees, first = trees_to_try(calibrated, Tree.chain(3), 1, narrow=True)
-    assert list(trees) == [3, 4, 6, 8] and first == 3
+    assert list(trees) == [3, 4, 6] and first == 3
     assert trees[3] == Tree.from_choices(GROWTH[:2])
     assert trees_to_try(calibrated, Tree.chain(3), 1, narrow=False)[1] == 4
     handmade = {"choices": [[0], [1], [2]], "growth": [[0], [1], [2]]}

@@ -33,8 +33,9 @@ from medusa_jax.whole_files import Json
 VARIABLE = "MEDUSA_JAX_TREES"
 # Nodes of the first tree without evidence, or where weights are narrow: further rows of a product cost time.
 FEW = 3
-# Larger than the tree file's choice by no more than this, if its evidence says that it may be faster.
-REACH, PROMISING = 2.0, 0.9
+# Further sizes: at most this much larger than the tree file's choice, this far apart, and by its evidence
+# not much slower than the best.
+REACH, APART, PROMISING = 2.0, 1.5, 0.85
 # Seconds between two notes of one process.
 PATIENCE = 30.0
 
@@ -79,8 +80,7 @@ def trees_to_try(
     """A few trees by size, and the size to begin with.
 
     Without a tree file these are chains: of two drafts, of five, and as deep as the default tree. With
-    one, the first nodes of its order: `FEW`, its own choice, one between if they are far apart, and one
-    that is larger if its evidence says that it may be faster.
+    one, the first nodes of its order: `FEW`, its own choice, and others that its evidence recommends.
 
     Args:
       default: the drafter's default tree.
@@ -96,27 +96,23 @@ def trees_to_try(
     platform = jax.default_backend()
     ladder = file_ladder(calibrated, platform)
     own = tree_at(ladder, rows) if ladder else auto_tree(calibrated, platform)
-    most, sizes = len(calibrated["growth"]) + 1, {own.n_nodes} - {1}
-    evidence = ladder_of(calibrated)
+    most, evidence = len(calibrated["growth"]) + 1, ladder_of(calibrated)
     first = min(FEW, most) if evidence else own.n_nodes
-    sizes |= {first}
-    if own.n_nodes >= 4 * FEW:
-        sizes |= {own.n_nodes // 2}
     speeds = {
         row["nodes"]: row["tokens_per_step"] / ratio
         for row in evidence
         if (ratio := row.get("step_latency_ratio"))
+        and 1 < row["nodes"] <= REACH * own.n_nodes
     }
-    best = PROMISING * max(speeds.values(), default=0.0)
-    sizes |= {
-        n
-        for n in speeds
-        if n <= REACH * max(FEW, own.n_nodes) and speeds[n] > best and n > 1
-    }
+    sizes = {first, own.n_nodes} - {1}
+    for n in sorted(speeds, key=lambda n: -speeds[n]):
+        apart = all(max(n, m) >= APART * min(n, m) for m in sizes)
+        if apart and speeds[n] > PROMISING * max(speeds.values()):
+            sizes.add(n)
     trees = {
         n: own if n == own.n_nodes else tree_of_size(calibrated, n) for n in sorted(sizes)
     }
-    return trees, min(first, own.n_nodes) if narrow else max(own.n_nodes, min(trees))
+    return trees, min(first, own.n_nodes) if narrow else own.n_nodes
 
 
 @dataclass

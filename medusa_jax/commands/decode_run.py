@@ -124,7 +124,7 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(f"sampling, where flags are silent the publisher's: {own}")
+            inform(f"sampling by the model's publisher, where no flag says otherwise: {own}")
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         status: int = chat.Chat(model, *about).run()
@@ -187,7 +187,8 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     seconds = job.compile([0])
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
     sys.stdout.write("".join(text for text, _ in segments))
-    first_seconds, results = 0.0, []
+    results: list[Result] = []
+    first_seconds = 0.0
     for pieces, final in job.model.stream(
         job.prompts, job.options, acceptance=job.acceptance
     ):

@@ -5,7 +5,6 @@ distill -> train -> calibrate -> decode --compare -> convert or serve
 
 import shlex
 
-from medusa_jax import hosts
 from medusa_jax.console import inform
 
 PROGRAM = "python -m medusa_jax"
@@ -16,6 +15,8 @@ def following(command: str, program: str = PROGRAM, **flags: str | None) -> None
 
     An empty value is a flag without one.
     """
+    from medusa_jax import hosts  # here, not for --help
+
     words = [program, command] if command else [program]
     for name, value in flags.items():
         if value is not None:

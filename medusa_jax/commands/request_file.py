@@ -108,7 +108,11 @@ PROMPTS: dict[str, Callable[[Any], Any]] = {
     "prompt_ids": _ids,
     "messages": _exactly(list),
 }
-_NUMBERS = {int: _exactly(int), int | None: _exactly(int), float: _exactly(float, int)}
+_NUMBERS: dict[Any, Callable[[Any], Any]] = {
+    int: _exactly(int),
+    int | None: _exactly(int),
+    float: _exactly(float, int),
+}
 READERS: dict[str, Callable[[Any], Any]] = {
     field.name: _NUMBERS[field.type]
     for field in dataclasses.fields(Options)

@@ -51,6 +51,11 @@ class Flags(MeshFlags, ModelFlags):
         type=at_least(0),
         metavar="TOKENS",
     )
+    log: str = flag(
+        "requests: a line for every call, not only for those that are refused or fail",
+        "errors",
+        choices=("errors", "requests"),
+    )
     api_key_file: str | None = flag(
         "a key that clients must send (default: the variable MEDUSA_API_KEY; none: all may)",
         None,

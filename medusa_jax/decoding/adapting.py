@@ -67,9 +67,9 @@ class Sizes:
 
         Plain steps are among them unless their time is known, or a tree file promises that drafts pay.
         """
-        best, learned = self.learned.best(), self.learned
-        known = learned.ratio(best) or learned.expected
-        for n in {best} if known else {best, 1}:
+        first, learned = self.learned.first, self.learned
+        known = learned.ratio(first) or learned.expected
+        for n in {first} if known else {first, 1}:
             shapes = shapes_of(state)
             state, _ = decode_loop(self.by_size[n], variables, state, np.int32(0))
             COMPILED.add(self.by_size[n], shapes)

@@ -84,7 +84,7 @@ class Learned:
 
     Args:
       sizes: numbers of nodes, ascending, 1 first.
-      start: the size to begin with.
+      start: the best size as far as a tree file tells.
       expected: tokens per step by size from a tree file; {} if there is none.
       returns: whether drafts may follow plain steps in the same text, since plain steps keep the
         drafter's state at no cost.
@@ -169,6 +169,11 @@ class Learned:
         best = max(speeds, key=lambda n: speeds[n])
         return best if speeds[best] > MARGIN else 1
 
+    @property
+    def first(self) -> int:
+        """The size that a text begins with: plain steps or few nodes, which cost least where drafts are wrong."""
+        return min(self.best(), self.sizes[1])
+
 
 class Chooser:
     """Chooses sizes for one request, and adds its measurements to what is learned.
@@ -179,8 +184,7 @@ class Chooser:
 
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
-        # A text begins with few nodes: those of a larger tree cost most where drafts are wrong.
-        self.current = min(learned.best(), learned.sizes[1])
+        self.current = learned.first
         self.recent = {n: Figures() for n in learned.sizes}
         self._plan: deque[Chunk] = deque()
         self._trying: int | None = None
@@ -227,7 +231,10 @@ class Chooser:
             self.learned.ratio(self.current) is None or self.speed(self.current) < 1.1
         )
         plain = [1] if self.current > 1 and needs_plain else []
-        return plain + [n for n in self._others() if self._promising(n)]
+        now = MARGIN * self.speed(self.current)
+        return plain + [
+            n for n in self._others() if n > 1 and self.speed(n, True) > now > 0
+        ]
 
     def report(
         self, chunk: Chunk, rounds: int, steps: float, tokens: float, seconds: float | None

@@ -8,38 +8,6 @@ from pathlib import Path
 from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
 
 
-def draw_curves(
-    sizes: Sequence[int],
-    tokens_per_step: Sequence[float],
-    step_seconds: Sequence[float],
-    *,
-    path: str | Path,
-) -> Path:
-    """Draw tokens per step, step latency and their ratio over the size of the tree.
-
-    The size with the most tokens per second is marked in all three charts.
-
-    Args:
-      sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
-    """
-    speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
-    best = max(range(len(sizes)), key=speed.__getitem__)
-    charts = (
-        ("tokens per step", list(tokens_per_step), "{:.2f}"),
-        ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f}"),
-        ("tokens per second", speed, "{:.0f}"),
-    )
-    figure = new_figure(10.5, 3.1)
-    for axes, (name, values, form) in zip(figure.subplots(1, 3), charts, strict=True):
-        axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
-        axes.axvline(sizes[best], color=ACCENT, linewidth=1, linestyle=":")
-        axes.plot([sizes[best]], [values[best]], "o", color=ACCENT)
-        axes.set_ylim(0, 1.12 * max(values))
-        note = f"{form.format(values[best])} at {sizes[best]}"
-        finish(axes, f"{name}: {note}", "tokens in a step (root included)")
-    return save_figure(figure, path)
-
-
 @dataclass
 class Chart:
     """Lines over one axis.
@@ -82,7 +50,8 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
         for (label, (x, y)), (colour, marker) in zip(
             chart.points.items(), reversed(LINE_STYLES), strict=False
         ):
-            axes.scatter(x, y, color=colour, marker=marker, s=14, alpha=0.6, label=label)
+            style = {"s": 26, "alpha": 0.8, "zorder": 3, "label": label}
+            axes.scatter(x, y, color=colour, marker=marker, **style)
         for (label, level), dash in zip(
             chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
         ):
@@ -94,3 +63,31 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
     if title:
         figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
+
+
+def draw_curves(
+    sizes: Sequence[int],
+    tokens_per_step: Sequence[float],
+    step_seconds: Sequence[float],
+    *,
+    path: str | Path,
+) -> Path:
+    """Draw tokens per step, step latency and their ratio over the size of the tree.
+
+    The size with the most tokens per second is marked in all three charts.
+
+    Args:
+      sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
+    """
+    speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
+    best = max(range(len(sizes)), key=speed.__getitem__)
+    charts = []
+    for title, values in (
+        ("tokens per step", tokens_per_step),
+        ("step latency (ms)", [1000 * s for s in step_seconds]),
+        ("tokens per second", speed),
+    ):
+        mark = {f"{values[best]:.4g} at {sizes[best]}": ([sizes[best]], [values[best]])}
+        line = {"": (sizes, values)}
+        charts.append(Chart(title, "tokens in a step (root included)", line, points=mark))
+    return draw_lines(charts, path=path)

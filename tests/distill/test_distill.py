@@ -277,7 +277,8 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
         texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
         source.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert distill.main(flags_for(model, whole, source, "--limit=8")) == 0
+    more = ("--limit=8", f"--mode={mode}")
+    assert distill.main(flags_for(model, whole, source, *more)) == 0
     show, counts = Writer.show, []
 
     def stop(self, current=0, answered=0):
@@ -287,7 +288,7 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Writer, "show", stop)
-    assert distill.main(flags_for(model, out, source, "--limit=8")) == 130
+    assert distill.main(flags_for(model, out, source, *more)) == 130
     assert (out / name).read_bytes().count(b"\n") == 6
     asked = []
     monkeypatch.setattr(Writer, "show", show)
@@ -297,7 +298,7 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
         "answer",
         lambda self, seeds, ended: asked.append(len(seeds)) or answer(self, seeds, ended),
     )
-    assert distill.main(flags_for(model, out, source, "--limit=8")) == 0
+    assert distill.main(flags_for(model, out, source, *more)) == 0
     assert asked == [2] and (out / name).read_bytes() == (whole / name).read_bytes()
 
 

@@ -21,22 +21,39 @@ def test_a_key(other):
 
 
 def test_metrics_count_what_was_done(http):
-    by_label = ['calls_total{endpoint="completions",status="200"}']
-    by_label += ['answers_total{finish_reason="length"}']
-    totals = ["prompt_tokens", "reused_tokens", "generated_tokens", "answers", "steps"]
-    names = [f"{name}_total" for name in [*totals, "calls"]] + by_label
-    spans = ("queue", "first_token", "between_tokens")
-    names += [f"{name}_seconds_count" for name in spans]
-    before = [counted(http, f"medusa_{name}") for name in names]
+    """Under vLLM's names where it has one; no metric has a `_created` series."""
+    names = [
+        'medusa_calls_total{endpoint="completions",status="200"}',
+        "vllm:prompt_tokens_total",
+        "medusa_reused_tokens_total",
+        "vllm:generation_tokens_total",
+        'vllm:request_success_total{finished_reason="length"}',
+        "medusa_steps_total",
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_time_per_output_token_seconds_count",
+    ]
+    before = [counted(http, name) for name in names]
     answer = http.post("/v1/completions", json=ASKED | {"n": 2}).json()
-    after = [counted(http, f"medusa_{name}") for name in names]
-    steps = sum(choice["medusa"]["steps"] for choice in answer["choices"])
-    reused = sum(choice["medusa"]["reused_tokens"] for choice in answer["choices"])
+    after = [counted(http, name) for name in names]
+    own = [choice["medusa"] for choice in answer["choices"]]
+    steps, accepted, reused = (
+        sum(one[name] for one in own)
+        for name in ("steps", "accepted_drafts", "reused_tokens")
+    )
     read = answer["usage"]["prompt_tokens"]
     assert answer["usage"]["total_tokens"] == read + 120
     grown = [new - old for old, new in zip(before, after, strict=True)]
-    assert grown == [2 * read, reused, 120, 2, steps, 1, 1, 2, 2, 2, 2]
-    assert counted(http, "medusa_slots ") == 3 and counted(http, "medusa_busy_slots") == 0
+    expected = [1, 2 * read, reused, 120, 2, steps, steps, accepted, accepted, 2, 2, 2, 2]
+    assert grown == expected and accepted > 0
+    said = http.get("/metrics").text
+    assert "_created" not in said
+    assert counted(http, "medusa_slots ") == 3
+    assert counted(http, "vllm:num_requests_running") == 0
 
 
 def test_what_breaks_is_told_and_counted(port, http, monkeypatch):

@@ -70,7 +70,6 @@ def run(words):
     return train.main(given) if own else main([name, *given])
 
 
-@pytest.mark.slow
 def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
     """Each command names the next one of the page, with its own paths."""
     *steps, serve, convert = commands(model, questions, tmp_path / "own")
@@ -79,6 +78,13 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
         said = capsys.readouterr()
         [named] = [x for x in said.err.splitlines() if x.startswith("next: ")]
         assert shlex.split(named)[1:] == following, words
+        if words[1].endswith("train.py"):
+            assert (
+                "these heads can go to medusa_jax (--to native), vLLM (--to vllm)"
+                in said.err
+            )
+            assert "; not SGLang: " in said.err and "  objective " in said.err
+            assert "hidden states of the frozen model, computed once" in said.err
     assert "identical" in said.err and "not identical" not in said.err
     assert run(convert) == 0
     best = json.loads((tmp_path / "own" / "run" / "best" / "heads.json").read_text())
