@@ -38,7 +38,7 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
-from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start, zero_output
+from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.tapped import Tapped
 from medusa_jax.model.attention import (
@@ -255,17 +255,12 @@ class DFlash(Tapped):
         return module.apply({"params": params["heads_0"]}, *args, method=method)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Layers that add zero; the norm before the LM head is the backbone's; no Markov bias."""
+        """Random layers, since no hidden state passes through them unchanged; no Markov bias."""
         h = self.heads
         module = Layers(self.shape, jnp.float32, h.n_layers)
         streams = jnp.zeros((1, 1, len(self.taps) * self.llama.d_model))
         one = jnp.ones((1, 1), jnp.int32)
         params: Params = dict(module.init(key, streams, one, method="all")["params"])
-        for j in range(h.n_layers):
-            params[f"layers_{j}"] = zero_output(params[f"layers_{j}"])
-        params["norm"] = jax.tree.map(
-            lambda x: x.astype(jnp.float32), backbone.params["norm"]
-        )
         if r := h.markov_rank:
             w1_VR = 0.02 * jax.random.normal(key, (self.llama.vocab_size, r))
             params["markov_w1"] = {"embedding": w1_VR}
