@@ -1,8 +1,7 @@
-"""Shared by entry points: commands by name, one-line errors, messages about slow steps, the compilation cache."""
+"""Shared by entry points: one-line errors, messages about slow steps, the compilation cache."""
 
 import atexit
 import errno
-import importlib
 import importlib.util
 import io
 import json
@@ -13,13 +12,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError
 
 # A file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -221,48 +220,3 @@ def one_line(error: Exception) -> str:
             "train.accumulation or data.seq_len), a narrower dtype or a mesh over more devices"
         )
     return ""
-
-
-class Command(NamedTuple):
-    """One command.
-
-    Attributes:
-      group: its heading in the list.
-      module: has `main(argv)`, which returns the exit status.
-      what: a description in one line.
-    """
-
-    group: str
-    module: str
-    what: str
-
-
-def listing(prog: str, commands: Mapping[str, Command]) -> str:
-    """All commands under the headings of their groups."""
-    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help lists its flags)"]
-    for group in dict.fromkeys(command.group for command in commands.values()):
-        own = [f"  {name:12}{c.what}" for name, c in commands.items() if c.group == group]
-        lines += ["", f"{group}:", *own]
-    return "\n".join(lines)
-
-
-def run_named(
-    prog: str, commands: Mapping[str, Command], argv: Sequence[str] | None = None
-) -> int:
-    """Run the command that the first argument names; returns its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return run_main(lambda: dispatch(prog, commands, words))
-
-
-def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
-    """As `run_named`, without its care for standard streams and missing packages."""
-    if not words or words[0] in ("-h", "--help"):
-        print(listing(prog, commands))
-        return 0 if words else 2
-    name = words[0]
-    if name not in commands:
-        near = did_you_mean(name, commands) or " (--help lists all)"
-        inform(f"error: unknown command {name!r}{near}")
-        return 2
-    status: int = importlib.import_module(commands[name].module).main(words[1:])
-    return status

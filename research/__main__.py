@@ -2,7 +2,7 @@
 
 import sys
 
-from medusa_jax.console import Command, run_named
+from medusa_jax.commands.by_name import Command, run_named
 
 COMMANDS = {
     "family": Command(

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import DEMO, Model, default_dtype
-from medusa_jax.api.weightless import random_backbone, random_heads
 from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.commands.bench_race import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
@@ -32,6 +31,7 @@ from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 from research.bandwidth import read_bandwidth
+from research.weights import random_backbone, random_heads
 
 SIZES = (8, 16, 32, 64)
 GROWTH = DEMO / "hydra" / "tree.json"

@@ -131,7 +131,8 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
     model.automatic.keep(sizes, 1)
     assert not model.automatic.cache.file.exists()  # nothing has been measured
-    sizes.learned.by_size[3].ratios.extend([1.2, 1.3, 1.25])
+    sizes.learned.by_size[3].ratios.extend([1.25] * 9)
+    sizes.learned.by_size[3].samples = 9
     sizes.learned.by_size[3].add(100, 50, 1)
     assert model.tree_at(1).n_nodes == 3
     model.automatic.keep(sizes, 1)
@@ -152,7 +153,7 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
 def test_a_request_writes_the_note(directory, free):
     model = load(directory)
     sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-    sizes.learned.by_size[3].ratios.append(1.5)
+    sizes.learned.by_size[3].samples = 3
     model.generate(PROMPTS[:1], OPTIONS)
     ratio, tokens = json.loads(model.automatic.cache.file.read_text())["1 greedy"]["sizes"][
         "3"

@@ -117,7 +117,10 @@ def test_every_encoding_prints_every_text(encoding):
 
 @pytest.mark.parametrize(
     "words",
-    [["decode.py", "--prompt", "a"], ["train.py", "--config=configs/demo_backbone.py"]],
+    [
+        ["decode.py", "--prompt", "a"],
+        ["train.py", "--config=configs/demo_backbone.py", "--workdir=nowhere"],
+    ],
 )
 def test_a_python_without_the_packages_is_told_in_one_line(words):
     """-S leaves out what is installed, as the system's Python lacks it."""

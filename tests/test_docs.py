@@ -9,7 +9,7 @@ import pytest
 
 from medusa_jax.__main__ import COMMANDS, main
 from medusa_jax.commands.bench import COMMANDS as BENCH
-from medusa_jax.console import run_named
+from medusa_jax.commands.by_name import run_named
 from research.__main__ import COMMANDS as RESEARCH
 
 ROOT = Path(__file__).parents[1]

@@ -7,6 +7,7 @@ the next process begins with it.
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -36,6 +37,8 @@ FEW = 3
 # Further sizes: at most this much larger than the tree file's choice, this far apart, and by its evidence
 # not much slower than the best.
 REACH, APART, PROMISING = 2.0, 1.5, 0.85
+# Time of a further node in plain steps, before any is measured.
+NODE_COST = {"cpu": 0.1, "other": 0.01}
 # Seconds between two notes of one process.
 PATIENCE = 30.0
 
@@ -72,6 +75,13 @@ def tokens_by_size(calibrated: Json | None) -> dict[int, float]:
     if found and jax.default_backend() != "cpu" and max(found) < ACCELERATOR_NODES <= most:
         found[ACCELERATOR_NODES] = found[max(found)]
     return found and {1: 1.0} | dict(sorted(found.items()))
+
+
+def expected_ratios(calibrated: Json | None, sizes: Iterable[int]) -> dict[int, float]:
+    """Step time by size over a plain step's, by the tree file's evidence or a rule of thumb."""
+    node = NODE_COST["cpu" if jax.default_backend() == "cpu" else "other"]
+    rows = {row["nodes"]: row.get("step_latency_ratio") for row in ladder_of(calibrated)}
+    return {n: rows.get(n) or 1 + node * (n - 1) for n in sizes}
 
 
 def trees_to_try(
@@ -165,7 +175,8 @@ class Automatic:
         trees, first = self.trees(rows)
         note = self.cache.read().get(f"{rows} {rule}") if self.cache else None
         expected, returns = tokens_by_size(self.calibrated), follows_free(self.drafter)
-        return Learned([1, *trees], first, expected, returns, note)
+        ratios = expected_ratios(self.calibrated, trees)
+        return Learned([1, *trees], first, expected, ratios, returns, note)
 
     def sizes(self, engine: Engine, rows: int) -> Sizes:
         """The sizes for requests of so many rows.

@@ -107,6 +107,10 @@ def run(flags: Flags, began: float) -> int:
     prompts, options = (
         ([], [shared_options(flags, defaults)]) if talking else read_requests(flags)
     )
+    if flags.no_repeat_ngram_size and any(own.constraint for own in options):
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
     give_memory_back()
     use_compilation_cache()
     warn_if_accelerator_unused()
@@ -124,7 +128,9 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(f"sampling by the model's publisher, where no flag says otherwise: {own}")
+            inform(
+                f"sampling by the model's publisher, where no flag says otherwise: {own}"
+            )
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         status: int = chat.Chat(model, *about).run()

@@ -38,17 +38,17 @@ class Parser(argparse.ArgumentParser):
     """Raises `UserError` for bad flags, with the nearest name for a misspelt one.
 
     Attributes:
-      nearest: an unknown flag -> "; did you mean '--tree'?" or "".
+      names: of all flags.
     """
 
-    nearest: Callable[[str], str] = staticmethod(lambda name: "")
+    names: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of `args`."""
         found, rest = self.parse_known_args(args, namespace)
         if flag := next((word for word in rest if word.startswith("-")), ""):
             name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{self.nearest(name)}")
+            self.error(f"unknown flag {name}{did_you_mean(name, self.names, ALIASES)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
         return found
@@ -101,8 +101,7 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
         groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
-    aliases = {other: own for other, own in ALIASES.items() if own in names}
-    parser.nearest = lambda name: did_you_mean(name, names, aliases)  # type: ignore[method-assign]
+    parser.names = names
     return parser
 
 

@@ -45,15 +45,7 @@ def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> O
         made: Json = {"json_object": True, "choice": value.split("|")}
         given["constraint"] = {kind: made.get(kind, value)}
     given["constraint"] = given["constraint"] or None
-    return checked(Options(**dict(defaults or {}) | given), flags.no_repeat_ngram_size)
-
-
-def checked(options: Options, no_repeat_ngram_size: int | None) -> Options:
-    if options.constraint is not None and no_repeat_ngram_size:
-        raise UserError(
-            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
-        )
-    return options
+    return Options(**dict(defaults or {}) | given)
 
 
 def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
@@ -64,18 +56,10 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
         prompts, options = file.read(flags.prompts_file, shared)
-        return prompts, [checked(own, flags.no_repeat_ngram_size) for own in options]
+        return prompts, options
     return [read_stdin() if flags.prompt == "-" else flags.prompt], [shared]
 
 
 def read_stdin() -> str:
-    """All of standard input.
-
-    Raises:
-      UserError: it is closed, or not text.
-    """
-    try:
-        return sys.stdin.read().lstrip("\ufeff")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is closed" if isinstance(error, OSError) else error
-        raise UserError(f"cannot read standard input: {why}") from error
+    """All of standard input, without a byte order mark."""
+    return sys.stdin.read().lstrip("\ufeff")

@@ -24,6 +24,10 @@ from medusa_jax.console import (
 from medusa_jax.errors import UserError, did_you_mean, nearest
 
 EXAMPLES = """\
+examples:
+  python train.py --config=configs/own.py --config.model.path=path/to/model --config.data.source=talk.jsonl
+  python train.py --config=configs/vicuna7b_m1.py --workdir=runs/vicuna7b_m1 --config.dry_run
+
 any field of the configuration:
   --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.dry_run           print a sample with its counted tokens marked, sizes and stored memory, then compile
@@ -68,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
-            from medusa_jax.sharding import simulate_devices
+            from medusa_jax.devices.simulated import simulate_devices
 
             if not cfg.dry_run or flags.devices < 1:
                 raise UserError(

@@ -41,7 +41,7 @@ def served_schema(schema: Any) -> Any:
 def _served(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    served = {}
+    served: dict[str, Any] = {}
     for name, value in schema.items():
         if name in NUMBERS and _largest(value) >= LARGEST:
             raise UserError(f"json_schema: {name!r} has a number beyond 2^63")

@@ -68,7 +68,7 @@ class Sizes:
         Plain steps are among them unless their time is known, or a tree file promises that drafts pay.
         """
         first, learned = self.learned.first, self.learned
-        known = learned.ratio(first) or learned.expected
+        known = learned.by_size[first].samples or learned.expected or first == 1
         for n in {first} if known else {first, 1}:
             shapes = shapes_of(state)
             state, _ = decode_loop(self.by_size[n], variables, state, np.int32(0))

@@ -18,12 +18,13 @@ from medusa_jax.whole_files import Json
 
 # Change to a size only if it is faster by this factor; plain decoding is the choice in doubt.
 MARGIN = 1.03
-# Samples of a ratio to keep, and those that make it known: the median of few follows the machine.
-SAMPLES, KNOWN = 9, 3
+# Samples of a ratio to keep, and what an expected ratio and an earlier process's count as: the median of few
+# follows the machine, and one sample of a busy moment changes nothing.
+SAMPLES, EXPECTED, KNOWN = 9, 2, 3
 # A sample counts if chunks of one size around it differ by no more: the machine's load was the same.
 STEADY = 1.25
-# Least time of a further node, and of all together: a busy machine may show less.
-NODE_COST, NODES_COST = 0.02, 0.1
+# Least ratio: a busy machine may show less.
+LEAST_RATIO = 1.02
 # Steps after which figures of the current text, and those of all texts, count half.
 RECENT, LONG = 32, 1024
 # Steps that the figures of earlier texts count for in a new one; steps after which its own are believed.
@@ -61,12 +62,13 @@ class Figures:
     Attributes:
       ratios: the last samples of its step time over a plain step's.
       tokens, steps: sums over rows; older ones count less.
-      trials: how often it was tried.
+      samples, trials: how often the ratio was measured, and the size tried.
     """
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     tokens: float = 0.0
     steps: float = 0.0
+    samples: int = 0
     trials: int = 0
 
     @property
@@ -86,6 +88,7 @@ class Learned:
       sizes: numbers of nodes, ascending, 1 first.
       start: the best size as far as a tree file tells.
       expected: tokens per step by size from a tree file; {} if there is none.
+      ratios: expected step time by size over a plain step's.
       returns: whether drafts may follow plain steps in the same text, since plain steps keep the
         drafter's state at no cost.
       note: the result of `note` in an earlier process.
@@ -100,43 +103,48 @@ class Learned:
         sizes: Sequence[int],
         start: int,
         expected: Mapping[int, float],
+        ratios: Mapping[int, float],
         returns: bool,
         note: Json | None = None,
     ) -> None:
         self.sizes, self.start, self.returns = list(sizes), start, returns
         self.expected = dict(expected)
+        self.expected_ratios = {1: 1.0} | dict(ratios)
         self.by_size = {n: Figures() for n in sizes}
         self.elapsed = self.spent = self.seconds = 0.0
-        for name, (ratio, per_step) in (note or {}).get("sizes", {}).items():
-            if figures := self.by_size.get(int(name)):
-                figures.ratios.extend([ratio] * KNOWN if ratio else ())
-                figures.add((per_step or 0) * 2 * ENOUGH, 2 * ENOUGH * bool(per_step), 1)
+        kept = (note or {}).get("sizes", {})
+        for n, figures in self.by_size.items():
+            figures.ratios.extend([self.expected_ratios[n]] * EXPECTED)
+            ratio, per_step = kept.get(str(n), (None, None))
+            if ratio:
+                figures.ratios.extend([ratio] * KNOWN)
+                figures.samples = KNOWN
+            if per_step:
+                figures.add(2 * ENOUGH * per_step, 2 * ENOUGH, 1)
 
     def note(self) -> Json:
-        """Ratio and tokens per step by size, for a later process; {} if no ratio was measured."""
+        """Ratio and tokens per step by size, for a later process; {} if no ratio is known."""
         found = {}
         for n in self.sizes[1:]:
-            ratio, per_step = self.ratio(n), self.by_size[n].per_step
-            if ratio or per_step:
-                found[str(n)] = [ratio and round(ratio, 4), per_step and round(per_step, 4)]
+            figures = self.by_size[n]
+            if figures.samples or figures.per_step:
+                ratio = round(self.ratio(n), 4) if figures.samples >= KNOWN else None
+                found[str(n)] = [ratio, figures.per_step and round(figures.per_step, 4)]
         return {"sizes": found} if any(ratio for ratio, _ in found.values()) else {}
 
-    def ratio(self, n: int) -> float | None:
-        """Measured step time of a size over a plain step's; the higher one of two samples."""
+    def ratio(self, n: int) -> float:
+        """Step time of a size over a plain step's: the median sample, the higher one of two.
+
+        That of a size without samples follows from the nearest one with samples.
+        """
+        measured = [m for m in self.sizes[1:] if self.by_size[m].samples]
         if n == 1:
             return 1.0
-        ratios = self.by_size[n].ratios
-        return max(least_ratio(n), statistics.median_high(ratios)) if ratios else None
-
-    def likely_ratio(self, n: int) -> float:
-        """The same; for a size without samples an optimistic estimate by its nearest measured one."""
-        known = {m: ratio for m in self.sizes[1:] if (ratio := self.ratio(m))}
-        if n in known or n == 1:
-            return known.get(n, 1.0)
-        if not known:
-            return least_ratio(n)
-        m = min(known, key=lambda m: abs(m - n))
-        return max(least_ratio(n), 1 + 0.8 * (known[m] - 1) * (n - 1) / (m - 1))
+        if n in measured or not measured:
+            return max(LEAST_RATIO, statistics.median_high(self.by_size[n].ratios))
+        m = min(measured, key=lambda m: abs(m - n))
+        own, other = (self.expected_ratios[k] - 1 for k in (n, m))
+        return max(LEAST_RATIO, 1 + (self.ratio(m) - 1) * own / other)
 
     def transfer(self, per_step: float, m: int, n: int) -> float:
         """Tokens per step of size n on a text where size m has `per_step`.
@@ -163,8 +171,8 @@ class Learned:
 
     def best(self) -> int:
         """The fastest size over the texts so far; `start` if nothing has been measured."""
-        speeds = {n: self.usual(n) / r for n in self.sizes[1:] if (r := self.ratio(n))}
-        if not speeds:
+        speeds = {n: self.usual(n) / self.ratio(n) for n in self.sizes[1:]}
+        if not any(figures.samples for figures in self.by_size.values()):
             return self.start
         best = max(speeds, key=lambda n: speeds[n])
         return best if speeds[best] > MARGIN else 1
@@ -225,16 +233,13 @@ class Chooser:
 
         None at the beginning of a text, which may be short: the process waits for a compilation at its end.
         """
-        if self.dropped or self._taken < SOON:
+        if self._taken < SOON:
             return []
-        needs_plain = (
-            self.learned.ratio(self.current) is None or self.speed(self.current) < 1.1
-        )
-        plain = [1] if self.current > 1 and needs_plain else []
-        now = MARGIN * self.speed(self.current)
-        return plain + [
-            n for n in self._others() if n > 1 and self.speed(n, True) > now > 0
-        ]
+        if self.current == 1:
+            return [self.learned.sizes[1]]
+        now = self.speed(self.current)
+        plain = [1] if now < 1.2 or self._left <= 0 else []
+        return plain + [n for n in self._others() if n > 1 and self.speed(n) > MARGIN * now]
 
     def report(
         self, chunk: Chunk, rounds: int, steps: float, tokens: float, seconds: float | None
@@ -253,7 +258,7 @@ class Chooser:
         if chunk.apart:
             learned.spent += rounds
             return
-        ratio = learned.likely_ratio(size)
+        ratio = learned.ratio(size)
         if chunk.trial:  # the current size, or plain steps, would have needed less time
             usual = 1.0 if size == self.current else self.speed(self.current)
             needed = rounds * tokens / max(steps, 1) / (usual or 1)
@@ -281,10 +286,11 @@ class Chooser:
         if x == y or z not in (x, y) or max(around) > STEADY * min(around):
             return
         sample = 2 * second / (first + third) if x == z else (second + third) / (2 * first)
-        if 1 in (x, y):
-            self.learned.by_size[max(x, y)].ratios.append(sample if x == 1 else 1 / sample)
-        elif other := self.learned.ratio(x):
-            self.learned.by_size[y].ratios.append(sample * other)
+        drafts, ratio = (max(x, y), sample if x == 1 else 1 / sample)
+        if 1 not in (x, y):
+            drafts, ratio = y, sample * self.learned.ratio(x)
+        self.learned.by_size[drafts].ratios.append(ratio)
+        self.learned.by_size[drafts].samples += 1
 
     def tokens(self, n: int) -> float:
         """Tokens per step of a size on this text, by its last steps and earlier texts; 0 if unknown."""
@@ -302,28 +308,14 @@ class Chooser:
         own = self.recent[n]
         return (own.tokens + ENOUGH * learned.transfer(found, m, n)) / (own.steps + ENOUGH)
 
-    def speed(self, n: int, guess: bool = False) -> float:
-        """Speed-up of a size on this text over plain decoding; 0 if it was not measured.
-
-        Args:
-          guess: take an optimistic ratio if none was measured, as for the current size.
-        """
-        known = guess or n == self.current
-        ratio = self.learned.likely_ratio(n) if known else self.learned.ratio(n)
-        return self.tokens(n) / ratio if ratio else 0.0
+    def speed(self, n: int) -> float:
+        """Speed-up of a size on this text over plain decoding; 0 if unknown."""
+        return self.tokens(n) / self.learned.ratio(n)
 
     def _others(self) -> list[int]:
         """The other sizes, the most promising first."""
         others = [n for n in self.learned.sizes if n != self.current]
-        return sorted(others, key=lambda n: self.speed(n, guess=True), reverse=True)
-
-    def _promising(self, n: int) -> bool:
-        """Whether a size without samples may be clearly faster than the current one."""
-        now = self.speed(self.current)
-        return (
-            self.learned.ratio(n) is None
-            and self.speed(n, guess=True) > MARGIN**2 * now > 0
-        )
+        return sorted(others, key=self.speed, reverse=True)
 
     def _decide(self, ready: Callable[[int], bool]) -> None:
         """Change the size, or plan a trial of another one."""
@@ -346,14 +338,15 @@ class Chooser:
     def _is_hopeless(self, ready: Callable[[int], bool]) -> bool:
         """Whether a trial only wastes time: its drafts are wrong."""
         drafts = max(self._trying or 1, self.current)
-        measured = self.learned.ratio(drafts) and self.recent[drafts].steps >= ENOUGH / 2
-        return bool(measured) and self.speed(drafts) < HOPELESS and ready(1)
+        enough = self.recent[drafts].steps >= ENOUGH / 2
+        return enough and self.speed(drafts) < HOPELESS and ready(1)
 
     def _fastest(self, ready: Callable[[int], bool]) -> int:
-        steps, known = self.recent[self.current].steps, self.learned.ratio(self.current)
-        if self.current > 1 and steps < (1 if known else ENOUGH):
+        if self.current > 1 and not self.recent[self.current].steps:
             return self.current
-        speeds = {n: self.speed(n) for n in self.learned.sizes if ready(n)}
+        # A size that was never measured is tried first.
+        known = [n for n in self.learned.sizes if n == 1 or self.learned.by_size[n].samples]
+        speeds = {n: self.speed(n) for n in known if ready(n)}
         best = max(speeds, key=lambda n: speeds[n], default=self.current)
         needed = (1.0 if best == 1 else MARGIN) * self.speed(self.current)
         return best if speeds.get(best, 0.0) > needed else self.current
@@ -361,39 +354,32 @@ class Chooser:
     def _candidate(self, ready: Callable[[int], bool]) -> int | None:
         """A size to try now."""
         learned, others = self.learned, [n for n in self._others() if ready(n)]
-        if self.current > 1 and learned.ratio(self.current) is None:
-            return 1 if self._begun and 1 in others else None
-        new = [n for n in others if self._promising(n)]
-        if new and self._begun:
+        now = self.speed(self.current)
+        new = [n for n in others if not learned.by_size[n].samples and n > 1]
+        if self._begun and new and self.speed(new[0]) > MARGIN**2 * now:
             return new[0]
         at_once = not self._begun and self.current == 1 and not learned.returns
         if not others or (self._left > 0 and not at_once):
             return None
         # In turn, since a ratio that was measured on a busy machine may be wrong.
-        least = NEAR * self.speed(self.current)
-        near = [n for n in others if self.speed(n, guess=True) >= least] or others[:1]
+        near = [n for n in others if self.speed(n) >= NEAR * now] or others[:1]
         return min(near, key=lambda n: learned.by_size[n].trials)
 
     def _try(self, other: int) -> None:
         """Plan chunks of two sizes in turn; one more chunk lets the last of them be reported."""
         learned, k = self.learned, self._short
-        drafts = max(other, self.current)
-        known = len(learned.by_size[drafts].ratios) >= KNOWN
+        now, trial = Chunk(self.current, k), Chunk(other, k, trial=True)
         if learned.returns or 1 not in (other, self.current):
-            now, trial = Chunk(self.current, k), Chunk(other, k, trial=True)
+            known = learned.by_size[max(other, self.current)].samples >= KNOWN
             self._plan.extend([trial, now] * (1 if known else 2) + [now])
-        else:  # plain steps would leave the drafter's state behind: take them apart, if at all
-            own = Chunk(drafts, k, trial=self.current == 1)
+        elif self.current == 1:  # the drafter's state is whole only at the beginning
+            self._plan.extend([trial, trial])
+            self.current = other
+        else:  # plain steps would leave the drafter's state behind
             plain = Chunk(1, max(CHUNK_STEPS[0], k // 2), apart=True)
-            self._plan.extend([own, own] if known and own.trial else [own, plain, own, own])
-            self.current = drafts
+            self._plan.extend([now, plain, now, now])
         learned.by_size[other].trials += 1
         self._trying = other
-
-
-def least_ratio(n: int) -> float:
-    """Least time of a step with n nodes, in plain steps."""
-    return 1 + min(NODE_COST * (n - 1), NODES_COST)
 
 
 def chain_accuracy(per_step: float, nodes: int) -> float:

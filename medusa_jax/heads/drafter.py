@@ -321,17 +321,3 @@ class NoDrafter(Drafter):
         self, params: Params, backbone: Backbone, state: PyTree, request: DraftRequest
     ) -> Proposal:
         return Proposal(request.root_B[:, None])
-
-
-class Untrained(Drafter):
-    """Base class of drafters without heads: nothing to train, no teacher-forced scores."""
-
-    trained = False
-
-    def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        raise UserError(f"{self.name} has no heads to train or to load")
-
-    def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        raise UserError(
-            f"{self.name} has no heads to fit a tree to: choose a tree with --tree"
-        )

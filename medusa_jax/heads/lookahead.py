@@ -31,15 +31,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import (
-    Backbone,
-    Committed,
-    DraftRequest,
-    Params,
-    Proposal,
-    Untrained,
-)
-from medusa_jax.heads.fill import propose_given
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
+from medusa_jax.heads.untrained import Untrained, propose_given
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree.tree import Tree
 

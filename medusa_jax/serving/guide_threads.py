@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from weakref import WeakKeyDictionary
@@ -53,24 +53,22 @@ class GuideThreads(Workers):
             if not earlier or not work.repeats(earlier.work):
                 self._started[work.guide] = started = Started(work)
                 self._pool.submit(started.run).add_done_callback(lambda _: self._wake())
-        mine = {row: self._started[work.guide] for row, work in works.items()}
-        return self._in_time({row: (one.work, one.replaced) for row, one in mine.items()})
+        return self._in_time(works, "replaced")
 
     def filled(self, works: Works) -> Works:
-        mine = {row: self._started[work.guide] for row, work in works.items()}
-        ready = self._in_time({row: (one.work, one.filled) for row, one in mine.items()})
+        ready = self._in_time(works, "filled")
         for work in ready.values():
             del self._started[work.guide]
         return ready
 
-    @staticmethod
-    def _in_time(works: Mapping[int, tuple[RowWork, Event]]) -> Works:
+    def _in_time(self, works: Works, event: str) -> Works:
         end = time.monotonic() + PATIENCE
-        ready = {
-            row: done.wait(max(0.0, end - time.monotonic()))
-            for row, (_, done) in works.items()
+        started = {row: self._started[work.guide] for row, work in works.items()}
+        return {
+            row: one.work
+            for row, one in started.items()
+            if getattr(one, event).wait(max(0.0, end - time.monotonic()))
         }
-        return {row: work for row, (work, _) in works.items() if ready[row]}
 
     def late(self, guide: Guide) -> bool:
         """Whether a row's work is unfinished, so that it cannot take a step yet."""

@@ -53,8 +53,8 @@ SCORING = Group(drafts=False, rule="scoring of prompts")
 # page does for its comparison.
 LIKELY = (
     BASE,
-    Group(True, constrained=True),
     Group(False),
+    Group(True, constrained=True),
     Group(True, logprobs=True),
     Group(True, penalties=True),
     SCORING,

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from medusa_jax.errors import first_line
@@ -19,7 +20,7 @@ from medusa_jax.serving.log import log
 RETRY_SECONDS = 2.0
 # Programs that were planned are logged if they took this many seconds: a disk cache provides the others.
 WORTH_A_LINE = 1.0
-# The compiling thread's priority: decoding gets the cores first (Linux).
+# Priority of a thread that compiles ahead: everything else gets the cores first (Linux).
 NICE = 10
 
 
@@ -62,6 +63,7 @@ class Compiler:
         self._wanted: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
         self._now: Programs | None = None
+        self._batch: Batch | None = None
         self._closed = False
         self.failures = 0
         self._wake = threading.Condition()
@@ -126,31 +128,41 @@ class Compiler:
         return self._plan[0] if self._plan and self._idle() else None
 
     def _run(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # not on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
-        batch: Batch | None = None
         while True:
             with self._wake:
                 if not self._next():
-                    batch = None  # frees its memory
+                    self._batch = None  # frees its memory
                 self._wake.wait_for(lambda: self._closed or self._next())
                 if self._closed:
                     return
                 self._now = self._next()
+                ahead = not self._wanted
             assert self._now
-            why, start = "", time.monotonic()
-            if self._now not in self._ready:
-                try:
-                    batch = batch or self._make_batch()
-                    batch.compile(*self._now)
-                except Exception as error:
-                    batch, why = None, first_line(error)
-                return_memory()
+            start = time.monotonic()
+            if ahead:
+                with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:
+                    why = pool.submit(self._compile, self._now).result()
+            else:
+                why = self._compile(self._now)
             with self._wake:
                 self._settle(self._now, why, time.monotonic() - start)
                 self._now = None
                 self._wake.notify_all()
             self._changed()
+
+    def _compile(self, programs: Programs) -> str:
+        """Compile; return why that failed, or ""."""
+        if programs in self._ready:
+            return ""
+        try:
+            self._batch = self._batch or self._make_batch()
+            self._batch.compile(*programs)
+            return ""
+        except Exception as error:
+            self._batch = None
+            return first_line(error)
+        finally:
+            return_memory()
 
     def _settle(self, programs: Programs, why: str, seconds: float) -> None:
         wanted, planned = programs in self._wanted, programs in self._plan
@@ -173,6 +185,12 @@ class Compiler:
                 log(
                     "compiling ahead ends here" if why else "all planned programs are ready"
                 )
+
+
+def lower_priority() -> None:
+    """Lower this thread's priority, which cannot be raised again."""
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def return_memory() -> None:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.api.weightless import random_backbone, random_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
@@ -30,6 +29,7 @@ from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
 from research.hardware.record import Record
 from research.step_cost import GROWTH, N_HEADS
+from research.weights import random_backbone, random_heads
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
 DTYPE = jnp.dtype(jnp.bfloat16)

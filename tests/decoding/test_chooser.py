@@ -77,7 +77,8 @@ class Machine:
 
 
 def learned(sizes, start=3, expected=(), returns=True, note=None):
-    return Learned(sizes, start, dict(expected), returns, note)
+    ratios = {n: 1 + 0.1 * (n - 1) for n in sizes}
+    return Learned(sizes, start, dict(expected), ratios, returns, note)
 
 
 def speeds(ratios, accuracies, returns, load, texts=9, seeds=8):
@@ -149,7 +150,8 @@ def test_a_note_gives_the_next_process_its_start():
     assert first.best() == 3 and first.note() == {}
     first.by_size[3].add(100, 50, 1)
     assert first.note() == {}  # tokens alone say nothing about this device
-    first.by_size[3].ratios.extend([1.5, 1.6])
+    first.by_size[3].ratios.extend([1.5, 1.6, 1.7])
+    first.by_size[3].samples = 3
     assert learned([1, 3, 8], note=first.note()).best() == 3
     first.by_size[3].add(50, 50, 0)
     assert learned([1, 3, 8], note=first.note()).best() == 1

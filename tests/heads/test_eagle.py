@@ -23,7 +23,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.heads.fill import Level, inner_nodes
+from medusa_jax.heads.fill import Level
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import attention
 from medusa_jax.training import losses
@@ -152,7 +152,8 @@ def test_drafts_of_a_chain_and_of_a_tree(heads, tree):
             return every
 
         assert nodes[b].tolist() == numpy_tree(tree, of_all, root[b])
-        for depth, inner in enumerate(inner_nodes(Level.of(tree), tree)):
+        for depth, level in enumerate(Level.of(tree)):
+            inner = tree.level(depth)[level.nodes_P]
             paths = [tree.ancestors_ML[node, : depth + 1] for node in inner]
             want = np.stack([scores(nodes[b][path].tolist()) for path in paths])
             assert_close(logits[depth][b], want)

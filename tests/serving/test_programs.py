@@ -136,7 +136,7 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, monkeypatch):
             thread.join()
         finally:
             jax.monitoring.unregister_event_duration_listener(listen)
-    assert {*compiled} == {"compiling"}
+    assert {name.partition("_")[0] for name in compiled} == {"compiling"}
     assert set(said) == {alone(model, "in", max_new_tokens=40).text}
     for request, ids in zip(attackers, attacks):
         if request.acceptance == "auto":

@@ -147,7 +147,7 @@ function examples() {
   if (shown) shown.remove();
   if (turns.length || !model) return;
   const box = make("div", "examples");
-  box.append(make("p", "", "Ask something, or begin with one of these:"));
+  box.append(make("p", "", "Ask something, or begin with one of these. Each answer comes with drafts and without: the same text at two speeds."));
   box.append(...EXAMPLES[model.medusa.chat ? "chat" : "text"].map(text => button(text, "", () => {
     at("question").value = text;
     send();

@@ -181,7 +181,8 @@ class CallReader:
           cut: the answer reached its limit, so its last characters may begin a call.
         """
         self._held += text
-        said, before, more = "", len(self.calls), ""
+        said, before = "", len(self.calls)
+        more: str | None = ""
         while more is not None:
             more = self._call(ended, cut) if self._mark else self._text(ended, cut)
             said += more or ""
