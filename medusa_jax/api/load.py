@@ -137,18 +137,17 @@ def load(
         cpu().mark() if storage.panel else None,
         tuple(devices.shape.values()),
     )
+    where = batch, storage, timing
     if baseline is not None:
         heads, head_params = baselines.load_baseline(
             baseline, text_to_ids, number, devices, storage
         )
-        chosen = TreeChoice.of(
-            tree, make_drafter(heads, config), "", batch, storage, timing
-        )
+        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
     elif stored is None:
         chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
-        drafter = make_drafter(stored.heads, config)
-        chosen = TreeChoice.of(tree, drafter, stored.directory, batch, storage, timing)
+        described = make_drafter(stored.heads, config)
+        chosen = TreeChoice.of(tree, described, stored.directory, *where)
         read = partial(
             heads_io.load_heads,
             stored,

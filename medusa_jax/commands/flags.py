@@ -48,10 +48,14 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if flag := next((word for word in rest if word.startswith("-")), ""):
             name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{did_you_mean(name, self.names, ALIASES)}")
+            self.error(f"unknown flag {name}{self.near(name)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
         return found
+
+    def near(self, name: str) -> str:
+        """The end of the message about an unknown flag: the one that was meant, if any is near."""
+        return did_you_mean(name, self.names, ALIASES)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError`."""

@@ -8,7 +8,7 @@ Programs of further sizes are compiled on a thread.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,11 +47,13 @@ class Sizes:
       engine: with the largest tree; its state fits all sizes.
       trees: by number of nodes, each contained in the next, without the empty one.
       learned: shared by all requests.
+      keep: called at the end of a request.
     """
 
     engine: Engine
     trees: Mapping[int, Tree]
     learned: Learned
+    keep: Callable[[], None]
 
     @cached_property
     def by_size(self) -> dict[int, Engine]:
@@ -107,7 +109,8 @@ class Adapting:
         self._runs: deque[Run] = deque()
         self._seen: Progress | None = None
         self._stamp: float | None = None
-        self._slots, self._shapes, self._ready = 0, (), set[int]()
+        self._slots, self._ready = 0, set[int]()
+        self._shapes: Shapes = ()
 
     def dispatch(self, state: DecodeState) -> tuple[DecodeState, Progress]:
         """Start the next chunk; consumes the state."""

@@ -23,8 +23,8 @@ MARGIN = 1.03
 SAMPLES, EXPECTED, KNOWN = 9, 2, 3
 # A sample counts if chunks of one size around it differ by no more: the machine's load was the same.
 STEADY = 1.25
-# Least ratio: a busy machine may show less.
-LEAST_RATIO = 1.02
+# Least ratio: a busy machine may show less, and drafts that gain less than this are not worth the risk.
+LEAST_RATIO = 1.08
 # Steps after which figures of the current text, and those of all texts, count half.
 RECENT, LONG = 32, 1024
 # Steps that the figures of earlier texts count for in a new one; steps after which its own are believed.
@@ -196,7 +196,8 @@ class Chooser:
         self.recent = {n: Figures() for n in learned.sizes}
         self._plan: deque[Chunk] = deque()
         self._trying: int | None = None
-        self._length, self._wait, self._left = self._short, SOON, SOON
+        self._wait = self._left = SOON
+        self._length = self._first_length
         self._last: deque[tuple[int, float]] = deque(maxlen=3)
         self._begun, self._taken = False, 0
 
@@ -210,6 +211,11 @@ class Chooser:
         """Steps of a short chunk."""
         least, most = CHUNK_STEPS
         return min(max(int(CHUNK_SECONDS / (self.learned.seconds or 1)), least), most)
+
+    @property
+    def _first_length(self) -> int:
+        """Steps of the first chunk with a size: few with drafts, which may be wrong."""
+        return SOON if self.current == 1 else self._short
 
     def next(self, ready: Callable[[int], bool], most: int) -> Chunk:
         """The next chunk.
@@ -326,7 +332,7 @@ class Chooser:
         self.current = self._fastest(ready)
         changed = self.current != before
         if changed:
-            self._length = self._short
+            self._length = self._first_length
         if self._trying:
             self._wait = SOON if changed else min(2 * self._wait, SELDOM)
             self._left, self._trying = self._wait, None
@@ -368,13 +374,15 @@ class Chooser:
     def _try(self, other: int) -> None:
         """Plan chunks of two sizes in turn; one more chunk lets the last of them be reported."""
         learned, k = self.learned, self._short
-        now, trial = Chunk(self.current, k), Chunk(other, k, trial=True)
+        # Each chunk costs the host about half a step, so chunks of plain steps, which risk nothing, are longer.
+        steps = CHUNK_STEPS[1] if self.current == 1 else k
+        now, trial = Chunk(self.current, steps), Chunk(other, k, trial=True)
         if learned.returns or 1 not in (other, self.current):
             known = learned.by_size[max(other, self.current)].samples >= KNOWN
             self._plan.extend([trial, now] * (1 if known else 2) + [now])
         elif self.current == 1:  # the drafter's state is whole only at the beginning
             self._plan.extend([trial, trial])
-            self.current = other
+            self.current, self._length = other, k
         else:  # plain steps would leave the drafter's state behind
             plain = Chunk(1, max(CHUNK_STEPS[0], k // 2), apart=True)
             self._plan.extend([now, plain, now, now])

@@ -8,12 +8,10 @@
 same layers draft all depths.
 """
 
-import re
 from dataclasses import replace
 
 import numpy as np
 
-from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS
@@ -25,7 +23,6 @@ from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json
 
 _EMBEDDING = "embed_tokens.weight"
-_LAYER = re.compile(r"layers\.(\d+)\.")
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
@@ -42,17 +39,11 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     Args: as for `medusa_files.open_heads`.
 
     Raises:
-      UserError: layers are missing, their number differs from the configuration, or there is no configuration
-        of a Llama.
+      UserError: no configuration of a Llama.
     """
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
-    found = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
     llama = read_config(directory)
-    if len(found) != llama.n_layers or found != set(range(len(found))):
-        raise UserError(
-            f"{source} holds the layers {sorted(found)}, its config.json says {llama.n_layers}"
-        )
-    heads = EagleConfig(n_layers=len(found), fc_bias="fc.bias" in tensors)
+    heads = EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors)
 
     def ignore(key: str) -> bool:
         return key == _EMBEDDING or bool(HARMLESS.search(key))

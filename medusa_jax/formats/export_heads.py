@@ -17,13 +17,7 @@ from medusa_jax.formats.eagle_files import to_eagle, to_eagle_engine
 from medusa_jax.formats.engines import TARGETS, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.hydra_files import to_hydra
-from medusa_jax.formats.medusa_files import (
-    ADAPTER,
-    to_tensorrt_llm,
-    to_tgi,
-    to_tgi_shared,
-    to_vllm,
-)
+from medusa_jax.formats.medusa_files import to_tensorrt_llm, to_tgi, to_tgi_shared, to_vllm
 from medusa_jax.formats.merge import to_merged
 from medusa_jax.formats.model_card import model_card
 from medusa_jax.heads import vocabulary
@@ -31,7 +25,7 @@ from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.interop.tensors import optional_json
 from medusa_jax.interop.tokenizer_files import copy_inside
-from medusa_jax.whole_files import Json, write_text
+from medusa_jax.whole_files import write_text
 
 
 def to_native(export: Export, out: str) -> None:
@@ -66,19 +60,11 @@ WRITERS: dict[str, Callable[[Export, str], None]] = {
 }
 
 
-def convert(
-    export: Export,
-    target: str,
-    out: str,
-    *,
-    bench: Json | None = None,
-    allow_other_base: bool = False,
-) -> str:
+def convert(export: Export, target: str, out: str, allow_other_base: bool = False) -> str:
     """Write heads in the layout of `target` into the new directory `out`.
 
     Args:
       target: a key of `engines.TARGETS`.
-      bench: the race.json of `bench race`, for the model card.
       allow_other_base: as for `load_heads`.
 
     Returns: the target whose layout was written, another one where engines read the same directory.
@@ -93,9 +79,8 @@ def convert(
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
         # Engines load every file of weights in the directory.
         raise UserError(f"{out} is not empty: give --out a new directory")
-    if not (target == "merged" and stored.layout == ADAPTER):
-        fingerprint = None if allow_other_base else export.base.fingerprint()
-        check_base(stored, base, fingerprint, allow_other_base)
+    fingerprint = None if allow_other_base else export.base.fingerprint()
+    check_base(stored, base, fingerprint, allow_other_base)
     if reason := why_not(stored.heads, target, base):
         raise UserError(f"{stored.source}: {reason}")
     write = WRITERS.get(f"{target} {drafter}") or WRITERS[target]
@@ -103,6 +88,5 @@ def convert(
     row, tree = TARGETS[target], optional_json(os.path.join(stored.directory, "tree.json"))
     loading = row.loading_eagle if drafter == "eagle" and row.loading_eagle else row.loading
     name = os.path.basename(os.path.normpath(out))
-    card = model_card(export, loading, name, tree, bench)
-    write_text(os.path.join(out, "README.md"), card)
+    write_text(os.path.join(out, "README.md"), model_card(export, loading, name, tree))
     return target

@@ -80,33 +80,10 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
         )
     except Exception as error:
         raise UserError(
-            f"{repo} is no local directory, and the hub could not be read ({_short(error)}): check the name and "
+            f"{repo} is no local directory, and the hub could not be read ({type(error).__name__}: {first_line(error)}): check the name and "
             "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
             f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
         ) from error
-
-
-def push(directory: str, repo: str) -> None:
-    """Upload a directory to a hub repository; creates a private one if necessary.
-
-    Raises:
-      UserError: the hub refuses or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(folder_path=directory, repo_id=repo)
-    except Exception as error:
-        raise UserError(
-            f"{directory} could not be uploaded to {repo} ({_short(error)}): run `hf auth login`, then "
-            "upload the directory again"
-        ) from error
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def refuse_model(path: str, flag: str) -> None:

@@ -2,7 +2,8 @@
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from medusa_jax.errors import UserError, first_line
@@ -123,6 +124,17 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
         raise UserError(problem) from error
 
 
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {first_line(error)}") from error
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id.
 
@@ -233,13 +245,8 @@ def _backend(directory: str) -> Any:
         import tokenizers
 
         text = read_text(file)
-        try:
+        with library_errors(f"{file} cannot be read"):
             return tokenizers.Tokenizer.from_str(text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # The library raises Exception, and BaseException for panics of its Rust code.
-        except BaseException as error:
-            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"

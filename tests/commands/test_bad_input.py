@@ -92,7 +92,6 @@ ROWS = {
     "convert": [
         ("--drafter hydra", "is for medusa heads"),
         ("--drafter none", "give --drafter"),
-        ("--bench {t}/x", "cannot be read"),
         ("--out {m}", "is not empty"),
     ],
     "serve": [

@@ -9,7 +9,7 @@ import filelock
 
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
-from medusa_jax.formats.gguf.architecture import hf_config, named_tensors
+from medusa_jax.formats.gguf.architecture import hf_config, hf_tensors
 from medusa_jax.formats.gguf.reader import GGUFFile, read_gguf, split_files
 from medusa_jax.formats.gguf.vocabulary import (
     build_tokenizer,
@@ -17,7 +17,10 @@ from medusa_jax.formats.gguf.vocabulary import (
     token_texts,
     tokenizer_settings,
 )
-from medusa_jax.interop.tensors import GGUF_LINK, save_json
+from medusa_jax.interop.hf import locate
+from medusa_jax.interop.hf_config import parse_config
+from medusa_jax.interop.tensors import GGUF_LINK, check_keys, save_json
+from medusa_jax.model.placing import abstract_params
 from medusa_jax.whole_files import Json, replacing
 
 # Names of sampling options in GGUF metadata -> in generation_config.json.
@@ -44,7 +47,10 @@ def make_directory(path: str, sha256: str = "") -> str:
     Raises:
       UserError: a file that cannot be read, is damaged, or contains something unknown; the disk is full.
     """
-    digest = checksum(path)
+    try:
+        digest = checksum(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     if sha256 and digest != sha256:
         raise UserError(
             f"{path} is not the file that is known by this name: its sha256 is {digest}, not "
@@ -79,11 +85,8 @@ def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
     sums = []
     for name in split_files(path):
-        try:
-            about = os.stat(name)
-            sums.append(_sha256(name, about.st_size, about.st_mtime_ns))
-        except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
+        about = os.stat(name)
+        sums.append(_sha256(name, about.st_size, about.st_mtime_ns))
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
@@ -98,7 +101,8 @@ def convert(path: str, directory: str) -> None:
     """Write configuration and tokenizer of a GGUF file, after a check of its tensors' names and shapes."""
     file = read_gguf(path)
     config = hf_config(file) | {"_name_or_path": names_of(file)}
-    named_tensors(file, config)
+    llama = parse_config(path, config)
+    check_keys(abstract_params(llama), hf_tensors(file, config), locate, path)
     ids = special_ids(file)
     if (n_tokens := len(token_texts(file))) > config["vocab_size"]:
         raise UserError(
@@ -114,13 +118,13 @@ def convert(path: str, directory: str) -> None:
 def names_of(file: GGUFFile) -> str:
     """The model's names in the file's metadata, such as "Qwen2.5 0.5B Instruct Qwen2.5 Instruct"."""
     keys = ("name", "basename", "finetune")
-    return " ".join(str(file.metadata.get(f"general.{key}", "")) for key in keys).strip()
+    return " ".join(str(file.values.get(f"general.{key}", "")) for key in keys).strip()
 
 
 def sampling_of(file: GGUFFile) -> Json:
     """The sampling defaults in the file's metadata, as generation_config.json has them."""
     found = {
-        own: file.metadata.get(f"general.sampling.{key}") for key, own in SAMPLING.items()
+        own: file.values.get(f"general.sampling.{key}") for key, own in SAMPLING.items()
     }
     given = {own: value for own, value in found.items() if value is not None}
     return given and {"do_sample": True} | given
