@@ -14,9 +14,10 @@ a guess less, since its first slot is the root's.
 """
 
 import os
+from dataclasses import replace
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats.eagle3_files import expect, shape_of
+from medusa_jax.formats.eagle3_files import shape_of
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
 from medusa_jax.interop.fields import Fields
@@ -62,7 +63,11 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
                 f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
             )
     values = {k: x for k, x in (config | table).items() if x is not None}
-    expect(file, values, EXPECTED)
+    for name, able in EXPECTED.items():
+        if name in values and values[name] not in able:
+            raise UserError(
+                f"{file}: {name} {values[name]!r} is not supported (only {able[0]!r})"
+            )
     if "sliding_attention" in values.get("layer_types", ()):
         raise UserError(f"{file}: heads with sliding attention are not supported")
     given, layer = Fields(file, values), parse_config(file, config)
@@ -75,7 +80,9 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     kind = DSparkConfig if dspark else DFlashConfig
     taps = given.items(_TAPS, int)
     if sorted(set(taps)) != taps or min(taps, default=-2) < -1:
-        raise UserError(f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}")
+        raise UserError(
+            f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
+        )
     heads = kind(
         n_heads=given.count("block_size", least=2) - (not dspark),
         n_layers=layer.n_layers,
@@ -117,7 +124,10 @@ def to_dflash(export: Export, out: str) -> None:
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
     drafter = DFlash(heads, config)
-    layers = config_to_hf(_layers(drafter))
+    shape = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    layers = config_to_hf(shape)
     table = {
         "mask_token_id": heads.mask_token % config.vocab_size,
         _TAPS: [tap - 1 for tap in drafter.taps],
