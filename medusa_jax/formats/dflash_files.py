@@ -136,7 +136,9 @@ def to_dflash(export: Export, out: str) -> None:
     if heads.markov_rank:
         markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
         markov |= {"enable_confidence_head": False}
-        table |= {"projector_type": "dspark"} | markov
+        # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
+        markov |= table | {"num_anchors": 512}
+        table = {"projector_type": "dspark"} | markov
     name = "Qwen3DSparkModel" if heads.markov_rank else "DFlashDraftModel"
     raw = layers | markov | {
         "architectures": [name],
