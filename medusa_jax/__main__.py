@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from medusa_jax.console import Command, run_named
+from medusa_jax.commands.by_name import Command, run_named
 
 
 def _command(group: str, name: str, what: str) -> dict[str, Command]:

@@ -4,7 +4,6 @@ Only the command line assigns to them (`--config.optim.lr=3e-4`).
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 
@@ -41,9 +40,9 @@ class DataConfig:
     """Where training text comes from and how it becomes rows of tokens.
 
     `source` is a .jsonl/.json file, a .parquet or .txt file, a directory with `tokens.npy` (see
-    `training/data/rows.py`), with parquet or text files (.txt, .md, .py; a sample each) or hidden states
-    (`training/data/given_states.py`), or a Hugging Face dataset id; `training/data/tokenise.py` has the fields. Several are separated by
-    commas: each is packed, cached and limited to `max_samples` separately, then their rows are shuffled together.
+    `training/data/rows.py`) or with parquet or text files (.txt, .md, .py; a sample each), or a Hugging Face
+    dataset id; `training/data/tokenise.py` has the fields. Several are separated by commas: each is packed,
+    cached and limited to `max_samples` separately, then their rows are shuffled together.
     `format`: "auto", "text", "sharegpt", "messages" or "tokens".
     """
 
@@ -52,6 +51,8 @@ class DataConfig:
     format: str = "auto"
     eval_source: str = ""
     eval_samples: int = 256
+    # Without `eval_source`: share of the samples of `source` that is kept for evaluation (packing first_fit).
+    held_out: float = 0.0
     seq_len: int = 2048
     # "first_fit" keeps samples whole, "concat" joins and splits (language modelling).
     packing: str = "first_fit"
@@ -65,8 +66,6 @@ class DataConfig:
     # Token counts for choosing heads.draft_vocab tokens: the vocab_counts.npy of `distill`, or its directory;
     # empty = the counted tokens of `source`.
     draft_vocab_from: str = ""
-    # Print one sample with its counted tokens marked, without training.
-    preview: bool = False
     # "float32", "bfloat16" or "float8": keep the frozen backbone's hidden states on disk, computed
     # once (stage medusa1); the size is announced first. Empty = off.
     cache_features: str = ""
@@ -88,6 +87,7 @@ class OptimConfig:
 
     name: str = "adamw"
     lr: float = 2e-3
+    # -1: a twentieth of the steps.
     warmup_steps: int = 40
     schedule: str = "cosine"
     final_lr_ratio: float = 0.0
@@ -152,10 +152,6 @@ class TrainConfig:
     eval_every: int = 500
     save_every: int = 500
     keep_checkpoints: int = 2
-    # Draw curves.png at every evaluation (needs matplotlib).
-    curves: bool = True
-    # Project to log to with Weights & Biases, if it is installed; empty = off.
-    wandb: str = ""
     max_bad_steps: int = 10
     seed: int = 0
 
@@ -173,6 +169,5 @@ class Config:
     # Devices along (data, fsdp, tensor); -1 = all remaining.
     mesh: tuple[int, int, int] = (1, -1, 1)
     workdir: str = ""
-    # Print sizes and stored memory and compile the real step, without training; "counted": do not compile,
-    # which takes minutes for large models.
-    dry_run: Literal[False, True, "counted"] = False
+    # Print sizes and one sample with its counted tokens marked, then compile the real step, without training.
+    dry_run: bool = False

@@ -1,8 +1,7 @@
-"""Shared by entry points: commands by name, one-line errors, messages about slow steps, the compilation cache."""
+"""Shared by entry points: one-line errors, messages about slow steps, the compilation cache."""
 
 import atexit
 import errno
-import importlib
 import importlib.util
 import io
 import json
@@ -13,13 +12,13 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError
 
 # A file that cannot be written further: a full disk or quota, a failed device.
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -45,14 +44,13 @@ def print_json(
     write(json.dumps(record, ensure_ascii=not utf8))
 
 
-def open_standard_streams() -> bool:
-    """Make closed standard streams safe, and let any encoding print any text; returns whether stdout is closed.
+def open_standard_streams() -> None:
+    """Make closed standard streams safe, and let any encoding print any text.
 
     The descriptor of a closed stream is opened on the null device, so that no later file gets its number. Reading
     that input or writing that output fails (EBADF); messages are dropped. Characters that the encoding of
     stdout lacks are escaped, as on stderr.
     """
-    closed = sys.stdout is None
     modes = {"stdin": ("r", os.O_WRONLY), "stdout": ("w", os.O_RDONLY), "stderr": ("w", os.O_WRONLY)}  # fmt: skip
     for fd, (name, (mode, flags)) in enumerate(modes.items()):
         if getattr(sys, name) is None:
@@ -60,7 +58,6 @@ def open_standard_streams() -> bool:
             setattr(sys, name, open(fd, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-    return closed
 
 
 def _discard(stream: TextIO) -> None:
@@ -155,127 +152,71 @@ def warn_if_accelerator_unused() -> None:
     """Warn if a GPU or TPU is present but JAX uses the CPU, common in new notebooks."""
     import jax
 
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS"):
-        return
-    if os.path.exists("/dev/nvidia0"):
+    files = {"/dev/nvidia0": "cuda12", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
+    found = next((extra for file, extra in files.items() if os.path.exists(file)), "")
+    if found and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
         inform(
-            "warning: this machine has a GPU but JAX uses the CPU: pip install 'jax[cuda12]'"
-        )
-    elif os.path.exists("/dev/accel0") or os.path.exists("/dev/vfio/0"):
-        inform(
-            "warning: this machine has a TPU but JAX uses the CPU: pip install 'jax[tpu]'"
+            f"warning: JAX uses the CPU of a machine with a GPU or TPU: pip install 'jax[{found}]'"
         )
 
 
 def give_memory_back() -> None:
-    """Have the C library return freed memory to the system.
+    """Have glibc return freed memory to the system: by default each compiling thread keeps a heap.
 
-    By default glibc gives each compiling thread a heap, which keeps it: 40 MB of the 307 MB of the demo.
+    Saves 40 MB of the demo's 307 MB.
     """
     if sys.platform.startswith("linux"):
         import ctypes
 
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # glibc's
-        arenas, threshold, trim = (
-            -8,
-            -3,
-            -1,
-        )  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        for option, value in ((arenas, 1), (threshold, 2**17), (trim, 2**17)):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
+        # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        for option, value in ((-8, 1), (-3, 2**17), (-1, 2**17)):
             mallopt(option, value)
 
 
 def run_main(main: Callable[[], int]) -> int:
     """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
     and exit status 2."""
-    closed = open_standard_streams()
+    open_standard_streams()
     try:
         try:
             return main()
         finally:
             sys.stdout.flush()  # here, where a failure is still handled
-    except UserError as error:
-        inform(f"error: {error}")
-        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         _discard(sys.stdout)
         return 0
-    except OSError as error:
-        unwritable = error.errno in UNWRITABLE or (closed and error.errno == errno.EBADF)
-        if error.filename is None and not unwritable:
+    except Exception as error:
+        line = one_line(error)
+        if not line:
             raise
-        if error.filename is None:
+        if isinstance(error, OSError) and error.filename is None:
             _discard(sys.stdout)
-        inform(f"error: {error.filename or 'cannot write'}: {error.strerror}")
+        inform(f"error: {line}")
         return 2
-    except ModuleNotFoundError as error:
+
+
+def one_line(error: Exception) -> str:
+    """The message for an error that is not a bug, "" for any other."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in UNWRITABLE):
+        return f"{error.filename or 'cannot write'}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "medusa_jax") or importlib.util.find_spec(package):
-            raise
-        inform(
-            f"error: medusa_jax needs {package}, which this Python ({sys.executable}) does not "
+            return ""
+        return (
+            f"medusa_jax needs {package}, which this Python ({sys.executable}) does not "
             "have: activate the environment it is installed in (. .venv/bin/activate), or run "
             "pip install -e ."
         )
-        return 2
-    except Exception as error:
-        if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
-            raise
+    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
         first = (str(error).splitlines() or ["out of memory"])[0]
-        inform(
-            f"error: out of device memory ({first}); use a smaller batch (in training "
+        return (
+            f"out of device memory ({first}); use a smaller batch (in training "
             "train.accumulation or data.seq_len), a narrower dtype or a mesh over more devices"
         )
-        return 2
-
-
-class Command(NamedTuple):
-    """One command.
-
-    Attributes:
-      group: its heading in the list.
-      module: has `main(argv)`, which returns the exit status.
-      what: a description in one line.
-    """
-
-    group: str
-    module: str
-    what: str
-
-
-def listing(prog: str, commands: Mapping[str, Command]) -> str:
-    """All commands under the headings of their groups."""
-    width = max(map(len, commands))
-    lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help lists its flags)"]
-    for group in dict.fromkeys(command.group for command in commands.values()):
-        lines += ["", f"{group}:"]
-        lines += [
-            f"  {name:{width}}  {c.what}"
-            for name, c in commands.items()
-            if c.group == group
-        ]
-    return "\n".join(lines)
-
-
-def run_named(
-    prog: str, commands: Mapping[str, Command], argv: Sequence[str] | None = None
-) -> int:
-    """Run the command that the first argument names; returns its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return run_main(lambda: dispatch(prog, commands, words))
-
-
-def dispatch(prog: str, commands: Mapping[str, Command], words: list[str]) -> int:
-    """As `run_named`, without its care for standard streams and missing packages."""
-    if not words or words[0] in ("-h", "--help"):
-        print(listing(prog, commands))
-        return 0 if words else 2
-    name = words[0]
-    if name not in commands:
-        near = did_you_mean(name, commands) or " (--help lists all)"
-        inform(f"error: unknown command {name!r}{near}")
-        return 2
-    status: int = importlib.import_module(commands[name].module).main(words[1:])
-    return status
+    return ""

@@ -15,10 +15,11 @@ def did_you_mean(
 
     Args:
       known: the names that exist.
-      aliases: other projects' names, and the ones here.
+      aliases: other projects' names, and the ones here; those of unknown names are ignored.
     """
-    word = str(name)
-    near = (aliases or {}).get(word) or nearest(word, known)
+    word, names = str(name), list(known)
+    near = (aliases or {}).get(word, "")
+    near = near if near in names else nearest(word, names)
     return f"; did you mean {near!r}?" if near else ""
 
 

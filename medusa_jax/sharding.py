@@ -5,7 +5,6 @@ one device (mesh 1,1,1) runs unchanged on many.
 """
 
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -87,20 +86,6 @@ def make_mesh(
     except NotImplementedError:  # 2 x 32 on 4 x 4 x 4 chips splits an axis of the torus
         grid = mesh_utils.create_device_mesh(sizes, used, allow_split_physical_axes=True)
         return Mesh(grid, AXES, axis_types=kinds)
-
-
-def simulate_devices(n: int) -> None:
-    """Simulate n CPU devices; call before any JAX computation.
-
-    XLA's default CPU scheduler maximises concurrency, and gathers the weights of many layers before
-    it needs the first. This selects the other scheduler, unless XLA_FLAGS already chooses one.
-    """
-    scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if scheduler not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --{scheduler}=false"
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", n)
 
 
 # Batch rows are split over both: fsdp gathers the weights of a layer, not the rows. fsdp comes first,

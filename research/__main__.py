@@ -2,7 +2,7 @@
 
 import sys
 
-from medusa_jax.console import Command, run_named
+from medusa_jax.commands.by_name import Command, run_named
 
 COMMANDS = {
     "family": Command(
@@ -34,6 +34,11 @@ COMMANDS = {
     "batches": Command("costs", "research.batches", "batch sizes, the tree fitted to each"),
     "roofline": Command(
         "costs", "research.roofline", "the roofline fitted to products timed on this device"
+    ),
+    "compile": Command(
+        "costs",
+        "research.compiled.command",
+        "cycles and defects of a step, by its compiler",
     ),
     "against": Command("costs", "research.against", "other engines on the same weights"),
     "walk": Command("papers", "research.walk", "one decode step with its real numbers"),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from medusa_jax.commands.bench_race import TreeFlags, load_entrants, names_of, out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.tree import Tree
+from research.asking import PromptFlags, first_prompts, questions_of
 
 # Name of a peer and its file in `research/peers/`.
 PEERS = {"transformers": "huggingface", "llama.cpp": "llamacpp"}
@@ -28,7 +28,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(TreeFlags):
+class Flags(PromptFlags, TreeFlags):
     """Compare engines."""
 
     peers: str = flag(

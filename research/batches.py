@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from medusa_jax.api import Model, Options, device_tree
+from medusa_jax.api import Model, Options
+from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.commands.bench_race import RaceFlags, names_of, out_directory
 from medusa_jax.commands.flags import (
     Program,
@@ -14,13 +15,14 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.fitting import measure_rung
 from medusa_jax.evaluate.race import Contender, Run, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.files import tree_of_size
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
+from research.asking import PromptFlags, first_prompts, questions_of
 
 EXAMPLES = """examples:
   python -m research batches --sizes 1,2,4,8 --limit 24 --max_new_tokens 128
@@ -37,7 +39,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(RaceFlags):
+class Flags(PromptFlags, RaceFlags):
     """Compare batch sizes."""
 
     sizes: tuple[int, ...] = flag("batch sizes", "1,2,4,8", type=numbers(least=1))
@@ -76,7 +78,7 @@ def batch_rows(
       UserError: the heads have no calibrated tree with evidence.
     """
     calibrated = model.calibrated or {}
-    if not device_tree.tokens_by_size(calibrated):
+    if not tokens_by_size(calibrated):
         raise UserError(
             "fitting the tree to a batch needs a calibrated tree with evidence next to the "
             "heads: run `python -m medusa_jax calibrate`"
@@ -86,7 +88,7 @@ def batch_rows(
     prompts = [list(p[-length:]) for p in prompts]
     contenders: list[Contender] = []
     for batch in batches:
-        fit = device_tree.measure_rung(model, calibrated, batch, most_nodes=most_nodes)
+        fit = measure_rung(model, calibrated, batch, most_nodes)
         for tree in (Tree.none(), tree_of_size(calibrated, fit["nodes"])):
             decode = partial(in_batches, model, options, batch, tree)
             facts = {"batch": batch, "tree_nodes": tree.n_nodes, "fit": fit}

@@ -23,10 +23,10 @@ from medusa_jax.commands.bench_race import (
     out_directory,
 )
 from medusa_jax.commands.flags import Program, generation_options
-from medusa_jax.commands.prompts import prompt_room, questions_of
 from medusa_jax.evaluate.race import Run
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.whole_files import Json, write_text
+from research.asking import PromptFlags, prompt_room, questions_of
 from research.turns import answered_turns, grouped
 
 VERSIONED = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers")
@@ -50,14 +50,15 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(TreeFlags):
+class Flags(PromptFlags, TreeFlags):
     """Answer a question file."""
 
 
 def run(flags: Flags) -> int:
     """Answer the file with every drafter and tree, print the table, write the files."""
-    from medusa_jax.evaluate.conversation import ending_turns, find_template
+    from medusa_jax.evaluate.conversation import ending_turns
     from medusa_jax.evaluate.race import rows_of, timed_runs
+    from research.asking import find_template
 
     questions = questions_of(flags, flags.model)
     out, options = out_directory(flags.out), generation_options(flags)

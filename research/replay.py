@@ -21,16 +21,17 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.commands.prompts import TemplateFlags, prompt_room
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import read_prompts, read_questions, spread
+from medusa_jax.evaluate.questions import read_prompts, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of, tree_of_size
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
+from research.asking import TemplateFlags, prompt_room
+from research.question_files import read_questions
 from research.turns import grouped
 
 if TYPE_CHECKING:
@@ -74,9 +75,10 @@ def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import ending_turns, find_template
+    from medusa_jax.evaluate.conversation import ending_turns
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
+    from research.asking import find_template
 
     sizes = flags.nodes
     if min(sizes) < 2 or max(sizes) > GROWTH + 1:
@@ -152,8 +154,7 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     from medusa_jax.evaluate.conversation import asked
-    from medusa_jax.evaluate.fitting import GROWTH
-    from medusa_jax.evaluate.recording import rank_texts
+    from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)

@@ -5,6 +5,7 @@ token, verifying a tree. On a CPU every product is a call, on accelerators sever
 call there takes longer than most products.
 """
 
+import importlib.util
 import itertools
 import math
 import statistics
@@ -21,24 +22,22 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
-from medusa_jax.commands import roofline
 from medusa_jax.commands.flags import DTYPES, Program, at_least, flag, numbers
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.roofline.operators import GROUPS, Operator, block_operators
-from medusa_jax.evaluate.roofline.predict import Roof
+from medusa_jax.evaluate.roofline import GROUPS, Operator, Roof, block_operators
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.stored import Storage, store
-from medusa_jax.plots import can_draw
 from medusa_jax.plots.charts import LINE_STYLES
 from medusa_jax.plots.style import INK, finish, new_figure, save_figure
 from medusa_jax.sharding import make_mesh
 from medusa_jax.whole_files import write_json
+from research import predictions
 
 # Calls cycle through operands of this many bytes, so that caches do not hold them from call to call,
 # as they would not in a model of many blocks.
@@ -313,7 +312,7 @@ EXAMPLES = """examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(roofline.Flags):
+class Flags(predictions.Flags):
     """Time products on this device, fit the roofline to them and predict with the fit."""
 
     measure_batches: tuple[int, ...] = flag("rows", "1,4,16", type=numbers(least=1))
@@ -357,7 +356,7 @@ def run(flags: Flags) -> int:
     fits = fit_roofs(records)
     title = f"{device.device_kind}, {flags.shape}, {dtype}"
     out.mkdir(parents=True, exist_ok=True)
-    if can_draw():
+    if importlib.util.find_spec("matplotlib"):
         draw_measured(records, fits, out / "measured.png", title)
     print(f"## {title}: {len(records)} timings, {left_out} points larger than the limits\n")
     print(fit_table(fits), end="\n\n")
@@ -370,7 +369,7 @@ def run(flags: Flags) -> int:
         "left_out": left_out,
         "timings": records,
         "fits": {group: asdict(fit) for group, fit in fits.items()},
-        "predicted": roofline.predictions(flags, title, roofs, out, size),
+        "predicted": predictions.predictions(flags, title, roofs, out, size),
     }
     write_json(out / "measured.json", facts)
     inform(f"wrote {out}/measured.json and the pictures")

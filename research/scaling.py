@@ -20,13 +20,14 @@ from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.devices.chips import Chip, find_chip
-from medusa_jax.evaluate.compiled.programs import compiled_loop
+from medusa_jax.devices.simulated import simulate_devices
+from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import decoding_config
-from medusa_jax.sharding import Params, bytes_on_device, make_mesh, simulate_devices
+from medusa_jax.sharding import Params, bytes_on_device, make_mesh
 from medusa_jax.training import dry
 from medusa_jax.whole_files import Json
 from research import planning

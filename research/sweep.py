@@ -8,6 +8,7 @@ step of sampled, rejection and typical acceptance. `sampled` and `rejection` are
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +24,10 @@ from medusa_jax.commands.flags import (
 )
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_questions
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
-from medusa_jax.plots import can_draw
 from medusa_jax.whole_files import Json, write_json
+from research.question_files import read_questions
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model
@@ -101,7 +102,7 @@ def run(flags: Flags) -> int:
         for row in (one["greedy"], one["plain_sampling"], *one["thresholds"])
     ]
     print(f"{table_of(rows, COLUMNS)}\n\n{temperature_table(swept)}")
-    if can_draw():
+    if importlib.util.find_spec("matplotlib"):
         draw(swept, out)
     inform(f"wrote {out}/sweep.json, thresholds.png and temperatures.png")
     return 0
@@ -180,7 +181,6 @@ def draw(swept: Sequence[Json], out: Path) -> None:
         ("mean log-probability of the text", "mean_log_probability"),
     ):
         lines, levels = {}, {}
-        belongs: dict[str, str] = {}
         for one in swept:
             rows, plain = one["thresholds"], one["plain_sampling"]
             label = f"{one['drafter']}, typical (lossy)"
@@ -193,9 +193,8 @@ def draw(swept: Sequence[Json], out: Path) -> None:
                 (f"sampling, T {plain['temperature']:g}", plain),
             ):
                 levels[f"{prefix}{how}"] = row[name]
-                belongs |= {f"{prefix}{how}": label} if by_drafter else {}
         axis = "epsilon (delta = sqrt epsilon)"
-        charts.append(Chart(title, axis, lines, levels, belongs=belongs))
+        charts.append(Chart(title, axis, lines, levels))
     draw_lines(charts, path=out / "thresholds.png")
     lengths = by_rule(swept).items()
     over = {label: (list(line), list(line.values())) for label, line in lengths}

@@ -18,15 +18,10 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
 )
-from medusa_jax.commands.prompts import (
-    PromptFlags,
-    first_prompts,
-    prompt_room,
-    questions_of,
-)
 from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.whole_files import Json, write_json
+from research.asking import PromptFlags, first_prompts, prompt_room, questions_of
 
 EXAMPLES = """examples:
   python -m research ties
@@ -72,9 +67,9 @@ def summary(facts: Json) -> str:
 def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.compare import Comparison
-    from medusa_jax.evaluate.conversation import ending_turns, find_template
-    from research.tie_report import compare_batches, tie_report
+    from medusa_jax.evaluate.conversation import ending_turns
+    from research.asking import find_template
+    from research.tie_report import Judged, compare_batches, tie_report
     from research.turns import all_turns
 
     use_compilation_cache()
@@ -88,9 +83,9 @@ def run(flags: Flags) -> int:
         options = ending_turns(model, options, template)
         room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
 
-        def ask(prompts: list[list[int]]) -> list[tuple[Comparison, str]]:
+        def ask(prompts: list[list[int]]) -> list[tuple[Judged, str]]:
             found = compare_batches(model, prompts, options, flags.batch_size)
-            return [(one, one.autoregressive.text) for one in found]
+            return [(one, one[0].autoregressive.text) for one in found]
 
         turns = all_turns(model, questions, template, room, ask)
         found = [

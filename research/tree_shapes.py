@@ -24,10 +24,9 @@ from medusa_jax.commands.flags import (
     numbers,
 )
 from medusa_jax.console import inform, use_compilation_cache
-from medusa_jax.evaluate.fitting import GROWTH, figures
+from medusa_jax.evaluate.fitting import GROWTH, figures, rank_texts
 from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.race import step_seconds
-from medusa_jax.evaluate.recording import rank_texts
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Order, Tree

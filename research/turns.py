@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from medusa_jax.api import Model, Options
-from medusa_jax.evaluate.conversation import turn_prompt
 from medusa_jax.evaluate.recording import Text, own_texts
 from medusa_jax.whole_files import Json
+from research.asking import turn_prompt
 
 # The categories of MT-bench, which Spec-Bench counts as one task.
 MT_BENCH = (

@@ -9,9 +9,10 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.api import DEMO, device_tree
+from medusa_jax.api import DEMO
 from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
+from medusa_jax.evaluate.fitting import fastest
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.names import NAMES
 from medusa_jax.tree.files import load_tree_file
@@ -78,7 +79,7 @@ def test_provenance_is_that_of_the_heads():
 def test_the_tree_is_the_best_of_its_evidence_and_fits_the_heads(name, drafter):
     tree = load_tree_file(folder_of(name, drafter) / "tree.json")
     if "batches" in tree:  # interleaved rounds of sizes, one row
-        best = device_tree.fastest(tree["batches"][0]["rows"])
+        best = fastest(tree["batches"][0]["rows"])
     else:
         rows = tree["evidence"]["ladder"]
         best = max(rows, key=lambda r: r["tokens_per_step"] / r["step_seconds"])["nodes"]

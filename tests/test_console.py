@@ -30,19 +30,14 @@ def devices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("/dev/nvidia0", ("GPU", "pip install 'jax[cuda12]'")),
-        ("/dev/accel0", ("TPU", "pip install 'jax[tpu]'")),
-        ("/dev/vfio/0", ("TPU", "pip install 'jax[tpu]'")),
-    ],
+    ("path", "words"), [("/dev/nvidia0", "jax[cuda12]"), ("/dev/accel0", "jax[tpu]")]
 )
 def test_an_accelerator_that_jax_does_not_use_is_told(devices, capsys, path, words):
     devices(path)
     console.warn_if_accelerator_unused()
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("warning: ") and err.count("\n") == 1
-    assert all(word in err for word in words), err
+    assert words in err
 
 
 def test_slow_things_are_announced_and_quick_ones_are_not(capsys):
@@ -95,10 +90,7 @@ def run_shell(words, redirection="", **variables):
         (PRINT, "", 0, "a result", "a message"),
         (PRINT, "2>&-", 0, "a result", ""),
         (PRINT, "2>/dev/full", 0, "a result", ""),
-        (PRINT, ">&-", 2, "", "a message\nerror: cannot write: Bad file descriptor"),
         (PRINT, ">/dev/full", 2, "", f"a message\nerror: {FULL}"),
-        (PRINT + "; raise SystemExit(0)", ">/dev/full", 2, "", f"error: {FULL}"),
-        (PRINT, "<&- >&- 2>&-", 2, "", ""),
         (PRINT, "| true", 0, "", "a message"),
     ],
 )
@@ -128,7 +120,6 @@ def test_every_encoding_prints_every_text(encoding):
     [
         ["decode.py", "--prompt", "a"],
         ["train.py", "--config=configs/demo_backbone.py", "--workdir=nowhere"],
-        ["-m", "medusa_jax", "calibrate", "--prompts", "x", "--out", "y"],
     ],
 )
 def test_a_python_without_the_packages_is_told_in_one_line(words):
@@ -166,15 +157,12 @@ def mode(path):
     ("xdg", "home", "where"),
     [
         ("{tmp}/xdg", "{tmp}/home", "xdg/medusa_jax"),
-        ("", "{tmp}/home", "home/.cache/medusa_jax"),
         ("relative/cache", "{tmp}/home", "home/.cache/medusa_jax"),
         ("", "~", f"tmp/medusa_jax-{os.geteuid()}"),
-        ("{tmp}/file", "", f"tmp/medusa_jax-{os.geteuid()}"),
     ],
 )
 def test_caches_are_in_absolute_places(xdg, home, where, temporary, monkeypatch, tmp_path):
     """A HOME that is not set and that no user has stays "~"; what is relative is ignored, as XDG says."""
-    (tmp_path / "file").write_text("no directory")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", xdg.format(tmp=tmp_path))
@@ -203,10 +191,3 @@ def test_what_another_user_put_into_a_cache_is_not_used(
     assert path == console.cache_directory("native") and mode(path) == 0o700
     assert os.path.dirname(path) not in (str(second), str(ours.parent))
     assert path.startswith(str(temporary))
-
-
-def test_without_any_place_to_write_nothing_is_found(temporary, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    monkeypatch.setattr(console.tempfile, "tempdir", "/dev/null")
-    path = Path(console.cache_directory("native"))
-    assert not list(path.glob("*")) and not path.exists()

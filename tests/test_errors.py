@@ -32,19 +32,6 @@ def test_the_nearest_name_is_named(call, name):
     assert f"did you mean {name}?" in said.replace("'", "") and "\n" not in said
 
 
-@pytest.mark.parametrize(
-    ("call", "known"),
-    [
-        (lambda: parse_tree("banana"), "chain:4, copy:4, cartesian:2,3"),
-        (lambda: load(drafter="banana"), "medusa"),
-    ],
-)
-def test_what_is_like_no_name_gets_the_list(call, known):
-    with pytest.raises(UserError) as error:
-        call()
-    assert known in str(error.value) and "did you mean" not in str(error.value)
-
-
 def test_spelling_like_that_of_other_shells_and_languages():
     known = ("max_new_tokens", "top_p")
     assert did_you_mean("Max-New-Tokens", known) == "; did you mean 'max_new_tokens'?"

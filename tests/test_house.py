@@ -10,7 +10,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import medusa_jax
-from research.__main__ import COMMANDS
 
 PACKAGE = Path(medusa_jax.__file__).parent
 RESEARCH = PACKAGE.parent / "research"
@@ -147,19 +146,18 @@ SEAMS = {
     "api/load.py": "--drafter of a baseline",
     "api/results.py": "a request's constraints",
     "api/tree_choice.py": "--tree auto",
+    "commands/by_name.py": "the command's name",
     "commands/decode_run.py": "--chat, --compare, --json, --prompts_file, --save_drafts",
     "commands/requests.py": "--prompts_file",
-    "console.py": "the command's name",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
     "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
-    "training/data/features.py": "data.source",
     "training/data/prepare.py": "data.source",
     "training/export.py": "train.stage",
-    "training/log/run_log.py": "train.tensorboard, train.wandb, matplotlib",
+    "training/log/run_log.py": "the extra tensorboardX",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
     "training/setup.py": "train.heads_path",
@@ -227,40 +225,21 @@ def test_files_that_are_not_python_come_with_the_package():
     assert others - packaged == set() and PACKAGE / "py.typed" in others
 
 
-def required(*extras):
-    """Requirements of the package, and those of extras."""
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    listed = [project["optional-dependencies"][extra] for extra in extras]
-    return [Requirement(line) for line in sum(listed, project["dependencies"])]
-
-
 # The last releases with a known hole, by extra.
-HOLES = {
-    (): "sentencepiece 0.2.0, filelock 3.20.2, protobuf 6.31.0, tqdm 4.66.2, jinja2 3.1.5",
-    ("serve",): "h11 0.15.0",
-    ("dev",): "h11 0.15.0",
-    ("torch",): "torch 2.5.1",
-}
-
-
-@pytest.mark.parametrize("extras", HOLES, ids=str)
-def test_releases_with_known_holes_are_refused(extras):
-    for name, version in (one.split() for one in HOLES[extras].split(", ")):
-        bounds = [one.specifier for one in required(*extras) if one.name == name]
-        assert bounds and not any(b.contains(version) for b in bounds), name
-
-
 def test_ci_names_the_release_of_every_package():
     """Else a release of somebody else's is met at any time; `.ci/constrain` writes the file."""
     lines = (PACKAGE.parent / ".ci" / "constraints.txt").read_text().splitlines()
     pinned = [Requirement(line) for line in lines if not line.startswith("#")]
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    extras = (project["optional-dependencies"][name] for name in ("dev", "docs", "torch"))
+    wanted = sum(extras, project["dependencies"])
     for version in ("3.11", "3.12"):
         releases = {
             one.name: re.sub("^==", "", str(one.specifier))
             for one in pinned
             if not one.marker or one.marker.evaluate({"python_version": version})
         }
-        for one in required("dev", "docs", "torch"):
+        for one in map(Requirement, wanted):
             release = releases.get(one.name.lower())
             assert release and one.specifier.contains(release), f"{one} on Python {version}"
 
@@ -288,32 +267,3 @@ def test_no_code_of_a_models_directory_runs():
                 calls += 1
                 wrong += [] if untrusting(node) else [f"{file.name}:{node.lineno}"]
     assert calls > 0 and not wrong, wrong
-
-
-def trees_of_code():
-    """(path from the repository's root, its syntax tree) of the package and of research."""
-    for file in [*PACKAGE.rglob("*.py"), *RESEARCH.rglob("*.py")]:
-        yield file.relative_to(PACKAGE.parent).as_posix(), ast.parse(file.read_text())
-
-
-def test_parsed_flags_stop_at_the_door():
-    """Only commands know argparse, and only `typed` takes a Namespace: all else takes dataclasses."""
-    entries = {command.module for command in COMMANDS.values()}
-    for name, tree in trees_of_code():
-        module = name.removesuffix(".py").replace("/", ".")
-        at_the_door = name.startswith("medusa_jax/commands/") or module in entries
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                known = any(alias.name == "argparse" for alias in node.names)
-                assert at_the_door or not known, name
-            if isinstance(node, ast.ImportFrom):
-                assert node.module != "argparse", name
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            arguments = node.args
-            for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
-                kind = ast.unparse(one.annotation) if one.annotation else ""
-                door = (name, node.name) == ("medusa_jax/commands/flags.py", "typed")
-                assert door or "Namespace" not in kind, f"{name}: {node.name}"
-                # Parsed flags under another type would be the same thing again.
-                assert at_the_door or one.arg != "flags", f"{name}: {node.name}"

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from cases import wide
 from children import devices, output_of
 from training_setup import write_tokens
 
@@ -20,7 +19,6 @@ import json, sys
 import jax, numpy as np
 sys.path.insert(0, sys.argv[1])
 jax.config.update("jax_enable_x64", True)
-import optax
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings
@@ -42,37 +40,30 @@ def configurations(tokens):
         cfg.train.batch_size, cfg.train.accumulation = 16, 16  # one row a device at a time
         return cfg
 
-    heads, lora, full = of("medusa1"), of("medusa2", remat=True), of("medusa2")
+    lora, full = of("medusa2", remat=True), of("medusa2")
     # No dropout and no noise: both go by a row's place in its microbatch, which a mesh changes.
     lora.lora.rank, lora.lora.dropout = 4, 0.0
-    attending = of("medusa1", teacher_weight=1.0, label_weight=0.1)
-    attending.heads = drafter_class("hydrapp").Config(
-        drafter="hydrapp", n_heads=2, n_layers=2, dropout=0.0
-    )
     halves = of("medusa1", teacher_weight=1.0)
     halves.heads = drafter_class("amphista").Config(drafter="amphista", n_heads=2)
-    continued = of("medusa1", teacher_weight=0.1, label_weight=0.0, feature_weight=1.0)
-    continued.heads = drafter_class("eagle").Config(n_heads=2, n_layers=1)
     inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2,
                 induction_weight=0.5)
     inside.heads = drafter_class("eagle3").Config(n_heads=2, fc_norm=True)
-    return {"medusa1": heads, "lora": lora, "full": full, "hydrapp": attending,
-            "amphista": halves, "eagle": continued, "eagle3": inside}
+    return {"lora": lora, "full": full, "amphista": halves, "eagle3": inside}
 
 
-def run(cfg, shape, dtype, steps):
+def run(cfg, shape):
     # Losses of each step, the state after the last, microbatches.
     rng = np.random.default_rng(0)
 
     def moved(x):
         # Nowhere zero: what starts as zero would hide gradients.
-        return np.asarray(x, dtype) + 0.1 * rng.standard_normal(x.shape).astype(dtype)
+        return np.asarray(x, "float64") + 0.1 * rng.standard_normal(x.shape)
 
     def placed(tree):
         return jax.tree.map(jax.device_put, tree, param_shardings(mesh, tree))
 
     mesh = make_mesh(shape)
-    cfg.train.dtype = dtype
+    cfg.train.dtype = "float64"
     cfg = checks.settle(cfg, ARCH, mesh)
     backbone = init_sharded(mesh, lambda k: init_params(ARCH, k), jax.random.key(0))
     backbone = placed(jax.tree.map(moved, backbone))
@@ -88,7 +79,7 @@ def run(cfg, shape, dtype, steps):
     compiled = compile_step(fn, state, frozen, abstract_batch(cfg, mesh), mesh)
     rows = TokenRows(cfg.data.source, cfg.data, ARCH.vocab_size)
     losses = []
-    for n in range(steps):
+    for n in range(STEPS):
         batch = microbatches(mesh, rows.batch(n * 16, 16), cfg.train.accumulation)
         state, metrics = compiled(state, frozen, batch)
         losses.append(np.append(metrics["loss"], metrics["gradient_norm"]))
@@ -101,33 +92,26 @@ def apart(trees):
     return max(float(np.max(np.abs(x - np.asarray(y))) / np.max(np.abs(y))) for x, y in pairs)
 
 
-ends, gradients = {}, {}
+ends = {}
 for shape in ((1, 1, 1), *MESHES):
-    for dtype, steps in (("float64", STEPS), ("float32", 1)):
-        cfg = configurations(sys.argv[2])[sys.argv[3]]
-        losses, state, accumulation = run(cfg, shape, dtype, steps)
-        assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {dtype}
-        if steps == 1:  # Adam's first moment is then the gradient, but for a factor
-            moments = optax.tree.get_all_with_path(state.opt, "mu")
-            gradients[shape] = [jax.tree.map(np.asarray, m) for _, m in moments]
-        else:
-            ends[shape] = (losses, jax.tree.map(np.asarray, state.params), accumulation)
-alone = ends[1, 1, 1]
-report = {}
-for shape in MESHES:
-    report[str(shape)] = {
-        "losses": float(np.max(np.abs(ends[shape][0] / alone[0] - 1))),
-        "params": apart((ends[shape][1], alone[1])),
-        "gradients": apart((gradients[shape], gradients[1, 1, 1])),
-        "accumulation": ends[shape][2],
+    losses, state, accumulation = run(configurations(sys.argv[2])[sys.argv[3]], shape)
+    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"float64"}
+    ends[shape] = (losses, jax.tree.map(np.asarray, state.params), accumulation)
+alone = ends.pop((1, 1, 1))
+report = {
+    str(shape): {
+        "losses": float(np.max(np.abs(losses / alone[0] - 1))),
+        "params": apart((params, alone[1])),
+        "accumulation": accumulation,
     }
+    for shape, (losses, params, accumulation) in ends.items()
+}
 print(json.dumps(report))
 """
 
 DECODING = r"""
 import json, sys
 import jax
-from test_meshes import MESHES
 import medusa_jax
 from medusa_jax import Options, Tree
 
@@ -136,7 +120,7 @@ jax.config.update("jax_enable_x64", True)
 tree = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1]], [[2], [0, 1]])
 texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
 found = {}
-for shape in ((1, 1, 1), *MESHES):
+for shape in ((1, 1, 1), (8, 1, 1), (1, 1, 8)):
     model = medusa_jax.load(
         sys.argv[1], sys.argv[1] + "/heads", tree=tree, dtype="float64", mesh=shape
     )
@@ -156,11 +140,9 @@ def child(script, *args):
     return json.loads(output_of(script, *args, xla_flags=devices(8)).splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "kind", ["medusa1", "lora", "full", "hydrapp", "amphista", *wide("eagle"), "eagle3"]
-)
+@pytest.mark.parametrize("kind", ["lora", "full", "amphista", "eagle3"])
 def test_training_is_that_of_one_device(kind, tmp_path):
-    """Twenty steps in float64, and the gradients of the first in float32."""
+    """Adapters, all parameters, heads with attention, levels that feed each other: twenty steps."""
     support = Path(__file__).parent / "support"
     report = child(TRAINING, support, write_tokens(tmp_path / "tokens"), kind)
     accumulation = {"(8, 1, 1)": 2, "(1, 8, 1)": 2, "(1, 1, 8)": 16, "(2, 2, 2)": 4}
@@ -169,17 +151,16 @@ def test_training_is_that_of_one_device(kind, tmp_path):
     } == accumulation
     for shape, found in report.items():
         assert found["losses"] < 1e-9 and found["params"] < 1e-9, (shape, found)
-        assert found["gradients"] < 1e-5, (shape, found)
 
 
 def test_decoded_tokens_are_those_of_one_device(tmp_path):
-    """Greedy and sampled, one row and eight ragged ones."""
+    """Greedy and sampled, one row and eight ragged ones; `test_sharding.py` has the meshes of several axes."""
     from tiny import write_model
 
     write_model(tmp_path, n_heads=8, n_kv_heads=8, d_ff=24)
     found = child(DECODING, tmp_path)
     expected = found.pop("(1, 1, 1)")
-    assert [len(texts) for texts in expected] == [1, 1, 8, 8] and len(found) == len(MESHES)
+    assert [len(texts) for texts in expected] == [1, 1, 8, 8]
     assert len({len(tokens) for tokens in expected[2]}) == 8
     for shape, texts in found.items():
         assert texts == expected, shape

@@ -27,7 +27,7 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.evaluate.compiled.programs import compiled_loop
+from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.tree.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,

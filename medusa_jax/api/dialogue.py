@@ -24,13 +24,14 @@ class Dialogue:
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.
-      state: the row as the last request left it (for the decode loop).
+      state, followed: the row as the last request left it (for the decode loop, `generate.Kept`).
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.reused = 0
         self.state: DecodeState | None = None
+        self.followed: int | None = None
         self._prompt: Sequence[int] = ()
         self._made_for: tuple[Engine, rows.Sizes] | None = None
 
@@ -57,7 +58,9 @@ class Dialogue:
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._made_for == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
-        at = self.reused = max(0, self._shared(row, prompt) - 1)
+        shared = min(self._shared(row, prompt), self.followed or len(prompt))
+        at = self.reused = max(0, shared - 1)
+        self.followed = None
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
         elif row.cache.slots < slots:

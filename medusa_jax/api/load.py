@@ -37,6 +37,7 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
+from medusa_jax.model.seams import cpu
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree.tree import Tree
@@ -76,8 +77,8 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" uses the fastest tree for `batch` rows, and for
-        other numbers of rows the tree saved for this device (`calibrate`) or the tree file's.
+      tree: the default tree, as for `--tree`. "auto" follows the steps that the process measures
+        (`decoding/chooser.py`), plain ones among them.
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.
@@ -95,7 +96,7 @@ def load(
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not next to the model. A model without any takes
         prompts as token ids and gives token ids.
-      batch: rows to be decoded at a time; "auto" chooses the tree for this number.
+      batch: rows to be decoded at a time; "auto" begins with the tree for this number.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
@@ -135,17 +136,22 @@ def load(
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Params = {}
     read_wide: Callable[[], Params] | None = None
+    timing = (
+        str(number),
+        cpu().mark() if storage.panel else None,
+        tuple(devices.shape.values()),
+    )
+    where = batch, storage, timing
     if baseline is not None:
         heads, head_params = baselines.load_baseline(
             baseline, text_to_ids, number, devices, storage
         )
-        default = make_drafter(heads, config).default_tree
-        chosen = TreeChoice(default if tree == "auto" else tree)
+        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
     elif stored is None:
         chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
-        about = (config, stored.heads, number, storage, devices)
-        chosen = TreeChoice.of(tree, stored, batch, *about)
+        described = make_drafter(stored.heads, config)
+        chosen = TreeChoice.of(tree, described, stored.directory, *where)
         read = partial(
             heads_io.load_heads,
             stored,
@@ -163,7 +169,7 @@ def load(
             read_wide = partial(_read_wide, read, wide, directory, kind)
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
-    loaded = Model(
+    return Model(
         config,
         {"backbone": backbone, "heads": head_params},
         text_to_ids,
@@ -173,12 +179,12 @@ def load(
         storage=storage,
         tree=chosen.tree,
         calibrated=chosen.calibrated,
+        ladder=chosen.ladder,
+        automatic=chosen.automatic,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
         read_wide=read_wide,
     )
-    chosen.settle(loaded, batch)
-    return loaded
 
 
 def _checked_dtype(dtype: str) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
 import jax
@@ -17,7 +17,7 @@ from medusa_jax.api.asking import (
     request_of,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
-from medusa_jax.api.streaming import Chunk, TextStream, Watch, stream_rows
+from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES
@@ -37,6 +37,7 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
+    from medusa_jax.api.automatic import Automatic
     from medusa_jax.constraints import Grammars
 
 
@@ -51,6 +52,7 @@ class Model:
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.
+      automatic: chooses the tree while decoding, where the text cannot depend on it; None: always `tree`.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
       calibrated: content of the tree file next to the heads, or None.
@@ -69,6 +71,8 @@ class Model:
         storage: Storage | None = None,
         tree: str | Tree | None = None,
         calibrated: Json | None = None,
+        ladder: Mapping[int, Tree] | None = None,
+        automatic: "Automatic | None" = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
         read_wide: Callable[[], Params] | None = None,
@@ -78,24 +82,19 @@ class Model:
         self.mesh = mesh
         self.tokenizer = tokenizer
         self.drafter = drafter
-        self.calibrated = calibrated
+        self.variables = variables
+        self.calibrated, self.ladder, self.automatic = calibrated, ladder or {}, automatic
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
         self.storage = storage or Storage()
         self.llama = decoder(config, dtype, mesh, self.storage)
-        self.variables = variables
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
-        self.ladder: Mapping[int, Tree] = {}
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self._read_wide = read_wide
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
-
-    def use_trees(self, tree: Tree, ladder: Mapping[int, Tree]) -> None:
-        """Set the default trees: `tree`, and known trees by number of rows."""
-        self.tree, self.ladder = tree, ladder
 
     def share_backbone(self, other: "Model") -> None:
         """Share the parameters of another model with the same backbone, to save memory."""
@@ -152,7 +151,9 @@ class Model:
         return Backbone(self.llama, self.variables["backbone"])
 
     def tree_at(self, rows: int) -> Tree:
-        """The default tree for this number of rows."""
+        """The default tree for this number of rows, as known now."""
+        if self.automatic:
+            return self.automatic.tree(rows)
         return tree_at(self.ladder, rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
@@ -293,6 +294,7 @@ class Model:
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         watch: Watch | None = None,
+        ended: Ended | None = None,
         **engine_options: Any,
     ) -> list[Result]:
         """Decode a batch of prompts to their ends.
@@ -303,6 +305,7 @@ class Model:
           ids: request ids, by default 0, 1, ...: with the seed they determine every draw, so a
             prompt with the same id gets the same text in any batch and slot.
           watch: called repeatedly with the number of new tokens of every row so far.
+          ended: called with the index and the result of each prompt soon after its end.
           engine_options: `tree`, `acceptance` as for `engine`.
 
         Returns: one result per prompt, in order.
@@ -315,16 +318,17 @@ class Model:
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         if (
-            watch or request.guides or any(o.stop for o in rows)
+            watch or ended or request.guides or any(o.stop for o in rows)
         ):  # the host takes part in every step
             parts = self.tokenizer, rows, engine, variables, request
-            *_, (_, results) = stream_rows(*parts, compile_seconds, watch)
+            *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
             return results
         start = time.perf_counter()
         state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
-        progress = jax.block_until_ready(loop.finish(engine, variables, state, ladder))
+        progress = loop.finish(engine, variables, request, state, ladder)
+        progress = jax.block_until_ready(progress)
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)
         return results_of(self.tokenizer, rows, request, progress, seconds)
@@ -438,10 +442,14 @@ class Model:
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
-        if engine_options.get("tree") in (None, "auto"):
-            engine_options = engine_options | {"tree": self.tree_at(len(rows))}
-        engine = self.engine(sampled=sampled, logprobs=logprobs, **engine_options)
-        return rows, engine, self.request(prompts, rows, ids)
+        make = partial(self.engine, sampled=sampled, logprobs=logprobs)
+        request = self.request(prompts, rows, ids)
+        if engine_options.get("tree") not in (None, "auto"):
+            return rows, make(**engine_options), request
+        engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
+        if self.automatic and self.automatic.may_change(engine, rows, self.dtype):
+            engine = self.automatic.prepare(engine, request)
+        return rows, engine, request
 
 
 def generate(

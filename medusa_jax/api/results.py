@@ -146,7 +146,8 @@ class Result:
     Attributes:
       text: the generated text without special tokens and stop strings.
       token_ids: the same as ids; an EOS or stop sequence is kept.
-      draft_depths: for each token the tree depth it was accepted at; 0 = the verifier's own.
+      draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
+        text; 0 = the verifier's own.
       finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
         "constraint": no token of the vocabulary may follow.
       prompt_tokens: tokens of the prompt, including an added BOS.
@@ -157,6 +158,7 @@ class Result:
       decode_seconds: time of its decode steps, likewise.
       compile_seconds: time to compile programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if requested.
+      tree_nodes: nodes of the tree that took most steps, 1 for plain decoding; None if the tree was fixed.
       top_logprobs: for each token the likeliest alternatives, pairs of id and log-probability,
         descending, without barred tokens (`no_repeat_ngram_size`).
     """
@@ -173,6 +175,7 @@ class Result:
     compile_seconds: float
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    tree_nodes: int | None = None
 
     def cut(self, n_tokens: int, text: str) -> None:
         """Truncate to the tokens and text before a stop string."""
@@ -209,7 +212,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text of one row while streaming: pairs of text and draft depth."""
+    """New text of one row while streaming: pairs of text and draft depth (`Result.draft_depths`)."""
 
     row: int
     text: str
@@ -264,7 +267,7 @@ def results_of(
     tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
     counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
     steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
-    results = []
+    sizes, results = request.steps_by_size, []
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
         reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
@@ -280,6 +283,7 @@ def results_of(
                 prefill_seconds=seconds[0],
                 decode_seconds=seconds[1],
                 compile_seconds=seconds[2],
+                tree_nodes=max(sizes, key=lambda n: sizes[n]) if sizes else None,
                 **logprobs_of_row(progress, row, slice(int(counts[row])), options.logprobs),
             )
         )

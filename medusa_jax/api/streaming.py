@@ -16,6 +16,8 @@ from medusa_jax.sharding import Params
 Chunk = tuple[list[Piece], list[Result] | None]
 # Called with the number of new tokens of every row [B] during decoding.
 Watch = Callable[[np.ndarray], None]
+# A row and its result.
+Ended = Callable[[int, Result], None]
 
 
 class StoppingText:
@@ -62,7 +64,7 @@ class StoppingText:
         """Add tokens; returns the text that may be shown, in pairs of text and draft depth.
 
         Args:
-          depths: the tree depths that they were accepted at.
+          depths: the tree depths that they were accepted at, as in `Result.draft_depths`.
           ended: the row ends after them.
         """
         parts = [
@@ -128,9 +130,14 @@ class GrowingTexts:
         return np.array([text.stopped for text in self.rows])
 
     @property
+    def ended_B(self) -> np.ndarray:
+        """Rows that have ended, on the device or at a stop string."""
+        return self.stopped_B | self._ended
+
+    @property
     def finished(self) -> bool:
-        """Every row has ended, on the device or at a stop string."""
-        return bool((self.stopped_B | self._ended).all())
+        """Every row has ended."""
+        return bool(self.ended_B.all())
 
 
 def stream_rows(
@@ -141,6 +148,7 @@ def stream_rows(
     request: loop.Request,
     compile_seconds: float,
     watch: Watch | None = None,
+    ended: Ended | None = None,
     kept: loop.Kept | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that reaches one is cut there.
@@ -150,7 +158,18 @@ def stream_rows(
     """
     texts = GrowingTexts(tokenizer, [o.stop for o in rows])
     start = time.perf_counter()
-    prefilled = None
+    prefilled: float | None = None
+
+    def results(end: float) -> list[Result]:
+        first = prefilled or end
+        seconds = (first - start, end - first, compile_seconds)
+        found = results_of(tokenizer, rows, request, progress, seconds)
+        for result, text in zip(found, texts.rows):
+            if text.stopped:
+                result.cut(text.tokens_used, text.text)
+        return found
+
+    told: set[int] = set()
     chunks = loop.stream(engine, variables, request, kept=kept)
     progress = next(chunks)
     while True:
@@ -158,17 +177,16 @@ def stream_rows(
         if watch:
             watch(np.asarray(progress.n_new_B))
         prefilled = prefilled or time.perf_counter()
+        if ended and (new := set(np.flatnonzero(texts.ended_B).tolist()) - told):
+            told |= new
+            found = results(time.perf_counter())
+            for row in sorted(new):
+                ended(row, found[row])
         yield pieces, None
         if texts.finished:
             break
         progress = chunks.send(texts.stopped_B)
-    end = time.perf_counter()
-    seconds = (prefilled - start, end - prefilled, compile_seconds)
-    results = results_of(tokenizer, rows, request, progress, seconds)
-    for result, text in zip(results, texts.rows):
-        if text.stopped:
-            result.cut(text.tokens_used, text.text)
-    yield [], results
+    yield [], results(time.perf_counter())
 
 
 class TextStream(Iterator[str]):

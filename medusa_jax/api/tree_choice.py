@@ -4,14 +4,18 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import file_ladder, load_tree_file, parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.api.automatic import Automatic
 
 
 @dataclass(frozen=True)
@@ -22,59 +26,58 @@ class TreeChoice:
       tree: the tree, or its name as for `--tree`.
       calibrated: content of the tree file next to the heads.
       ladder: the trees by number of rows that "auto" and "bundled" know.
-      unmeasured: the tree is still to be measured on this device.
+      automatic: chooses the tree while decoding; None: `tree` is used throughout.
+      levels: maximum number of heads that decoding uses.
     """
 
     tree: str | Tree
     calibrated: Json | None = None
     ladder: Mapping[int, Tree] = field(default_factory=dict)
-    unmeasured: bool = False
+    automatic: "Automatic | None" = None
+    levels: int | None = None
 
     @classmethod
     def of(
-        cls, spec: str | Tree, stored: StoredHeads, batch: int, *marks: object
+        cls,
+        spec: str | Tree,
+        drafter: Drafter,
+        directory: str,
+        batch: int,
+        storage: Storage,
+        *marks: object,
     ) -> "TreeChoice":
-        """The tree that `spec` names for these heads; "auto" is the fastest known on this device.
+        """The tree that `spec` names for a drafter.
 
         Args:
+          directory: where a tree file may be; "" for a drafter without files.
           batch: rows that will be decoded at a time.
-          marks: arguments of `device_tree.kept_choices` after the tree file.
+          storage, marks: as for `Automatic.of`.
 
         Raises:
           UserError: no tree, or one that is deeper than the number of heads.
         """
-        file, platform = Path(stored.directory) / "tree.json", jax.default_backend()
-        calibrated = load_tree_file(file) if file.exists() else None
-        ladder: dict[int, Tree] = {}
-        unmeasured = False
+        file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
+        calibrated = load_tree_file(file) if directory and file.exists() else None
+        automatic, ladder = None, dict[int, Tree]()
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if calibrated and spec == "auto" and _measuring().is_measured(calibrated):
-            kept = _measuring().kept_trees(calibrated, *marks)
-            ladder, unmeasured = ladder | kept, batch not in kept
+        if spec == "auto":
+            automatic = _trees().Automatic.of(drafter, calibrated, storage, *marks)
+            ladder[batch] = automatic.tree(batch)
         if ladder:
             spec = tree_at(ladder, batch)
-        elif spec == "auto" and not calibrated:
-            spec = Tree.chain(stored.heads.n_heads)
         tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
-        tree.check_depth(stored.heads.n_heads)
-        return cls(tree, calibrated, ladder, unmeasured)
-
-    @property
-    def levels(self) -> int | None:
-        """Maximum number of heads that decoding uses; None if the tree is still to be measured."""
-        if self.unmeasured or isinstance(self.tree, str):
-            return None
-        return max(1, *(t.drafted.depth for t in (self.tree, *self.ladder.values())))
-
-    def settle(self, model: Any, batch: int) -> None:
-        """Give a loaded model its default trees; measures the tree if it is unmeasured."""
-        tree = model.tree
-        if self.unmeasured:
-            tree = _measuring().trees_by_rows(model, [batch])[batch]
-        model.use_trees(tree, {**self.ladder, batch: tree} if self.ladder else {})
+        drafter.check_tree(tree)
+        if automatic and not automatic.cache:
+            automatic = None
+        used = [
+            *ladder.values(),
+            *(automatic.trees(batch)[0].values() if automatic else ()),
+        ]
+        levels = max(1, *(t.drafted.depth for t in (tree, *used)))
+        return cls(tree, calibrated, ladder, automatic, levels)
 
 
-def _measuring() -> Any:
-    """The seam of `--tree auto`: measurements on this device."""
-    return importlib.import_module("medusa_jax.api.device_tree")
+def _trees() -> Any:
+    """The seam of `--tree auto`."""
+    return importlib.import_module("medusa_jax.api.automatic")

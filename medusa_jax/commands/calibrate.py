@@ -20,6 +20,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
+from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Row
@@ -27,7 +28,6 @@ from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
   python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
-  python -m medusa_jax calibrate --latency_only --batches 1,4
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
@@ -42,23 +42,24 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
         "question is answered",
         None,
     )
-    limit: int = flag("most prompts to use; 0 is all", 64, type=at_least(0))
-    out: str | None = flag("tree file to write (JSON)", None)
-    latency_only: bool = flag(
-        "instead: measure again which sizes of the tree file next to the heads are fastest on this "
-        "device, for --tree auto",
-        False,
+    limit: int | None = flag(
+        "most prompts to use; 0 is all (default: 16 on a CPU, else 64)",
+        None,
+        type=at_least(0),
     )
-    batches: tuple[int, ...] = flag(
+    out: str | None = flag("tree file to write (JSON)", None)
+    batches: tuple[int, ...] | None = flag(
         "numbers of rows that get a tree each, down to plain decoding; the evidence is timed at the "
-        "first",
-        "1,2,4,8,16",
+        "first (default: 1,4 on a CPU, else 1,2,4,8,16)",
+        None,
         type=numbers(least=1),
     )
     sizes: tuple[int, ...] = flag(
-        "tree sizes to time", "1,2,3,4,5,6,8,10,12,16,24,32,48,64", type=numbers(least=1)
+        "tree sizes to time, until larger ones are clearly slower",
+        "1,2,3,4,5,6,8,10,12,16,24,32,48,64",
+        type=numbers(least=1),
     )
-    rounds: int = flag("timed rounds over all sizes", 7, type=at_least(1))
+    rounds: int = flag("timed rounds of each size", 7, type=at_least(1))
     no_copies: bool = flag(
         "trees of the heads' guesses alone, without a chain copied from the text", False
     )
@@ -67,38 +68,42 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
 
 def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
+    import jax
+
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.fitting import fit_tree
     from medusa_jax.evaluate.questions import read_prompts
 
     use_compilation_cache()
-    batches = flags.batches
-    sizes = flags.sizes
-    if flags.latency_only:
-        return measure_steps(flags, batches)
     if not (flags.prompts and flags.out):
-        raise UserError("give --prompts and --out, or --latency_only")
-    records = read_prompts(flags.prompts, flags.limit, messages=True)
+        raise UserError("give --prompts and --out")
+    small = jax.default_backend() == "cpu"
+    limit = (16 if small else 64) if flags.limit is None else flags.limit
+    batches = flags.batches or ((1, 4) if small else (1, 2, 4, 8, 16))
+    records = read_prompts(flags.prompts, limit, messages=True)
     out = file_to_write(flags.out, "--out")
     model = load_model(flags, needs_heads=True, tree="none")
     options = generation_options(flags)
-    if "messages" in records[0]:
+    if {"messages", "turns"} & records[0].keys():
         options = ending_turns(model, options, "")
     inform(
-        f"four stages: text for {len(records)} prompts, its ranks, step latencies of trees, "
-        f"the tree for each of {len(batches)} batch sizes"
+        f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
+        f"trees for each of {len(batches)} batch sizes"
     )
+    kept = Path(f"{out}.ranks")
     found = fit_tree(
         model,
         [asked(model, record) for record in records],
         options,
-        sizes,
+        flags.sizes,
         batches=batches,
         rounds=flags.rounds,
         copies=not flags.no_copies,
+        keep=kept,
     )
     write_json(out, found)
+    kept.unlink(missing_ok=True)
     evidence = found["evidence"]
     print("fitted trees")
     print_sizes(evidence["ladder"])
@@ -107,6 +112,8 @@ def run(flags: Flags) -> int:
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
+    prompt = "Hello" if "messages" in records[0] else "import os"
+    following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")
     return 0
 
 
@@ -133,25 +140,6 @@ def print_rung(rung: Row) -> None:
         )
     if rung["nodes"] == 1:
         print("plain decoding: no tree is faster on this device")
-
-
-def measure_steps(flags: Flags, batches: Sequence[int]) -> int:
-    """Measure the choice of `--tree auto` on this device again, and print it."""
-    from medusa_jax.api import device_tree
-    from medusa_jax.measured import DeviceCache
-
-    with DeviceCache.anew():
-        model = load_model(flags, needs_heads=True, tree="none")
-    calibrated = model.calibrated
-    if not (calibrated and device_tree.tokens_by_size(calibrated)):
-        raise UserError(
-            "no tree file with evidence is next to the heads: calibrate with --prompts first"
-        )
-    for rows in batches:
-        found = device_tree.measure_rung(model, calibrated, rows)
-        print_rung(found)
-        inform(f"--tree auto uses {found['nodes']} nodes at batch {rows} from now on")
-    return 0
 
 
 def draw(found: Row, directory: Path) -> None:

@@ -1,13 +1,18 @@
 """`decode.py --chat` without a prompt: a conversation at the terminal."""
 
 import dataclasses
+import json
+import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from medusa_jax.api import Model, Options
+from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.dialogue import Dialogue
+from medusa_jax.api.streaming import Chunk
 from medusa_jax.commands.decode_report import LEGEND, coloured
+from medusa_jax.commands.flags import file_to_write
 from medusa_jax.commands.turn_input import TurnInput
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError, did_you_mean
@@ -18,38 +23,43 @@ COMMANDS = {
     "/help": "list the commands",
     "/reset": "forget the conversation (also /new)",
     "/retry": "answer the last turn again, with other draws",
+    "/temperature T": "draw further replies at this temperature; 0 is greedy",
+    "/tree TREE": "draft with another tree, as for --tree; none is plain decoding",
+    "/stats": "speed and length of the conversation so far",
+    "/save FILE": "append the conversation to a JSONL file, as training reads it",
     "/exit": "end the chat (also /quit)",
 }
 ALIASES = {"/new": "/reset", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
 
 
+@dataclasses.dataclass
 class Chat:
     """Turns of user and assistant, rendered by a chat template before every reply.
 
-    Args:
-      show_drafts: colour accepted drafts by their tree depth.
-
     Attributes:
+      show_drafts: colour accepted drafts by their tree depth.
+      spec: the draft tree, as for --tree; None is the model's default.
       messages: the conversation so far; a stopped reply ends where the user stopped it.
+      results: the replies that came to their end.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        options: Options,
-        template: str,
-        acceptance: str,
-        show_drafts: bool = False,
-    ) -> None:
-        template_source(model.tokenizer, template)  # refuse at once if there is none
-        self.model = model
-        self.dialogue = Dialogue(model)
-        self.options = options
-        self.template = template
-        self.acceptance = acceptance
-        self.show_drafts = show_drafts
-        self.messages: list[dict[str, str]] = []
-        self._retries = 0
+    model: Model
+    options: Options
+    template: str
+    acceptance: str
+    show_drafts: bool
+    spec: str | None = None
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    results: list[Result] = dataclasses.field(default_factory=list)
+    _asked: str = ""
+    _answered: bool = False
+    _retries: int = 0
+
+    def __post_init__(self) -> None:
+        template_source(self.model.tokenizer, self.template)  # refuse at once without one
+        self.dialogue = Dialogue(self.model)
+        self._pool = ThreadPoolExecutor(1)
+        self._compiled: Future[None] = Future()
 
     def run(self) -> int:
         """Read, reply, repeat; returns the exit status."""
@@ -57,104 +67,180 @@ class Chat:
         inform(HELP)
         if self.show_drafts:
             inform(LEGEND)
-        with ThreadPoolExecutor(1) as pool:
-            self._compiled = pool.submit(self.compile)  # while the user types
-            return self._converse(turns)
+        self._compile()  # while the user types
+        self._converse(turns)
+        if wait([self._compiled], timeout=0.5).not_done:  # a compilation cannot be stopped
+            sys.stdout.flush()
+            os._exit(0)
+        return 0
 
-    def _converse(self, turns: TurnInput) -> int:
+    def _converse(self, turns: TurnInput) -> None:
         while True:
             try:
                 text = turns.read()
             except EOFError:
-                inform("")
-                return 0
+                return inform("")
             except KeyboardInterrupt:
                 inform(f"\n({HELP})")
                 continue
-            text = ALIASES.get(text, text)
-            if text == "/exit":
-                return 0
+            if ALIASES.get(text, text) == "/exit":
+                return None
             try:
                 self.take(text)
             except UserError as error:  # the conversation goes on without this turn
                 inform(f"error: {error}")
 
+    def _compile(self) -> None:
+        """Begin to compile the programs of a reply, on another thread."""
+        self._compiled = self._pool.submit(self.compile)
+
     def compile(self) -> None:
         """Answer a short turn without showing it, for a few steps."""
         prompt = encode_prompt(self.model.tokenizer, "Hi", self.template)
         if len(prompt) < self.model.config.max_position:
-            next(self.dialogue.stream(prompt, self.options, acceptance=self.acceptance))
+            next(self._stream(prompt, self.options))
+
+    def _stream(self, prompt: list[int], options: Options) -> Iterator[Chunk]:
+        return self.dialogue.stream(
+            prompt, options, acceptance=self.acceptance, tree=self.spec
+        )
 
     def take(self, text: str) -> None:
-        """Obey a command or answer a turn.
+        """Obey a command (a line that begins with a slash and a letter) or answer a turn.
 
         Raises:
-          UserError: an unknown command, or as `reply`.
+          UserError: an unknown command or a bad value, or as `reply`.
         """
-        if text == "/help":
-            inform("\n".join(f"  {name:8}{what}" for name, what in COMMANDS.items()))
-        elif text == "/reset":
-            self.messages = []
-        elif text == "/retry":
-            self.retry()
-        elif re.fullmatch(r"/[a-z]+", text):
-            near = did_you_mean(text, COMMANDS) or " (/help lists them)"
-            raise UserError(f"there is no command {text}{near}")
-        elif text:
-            self._retries = 0
-            self.reply(text)
+        if not text:
+            return
+        if not re.match("/[A-Za-z]", text):
+            self._asked, self._answered, self._retries = text, False, 0
+            return self.reply()
+        name, *value = text.split(maxsplit=1)
+        name = ALIASES.get(name, name)
+        known = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UserError(
+                f"there is no command {name}{near} (there are {', '.join(known)})"
+            )
+        if len(known[name].split()) != 1 + len(value):
+            raise UserError(f"write {known[name]}")
+        getattr(self, name[1:])(*value)
+
+    # The commands, by name.
+
+    def help(self) -> None:
+        """List the commands."""
+        inform("\n".join(f"  {usage:16}{what}" for usage, what in COMMANDS.items()))
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.messages, self.results, self._asked = [], [], ""
 
     def retry(self) -> None:
-        """Answer the last turn again.
-
-        Raises:
-          UserError: nothing has been asked, or nothing is drawn, so that the answer would be the same.
-        """
-        if not self.messages:
+        """Answer the last turn again."""
+        if not self._asked:
             raise UserError("nothing has been asked yet")
         if self.options.temperature == 0:
             raise UserError(
-                "at temperature 0 the reply would be the same: give --temperature"
+                "at temperature 0 the reply would be the same: write /temperature 0.7"
             )
-        *self.messages, asked, _ = self.messages
+        if self._answered:
+            del self.messages[-2:]
         self._retries += 1
-        self.reply(asked["content"])
+        self.reply()
 
-    def reply(self, text: str) -> None:
-        """Answer one user turn; Ctrl-C ends the answer, not the chat.
+    def temperature(self, value: str) -> None:
+        """Draw further replies at another temperature."""
+        try:
+            options = dataclasses.replace(self.options, temperature=float(value))
+        except ValueError:
+            raise UserError("write /temperature and a number, such as 0.7") from None
+        self._change(options, self.spec)
+
+    def tree(self, value: str) -> None:
+        """Draft with another tree."""
+        self._change(self.options, value)
+
+    def _change(self, options: Options, spec: str | None) -> None:
+        sampled, before = options.temperature > 0, (self.options.temperature > 0, self.spec)
+        self.model.engine(spec, self.acceptance, sampled)  # may refuse
+        with announced("compiling"):
+            self._compiled.result()
+        self.options, self.spec = options, spec
+        if (sampled, spec) != before:
+            self._compile()
+
+    def stats(self) -> None:
+        """Print the speed of all replies, the tree, and how full the context is."""
+        tree = self.model.parse_tree(self.spec)
+        turns = encode_prompt(self.model.tokenizer, self.messages[:-1] or "", self.template)
+        inform(
+            f"{speed(self.results)}; {self.model.drafts_by(tree)}, {tree.n_nodes} nodes, "
+            f"temperature {self.options.temperature:g}; {len(self.messages) // 2} turns, "
+            f"{len(turns)} of {self.model.config.max_position} tokens of the context"
+        )
+
+    def save(self, path: str) -> None:
+        """Append the conversation to a file, as one line `{"messages": [...]}`."""
+        if not self.messages:
+            raise UserError("nothing has been said yet")
+        line = json.dumps({"messages": self.messages}, ensure_ascii=False)
+        try:
+            with open(file_to_write(path, "/save"), "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from error
+        inform(f"saved {len(self.messages)} messages to {path}")
+
+    def reply(self) -> None:
+        """Answer the last user turn; Ctrl-C ends the answer, not the chat.
+
+        A reply that ends before its first word is dropped with its turn: models that read an empty
+        reply tend to give further ones.
 
         Raises:
           UserError: the turn alone is too long for the context, or cannot be answered; it is taken back.
         """
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append({"role": "user", "content": self._asked})
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
-        shown = ended = ""
+        shown, note = "", "(stopped)"
         try:
             prompt = self.fitting_prompt()
             with announced("compiling"):
                 self._compiled.result()
-            for pieces, done in self.dialogue.stream(
-                prompt, options, acceptance=self.acceptance
-            ):
+            for pieces, done in self._stream(prompt, options):
                 for part, depth in (pair for piece in pieces for pair in piece.parts):
                     shown += part
                     sys.stdout.write(coloured(part, depth) if self.show_drafts else part)
                 sys.stdout.flush()
-                ended = done[0].finish_reason if done else ""
+                if done:
+                    note = self._note(done[0], shown)
         except UserError:
             self.messages.pop()
             raise
         except KeyboardInterrupt:
-            inform("\n(stopped)")
+            pass
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        inform(note)
+        self._answered = bool(shown.strip())
+        if self._answered:
+            self.messages.append({"role": "assistant", "content": shown})
         else:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
-            if ended == "context":
-                inform("(the context is full)")
-            elif ended == "length":
-                limit = self.options.max_new_tokens
-                inform(f"(cut at {limit} tokens: ask to go on, or raise --max_new_tokens)")
-        self.messages.append({"role": "assistant", "content": shown})
+            self.messages.pop()
+
+    def _note(self, result: Result, shown: str) -> str:
+        """The line below a whole reply."""
+        if not shown.strip():
+            return "(the model ended at once)"
+        self.results.append(result)
+        ends = {
+            "context": "; the context is full",
+            "length": "; cut there: ask to go on, or raise --max_new_tokens",
+        }
+        return f"({speed([result])}{ends.get(result.finish_reason, '')})"
 
     def fitting_prompt(self) -> list[int]:
         """Ids of the conversation without its oldest turns where it fills the context.
@@ -178,3 +264,14 @@ class Chat:
         if forgotten:
             inform(f"(the context is full: the {forgotten} oldest turns are forgotten)")
         return ids
+
+
+def speed(results: list[Result]) -> str:
+    """Tokens, tokens per second and tokens per step of some replies."""
+    tokens = sum(result.new_tokens for result in results)
+    later, steps = tokens - len(results), sum(result.steps for result in results)
+    seconds = sum(result.decode_seconds for result in results)
+    return (
+        f"{tokens} tokens, {later / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{later / max(steps, 1):.2f} tokens a step"
+    )

@@ -1,14 +1,14 @@
-"""`python -m medusa_jax compile`: a decode step or a training step by a device's own compiler.
+"""`python -m medusa_jax compile`: memory and traffic of a decode or a training step, by a device's compiler.
 
-TPUs and GPUs need not be here: their compilers run anywhere. A model of shapes only is compiled, and
-the compiler's estimates are added up by stage. Nothing is run.
+TPUs and GPUs need not be here: their compilers run anywhere. A model of shapes only is compiled;
+nothing is run. `python -m research compile` adds estimated cycles, kernels and known inefficiencies.
 """
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import announced
@@ -16,12 +16,15 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop.shapes import SHAPES, find_shape
 
 if TYPE_CHECKING:
-    from medusa_jax.evaluate.compiled.targets import Target
+    from medusa_jax.evaluate.compiled import Case
+    from medusa_jax.evaluate.targets import Target
+    from medusa_jax.heads.drafter import Drafter
+    from medusa_jax.tree.tree import Tree
 
 EXAMPLES = """examples:
   python -m medusa_jax compile --for v5e
-  python -m medusa_jax compile --for v6e:2x2 --drafter eagle --acceptance sampled --top_p 0.9
-  python -m medusa_jax compile --for h100 --shape llama3-8b --drafter medusa --json
+  python -m medusa_jax compile --for v6e:2x2 --mesh 1,1,4 --shape llama3-8b --batch 16 --context 8000
+  python -m medusa_jax compile --for h100 --shape llama3-8b --drafter eagle --json
   python -m medusa_jax compile --for v5e --shape llama3.1-8b --drafter configs/llama31_8b.py
   python -m medusa_jax compile --for v5e:2x4 --train configs/vicuna7b_m1.py
   python -m medusa_jax compile --for here --shape path/to/model
@@ -30,7 +33,7 @@ EXAMPLES = """examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Memory, kernels or cycles by stage, and defects of a decode step, by a device's compiler."""
+    """Memory and traffic of each device in a decode step, by the device's compiler."""
 
     target: str = flag(
         "v4, v5e, v5p or v6e, with a topology such as v5e:2x4; h100; or here: the default device",
@@ -49,11 +52,8 @@ class Flags:
         "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=numbers()
     )
     acceptance: str = flag("greedy, sampled, rejection or typical", "greedy")
-    top_p: float = flag(
-        "below 1: the filter runs (its cost does not depend on the value)", 1.0
-    )
     layers: int | None = flag(
-        "layers to compile; figures are for all layers of the shape (default: 8; here or of a recipe all)",
+        "layers of a decode step to compile; figures are for all (default: 8; here all)",
         None, type=at_least(2),
     )  # fmt: skip
     train: str | None = flag(
@@ -64,33 +64,66 @@ class Flags:
 
 def run(flags: Flags) -> int:
     """Compile, then print."""
-    import jax
-
-    from medusa_jax.evaluate.compiled.targets import HERE, find_target
-
-    if flags.target != HERE:
-        jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
-    target = find_target(flags.target)
-    text = training_step(flags, target) if flags.train else decode_step(flags, target)
+    target = target_of(flags)
+    found = (train_step if flags.train else decode_step)(flags, target)
     if flags.json:
-        print(text)
-    else:
-        print(
-            f"{text}\n\nestimates of {target.compiler}, jax {jax.__version__}; nothing was run"
-        )
+        print(json.dumps(found))
+        return 0
+    print(
+        f"## {title_of(flags, target)}\n\n{as_text(found, target)}\n\n{source_of(target)}"
+    )
     return 0
 
 
-def decode_step(flags: Flags, target: "Target") -> str:
-    """The report of a decode step."""
+def target_of(flags: Flags) -> "Target":
+    """The devices of --for."""
+    import jax
+
+    from medusa_jax.evaluate.targets import HERE, find_target
+
+    if flags.target != HERE:
+        jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
+    return find_target(flags.target)
+
+
+def decode_step(flags: Flags, target: "Target") -> dict[str, Any]:
+    """Figures of the decode loop, the object that `--json` prints."""
+    from medusa_jax.evaluate.compiled import compile_step
+
+    case, drafter, tree = case_of(flags, target)
+    with compiling_for(target):
+        step = compile_step(case, drafter, tree)
+    return {
+        "target": target.name,
+        "device": target.chip.title,
+        "estimated": True,
+        "layers": case.compiled_layers,
+        "memory_bytes": step.memory,
+        "weight_bytes": step.weights,
+        "sent_bytes": step.sent,
+    }
+
+
+def train_step(flags: Flags, target: "Target") -> dict[str, Any]:
+    """Figures of a recipe's training step, the object that `--json` prints."""
+    from medusa_jax.commands.train import load_config
+    from medusa_jax.evaluate.compiled import compile_training
+
+    assert flags.train is not None
+    cfg = load_config(flags.train)
+    with compiling_for(target):
+        return compile_training(cfg, target, flags.mesh or cfg.mesh)[1]
+
+
+def case_of(flags: Flags, target: "Target") -> "tuple[Case, Drafter, Tree]":
+    """The decode loop that the flags describe."""
     import jax
 
     from medusa_jax.api import DEMO
     from medusa_jax.commands.train import load_config
     from medusa_jax.decoding.acceptance import RULES
-    from medusa_jax.evaluate.compiled import report
-    from medusa_jax.evaluate.compiled.programs import Case
-    from medusa_jax.evaluate.compiled.targets import HERE
+    from medusa_jax.evaluate.compiled import Case
+    from medusa_jax.evaluate.targets import HERE
     from medusa_jax.heads.registry import drafter_class, make_drafter
     from medusa_jax.model.llama import decoding_config
     from medusa_jax.model.placing import choose_storage
@@ -105,15 +138,13 @@ def decode_step(flags: Flags, target: "Target") -> str:
     config = find_shape(flags.shape)
     case = Case(
         config, target, flags.batch, flags.context, flags.mesh or (1, 1, 1),
-        flags.acceptance, ("top_p",) if flags.top_p < 1 else (), layers=flags.layers or 8,
+        flags.acceptance, layers=flags.layers or 8,
     )  # fmt: skip
     if target.name == HERE:  # the program that decoding would run
         dtype = jax.numpy.dtype("float32" if target.platform == "cpu" else "bfloat16")
-        mesh = make_mesh(case.mesh, target.devices)
-        case = dataclasses.replace(
-            case, dtype=dtype, storage=choose_storage(dtype, mesh),
-            layers=flags.layers or config.n_layers,
-        )  # fmt: skip
+        storage = choose_storage(dtype, make_mesh(case.mesh, target.devices))
+        layers = flags.layers or config.n_layers
+        case = dataclasses.replace(case, dtype=dtype, storage=storage, layers=layers)
     plain = flags.drafter == "none"
     if flags.drafter.endswith(".py"):
         heads = load_config(flags.drafter).heads
@@ -127,31 +158,45 @@ def decode_step(flags: Flags, target: "Target") -> str:
     tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)
     # The drafter is made for the compiled layers: EAGLE-3 reads inside the backbone.
     few = dataclasses.replace(config, n_layers=case.compiled_layers)
-    drafter = make_drafter(heads, decoding_config(few))
-    with compiling_for(target):
-        steps = report.measure(case, drafter, tree)
-    if flags.json:
-        return json.dumps(report.as_json(case, *steps))
+    return case, make_drafter(heads, decoding_config(few)), tree
+
+
+def title_of(flags: Flags, target: "Target") -> str:
+    """The heading of a report."""
+    if flags.train:
+        return f"{flags.train}, {target.title}"
     return (
-        f"## {flags.shape}, {flags.drafter}, {tree.n_nodes} nodes, batch {flags.batch}, "
-        f"{flags.context} tokens, {flags.acceptance}, {target.title}\n\n"
-        + report.as_text(case, *steps)
+        f"{flags.shape}, {flags.drafter}, {flags.tree} nodes, batch {flags.batch}, "
+        f"{flags.context} tokens, {flags.acceptance}, {target.title}"
     )
 
 
-def training_step(flags: Flags, target: "Target") -> str:
-    """The report of a recipe's training step."""
-    from medusa_jax.commands.train import load_config
-    from medusa_jax.evaluate.compiled.programs import compile_training
-    from medusa_jax.evaluate.compiled.report import training_text
+def source_of(target: "Target") -> str:
+    """The last line of a report."""
+    import jax
 
-    assert flags.train is not None
-    cfg = load_config(flags.train)
-    with compiling_for(target):
-        found = compile_training(cfg, target, flags.mesh or cfg.mesh, flags.layers or 0)
-    if flags.json:
-        return json.dumps(found)
-    return f"## {flags.train}, {target.title}\n\n{training_text(target, found)}"
+    return f"estimates of {target.compiler}, jax {jax.__version__}; nothing was run"
+
+
+def as_text(found: Mapping[str, Any], target: "Target") -> str:
+    """The figures without `--json`."""
+
+    def size(n: float) -> str:
+        return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
+
+    memory = size(found["memory_bytes"])
+    if room := target.chip.memory:
+        fits = "" if found["memory_bytes"] <= room else ": does NOT fit"
+        memory += f" of {room / 1e9:.0f} GB{fits}"
+    lines = {"memory per device": memory}
+    if "weight_bytes" in found:
+        lines["weights of a step"] = size(found["weight_bytes"])
+    if "stored_bytes" in found:
+        lines["stored"] = size(found["stored_bytes"])
+    sent = [f"{kind} {size(n)}" for kind, n in found["sent_bytes"].items()]
+    lines["sent a step"] = ", ".join(sent) or "nothing"
+    lines["layers compiled"] = str(found["layers"])
+    return "\n".join(f"{name:18} {figure}" for name, figure in lines.items())
 
 
 @contextlib.contextmanager

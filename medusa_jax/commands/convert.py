@@ -10,11 +10,14 @@ from medusa_jax.arch import DTYPES
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.formats.export_heads import TARGETS, convert
+from medusa_jax.formats.engines import TARGETS, table
 
 LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
+
+engines, and the layouts that they load (docs/formats.md has the limits):
+{table()}
 
 examples:
   python -m medusa_jax convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
@@ -39,26 +42,22 @@ class Flags:
         choices=(*DTYPES[1:], "int8"),
     )
     base_name: str | None = flag("what the files call the model (default: --model)", None)
-    bench: str | None = flag("race.json of `bench race`, for the model card", None)
-    push: str | None = flag("upload the result to the hub", None, metavar="OWNER/NAME")
     allow_other_base: bool = flag(
         "take heads that were trained on another model of the same sizes", False
     )
 
 
 def run(flags: Flags) -> int:
-    """Convert, and upload if asked to."""
+    """Convert."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.formats.export import Export
+    from medusa_jax.formats.export_heads import convert
     from medusa_jax.interop.base_files import BaseFiles
-    from medusa_jax.interop.hub import push
-    from medusa_jax.interop.tensors import read_json
 
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError(
             f"--dtype int8 is for --to native: no other engine reads it, nor {flags.to}"
         )
-    bench = read_json(flags.bench) if flags.bench else None
     directory = find_model(flags.model)
     stored = find_heads(flags.model, flags.drafter)
     if stored is None:
@@ -66,13 +65,12 @@ def run(flags: Flags) -> int:
     name = flags.base_name or flags.model or directory
     export = Export(stored, BaseFiles.open(directory), name, flags.dtype)
     inform(f"{stored.source}: {stored.layout}, {stored.heads.n_heads} heads")
-    convert(
-        export, flags.to, flags.out, bench=bench, allow_other_base=flags.allow_other_base
+    written = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
+    same = f" (--to {flags.to} is the same as --to {written} for these heads)"
+    inform(
+        f"wrote {flags.out}: {TARGETS[written].purpose}{same if written != flags.to else ''}\n"
+        f"next: load it as {flags.out}/README.md says"
     )
-    inform(f"wrote {flags.out}: {TARGETS[flags.to].purpose}")
-    if flags.push:
-        push(flags.out, flags.push)
-        inform(f"uploaded to https://huggingface.co/{flags.push}")
     return 0
 
 

@@ -1,14 +1,45 @@
 """decode.py, `python -m medusa_jax decode`: generate text with draft heads, stream it, measure it."""
 
-from medusa_jax.commands.decode_flags import EXAMPLES, Flags
-from medusa_jax.commands.flags import Program, on_hosts
+import time
+
+from medusa_jax.commands.decode_flags import EXAMPLES, NOTHING_ASKED, Flags
+from medusa_jax.commands.flags import Program, file_to_write, on_hosts
+from medusa_jax.errors import UserError
+from medusa_jax.interop.hub import resolve
 
 
 def run(flags: Flags) -> int:
     """Decode; returns the exit status."""
-    from medusa_jax.commands import decode_run  # JAX is imported here, not for --help
+    began = time.perf_counter()
 
-    return decode_run.run(flags)
+    def decode(flags: Flags) -> int:
+        from medusa_jax.commands import decode_run
+
+        return decode_run.run(flags, began)
+
+    # JAX is imported after the checks, for quick errors.
+    return on_hosts(decode)(checked(flags))
 
 
-main = Program("decode.py", Flags, on_hosts(run), EXAMPLES)
+def checked(flags: Flags) -> Flags:
+    """Refuse impossible combinations and missing files."""
+    if flags.raw and flags.chat is not None:
+        raise UserError("--raw continues text and --chat answers turns: give one of them")
+    asked = (flags.prompt is not None) + (flags.prompts_file is not None)
+    speaks = flags.chat is not None or (flags.model is not None and not flags.raw)
+    if asked > 1 or not (asked or speaks):
+        raise UserError(NOTHING_ASKED)
+    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
+        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
+    if flags.save_drafts and (flags.json or flags.prompt is None):
+        raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
+    if flags.save_drafts:
+        file_to_write(flags.save_drafts, "--save_drafts")
+    if flags.prompts_file:
+        open(flags.prompts_file).close()
+    if flags.model is not None:
+        resolve(flags.model)
+    return flags
+
+
+main = Program("decode.py", Flags, run, EXAMPLES)

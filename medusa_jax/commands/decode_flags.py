@@ -14,16 +14,21 @@ from medusa_jax.commands.flags import (
 )
 
 EXAMPLES = """examples:
-  python decode.py --prompt "def parse("
-  python decode.py --prompt "import os" --show_drafts --compare
+  python decode.py --prompt "import os" --show_drafts --compare                one text of the demo
+  python decode.py --model smollm2 --prompt "What is the capital of France?"   a chat model answers
+  python decode.py --model smollm2 --chat                                      a conversation
+  python decode.py --model path/to/model.gguf --raw --prompt "Once upon"       continue raw text
+  python decode.py --model path/to/model --drafter path/to/heads --prompt "Hello" --compare --json
   python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
-  python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --prompt "Hello"
-  python decode.py --model smollm2 --prompt "What is the capital of France?"
-  python decode.py --model path/to/model.Q4_K_M.gguf --chat none --prompt "Once upon"
-  python decode.py --prompt "def add(a, b):" --compare --json
   python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
-  python decode.py --model lmsys/vicuna-7b-v1.5 --drafter path/to/heads --chat vicuna
 """
+
+
+ACCEPTANCE = ("auto", "greedy", "sampled", "rejection", "typical")
+
+NOTHING_ASKED = (
+    "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
+)
 
 
 def biases(text: str) -> dict[int, float]:
@@ -33,23 +38,34 @@ def biases(text: str) -> dict[int, float]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
-    """Generate text with draft heads (speculative decoding)."""
+class ShownFlags:
+    """What is shown."""
 
-    temperature: float | None = flag(  # type: ignore[assignment]
-        "0 is greedy (default: the named model's preset, else 0)", None
+    show_drafts: bool = flag(
+        "colour accepted drafts by tree depth and underline copied tokens; with --prompts_file: add "
+        "accepted_lengths and draft_depths",
+        False,
     )
-    prompt: str | None = flag("text to continue ('-' reads standard input)", None)
-    prompts_file: str | None = flag(
-        "JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
-        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, "
-        "logit_bias, constraint; answers are JSON lines in the same order",
+    save_drafts: str | None = flag(
+        "draw the text with its drafts in colour", None, metavar="FILE.svg"
+    )
+    compare: bool = flag("also run the autoregressive loop: speed-up and identity", False)
+    repeats: int = flag("timed runs of --compare (medians are shown)", 3, type=at_least(1))
+    json: bool = flag("print one JSON object instead of text", False)
+    logprobs: int | None = flag(
+        "with --json or --prompts_file: log-probabilities of the tokens and of the N likeliest in each "
+        "place, the model's own at temperature 1",
         None,
+        metavar="N",
     )
-    batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
-    tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftFlags(ModelFlags):
+    """The model, and how tokens are drafted and accepted."""
+
     tree: str = flag(
-        "auto (measured on this device at first use), bundled (the tree file's own choice), none, a "
+        "auto (follows the measured steps, down to plain ones), bundled (the tree file's own choice), none, a "
         "number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or a "
         "JSON file of choices (default: auto)",
         "auto",
@@ -58,23 +74,35 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         "auto (the default) is greedy at temperature 0 and sampled above: both give plain decoding's "
         "text, token for token; rejection keeps its distribution; typical is lossy",
         "auto",
-        metavar="RULE",
+        choices=ACCEPTANCE,
     )
-    top_k: int = flag("keep the k likeliest tokens; 0 keeps all", 0)
+    epsilon: float = flag("typical acceptance: hard threshold", EPSILON)
+    delta: float = flag("typical acceptance: entropy threshold", DELTA)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFlags(GenerationFlags):
+    """The length of a text, and how it is drawn (in a conversation by default as the model's publisher says)."""
+
+    temperature: float | None = flag(  # type: ignore[assignment]
+        "0 is greedy (default: 0)", None
+    )
+    top_k: int | None = flag("keep the k likeliest tokens; 0 keeps all (default: 0)", None)
     top_p: float | None = flag(
-        "keep the likeliest tokens up to this mass (default: the named model's preset, else 1)",
+        "keep the likeliest tokens up to this mass (default: 1)", None
+    )
+    min_p: float | None = flag(
+        "drop tokens below this share of the likeliest (default: 0)", None
+    )
+    repetition_penalty: float | None = flag(
+        "divides positive logits of tokens of prompt and text, multiplies negative ones (default: 1)",
         None,
     )
-    min_p: float = flag("drop tokens below this share of the likeliest", 0.0)
     presence_penalty: float = flag(
         "subtracted from the logits of tokens in the new text", 0.0
     )
     frequency_penalty: float = flag(
         "subtracted from the logits of tokens in the new text, once per occurrence", 0.0
-    )
-    repetition_penalty: float = flag(
-        "divides positive logits of tokens of prompt and text, multiplies negative ones",
-        1.0,
     )
     logit_bias: dict[int, float] = flag(  # noqa: RUF009
         "numbers to add to the logits of tokens, such as 15=-100,7=2.5",
@@ -88,17 +116,15 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         "",
         metavar="KIND:VALUE",
     )
-    epsilon: float = flag("typical acceptance: hard threshold", EPSILON)
-    delta: float = flag("typical acceptance: entropy threshold", DELTA)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndFlags:
+    """Where a text ends."""
+
     stop: list[str] = flag("string that ends the text (repeatable)", [])  # noqa: RUF009
     max_steps: int | None = flag(
         "most decode steps, of one token or more each (default: no limit)",
-        None,
-        metavar="N",
-    )
-    logprobs: int | None = flag(
-        "with --json or --prompts_file: log-probabilities of the tokens and of the N likeliest in each "
-        "place, the model's own at temperature 1",
         None,
         metavar="N",
     )
@@ -116,19 +142,27 @@ class Flags(HostFlags, GenerationFlags, MeshFlags, ModelFlags):
         type=numbers(),
         metavar="IDS",
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, MeshFlags, HostFlags):
+    """Generate text with draft heads (speculative decoding)."""
+
+    prompt: str | None = flag("text to continue ('-' reads standard input)", None)
+    prompts_file: str | None = flag(
+        "JSONL with prompt, prompt_ids or messages, and optional per-request temperature, top_k, top_p, "
+        "min_p, seed, max_new_tokens, max_steps, stop, eos_ids, stop_sequences, logprobs, penalties, "
+        "logit_bias, constraint; answers are JSON lines in the same order",
+        None,
+    )
+    batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
     chat: str | None = flag(
-        "wrap the prompt in the tokenizer's chat template (or a shipped one by name); without a prompt: "
-        "talk, Ctrl-C stops a reply, Ctrl-D ends; the default for a model with instruct in its name, "
-        "which 'none' turns off",
+        "the prompt is a user's turn in the tokenizer's chat template (or a shipped one by name); "
+        "without a prompt: a conversation. The default for models whose files call them chat models",
         None,
         nargs="?",
         const="",
         metavar="TEMPLATE",
     )
-    show_drafts: bool = flag("colour tokens by the tree depth they were accepted at", False)
-    save_drafts: str | None = flag(
-        "draw the text with its drafts in colour", None, metavar="FILE.svg"
-    )
-    compare: bool = flag("also run the autoregressive loop: speed-up and identity", False)
-    repeats: int = flag("timed runs of --compare (medians are shown)", 3, type=at_least(1))
-    json: bool = flag("print one JSON object instead of text", False)
+    raw: bool = flag("continue the prompt as it is, for chat models as well", False)
+    tokenizer: str | None = flag("directory or hub id, if not next to the model", None)

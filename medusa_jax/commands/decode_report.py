@@ -18,18 +18,24 @@ RESULT = (
     "mean_accepted_length", "acceptance_histogram", "accepted_lengths", "prefill_seconds",
     "decode_seconds", "compile_seconds", "tokens_per_second",
 )  # fmt: skip
-# Accepted drafts by depth: green, cyan, blue, magenta, yellow; the verifier's own tokens plain.
+# Accepted drafts by depth: green, cyan, blue, magenta, yellow.
 COLOURS = (32, 36, 34, 35, 33)
 
 
+UNDERLINED = 4
+
+
 def coloured(text: str, depth: int) -> str:
-    """Colour text by the tree depth that it was accepted at; depth 0 stays plain."""
-    return f"\x1b[{COLOURS[(depth - 1) % len(COLOURS)]}m{text}\x1b[0m" if depth else text
+    """Colour a draft by the tree depth that it was accepted at, underline it if it was copied (below 0)."""
+    if not depth:
+        return text
+    style = UNDERLINED if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)]
+    return f"\x1b[{style}m{text}\x1b[0m"
 
 
 LEGEND = (
     f"accepted drafts by tree depth: {' '.join(coloured(str(d), d) for d in range(1, 6))}; "
-    "plain = chosen by the backbone itself"
+    f"{coloured('copied from the text', -1)}; plain: the model's own"
 )
 
 
@@ -39,10 +45,14 @@ def describe(
     acceptance: str,
     options: Options,
     compared: "Comparison | None",
+    form: str = "",
 ) -> Json:
     """The object that --json prints.
 
     With a comparison, all times are medians of its runs, so rates and speed-up agree.
+
+    Args:
+      form: how the prompt was read, "chat" or "raw text".
     """
     if compared is not None:
         result = dataclasses.replace(
@@ -54,8 +64,9 @@ def describe(
     facts: Json = {name: getattr(result, name) for name in RESULT}
     facts["mean_accepted_length"] = round(result.mean_accepted_length, 4)
     facts |= {
-        "drafter": model.drafts_by(),
-        "tree_nodes": model.tree.n_nodes,
+        "form": form,
+        "drafter": "plain" if result.tree_nodes == 1 else model.drafts_by(),
+        "tree_nodes": result.tree_nodes or model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),
         "guarantee": RULES[acceptance].guarantee,
@@ -74,18 +85,22 @@ def describe(
     return facts
 
 
-def summary(facts: Json) -> str:
-    """One line of measurements."""
+def summary(facts: Json, first_seconds: float) -> str:
+    """One line of measurements.
+
+    Args:
+      first_seconds: from the start of the command to the first token.
+    """
     line = (
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
-        f"({facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
+        f"({facts['form']}, {facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
         f"{facts['guarantee'].partition(':')[0]}, {precision(facts)}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
         line += f"; compiled in {facts['compile_seconds']:.1f} s"
-    line += ")"
+    line += f"), first token after {first_seconds:.1f} s"
     if "speedup" not in facts:
         return line
     plain = facts["autoregressive"]["tokens_per_second"]

@@ -3,17 +3,19 @@
 import dataclasses
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 
-from medusa_jax.api import Model, Options, Result
+from medusa_jax.api import Model, Options, Result, find_model
 from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
-from medusa_jax.commands.flags import file_to_write, load_model
-from medusa_jax.commands.requests import read_requests, shared_options
+from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.following import following
+from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
 from medusa_jax.console import (
     announced,
     give_memory_back,
@@ -22,10 +24,10 @@ from medusa_jax.console import (
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
-from medusa_jax.decoding.acceptance import RULES
-from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.names import file_of, is_chat_model, named
+from medusa_jax.errors import UserError
+from medusa_jax.heads.registry import BASELINES
+from medusa_jax.interop.chat import encode_prompt, is_chat_model, speaks
+from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Job:
     Attributes:
       acceptance: name of the rule.
       repeats: timed runs of a comparison with plain decoding; 0: no comparison.
+      form: how the prompts were read, "chat" or "raw text".
     """
 
     model: Model
@@ -46,6 +49,7 @@ class Job:
     options: list[Options]
     acceptance: str
     repeats: int
+    form: str
 
     def batch(self, rows: list[int]) -> tuple[list[Prompt], list[Options], list[int]]:
         """The prompts, options and ids of these rows, as `Model.generate` takes them."""
@@ -78,25 +82,35 @@ class Job:
                     acceptance=self.acceptance,
                 )
         found = [
-            describe(self.model, result, self.acceptance, own, one)
+            describe(self.model, result, self.acceptance, own, one, self.form)
             for result, own, one in zip(results, options, compared)
         ]
         if as_json:
-            bandwidth = importlib.import_module("medusa_jax.evaluate.bandwidth")
+            read = importlib.import_module("medusa_jax.evaluate.weight_bytes")
             for facts in found:
                 n = facts["prompt_tokens"]
-                facts["weights_stored_as"] = bandwidth.stored_as(self.model)
-                facts["bytes_per_step"] = bandwidth.bytes_per_token(self.model, n)
+                facts["weights_stored_as"] = read.stored_as(self.model)
+                facts["bytes_per_step"] = read.bytes_per_token(self.model, n)
         return found
 
 
-def run(flags: Flags) -> int:
-    """Decode the requested prompts; returns the exit status."""
-    flags = give_way_to_demo(flags)
-    template = chosen_template(flags)
-    talking = template is not None and flags.prompt is None and flags.prompts_file is None
-    prompts, options = ([], [shared_options(flags)]) if talking else read_requests(flags)
-    check_flags(flags, talking)
+def run(flags: Flags, began: float) -> int:
+    """Decode the requested prompts; returns the exit status.
+
+    Args:
+      began: when the command began, by `time.perf_counter`.
+    """
+    talking = talks(flags)
+    if talking and jax.process_count() > 1:
+        raise UserError("a chat runs on one host: give --prompt or --prompts_file")
+    defaults = own_sampling(flags.model) if talking else {}
+    prompts, options = (
+        ([], [shared_options(flags, defaults)]) if talking else read_requests(flags)
+    )
+    if flags.no_repeat_ngram_size and any(own.constraint for own in options):
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
     give_memory_back()
     use_compilation_cache()
     warn_if_accelerator_unused()
@@ -107,18 +121,22 @@ def run(flags: Flags) -> int:
         batch=min(flags.batch_size, len(options)),
         all_heads=False,
     )
-    if flags.tree == "auto" and model.drafts and not model.tree.depth:
-        inform("plain decoding: no tree is faster on this device")
-    if flags.chat is None and not talking and not model.tokenizer.chat_template:
-        template = None
+    template = chosen_template(flags, model.tokenizer)
     if template is not None:
         ends = model.tokenizer, model.eos_ids
         options = [ending_turns(*ends, own, template) for own in options]
     if talking:
+        if defaults:
+            own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
+            inform(
+                f"sampling by the model's publisher, where no flag says otherwise: {own}"
+            )
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
-        status: int = chat.Chat(model, *about).run()
-        return status
+        return chat.Chat(model, *about).run()
+    if model.tokenizer.chat_template and flags.chat is None and not flags.raw:
+        raw = "raw text (--chat makes the prompt a user's turn)"
+        inform(raw if template is None else "chat (--raw continues the prompt instead)")
     prompts = [
         encode_prompt(model.tokenizer, prompt, template or "")
         if isinstance(prompt, list) or (isinstance(prompt, str) and template is not None)
@@ -130,74 +148,55 @@ def run(flags: Flags) -> int:
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
     model.request(prompts, options)  # refuse before anything is decoded
     repeats = flags.repeats if flags.compare else 0
-    job = Job(model, prompts, options, acceptance, repeats)
+    form = "raw text" if template is None else "chat"
+    job = Job(model, prompts, options, acceptance, repeats, form)
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
-        status = file.answer(job, flags.batch_size)
-        return status
+        return file.answer(job, flags.batch_size, flags.show_drafts)
     if flags.json:
         seconds, [result] = job.compile([0]), job.generate([0])
         result.compile_seconds = seconds
         print_json(job.facts([0], [result])[0])
         return 0
-    return answer_one(job, flags.show_drafts, flags.save_drafts)
+    status = answer_one(job, flags.show_drafts, flags.save_drafts, began)
+    if flags.compare and flags.drafter and flags.drafter not in BASELINES:
+        following("serve", model=flags.model, drafter=flags.drafter)
+    return status
 
 
-def chosen_template(flags: Flags) -> str | None:
+def talks(flags: Flags) -> bool:
+    """Whether the flags ask for a conversation: no prompt, and a chat model or --chat."""
+    if flags.prompt is not None or flags.prompts_file is not None or flags.raw:
+        return False
+    if flags.chat is not None or flags.model is None:
+        return flags.chat is not None
+    return speaks(flags.tokenizer or find_model(flags.model), flags.model)
+
+
+def chosen_template(flags: Flags, tokenizer: Tokenizer) -> str | None:
     """The chat template for prompts: "" is the tokenizer's own, None is none."""
-    if flags.chat is None and is_chat_model(flags.model):
-        return ""
-    return None if flags.chat == "none" else flags.chat
+    if flags.raw or flags.chat is not None:
+        return None if flags.raw else flags.chat
+    return "" if is_chat_model(tokenizer, flags.model) else None
 
 
-def check_flags(flags: Flags, talking: bool) -> None:
-    """Refuse impossible combinations before a model is loaded."""
-    if flags.acceptance not in ("auto", *RULES):
-        known = ["auto", *RULES]
-        near = did_you_mean(flags.acceptance, known)
-        raise UserError(
-            f"--acceptance is one of {', '.join(known)}, not {flags.acceptance!r}{near}"
-        )
-    if talking and jax.process_count() > 1:
-        raise UserError("a chat runs on one host: give --prompt or --prompts_file")
-    if flags.logprobs is not None and not (flags.json or flags.prompts_file):
-        raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")
-    if flags.save_drafts and (flags.json or flags.prompts_file or talking):
-        raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
-    if flags.save_drafts:
-        file_to_write(flags.save_drafts, "--save_drafts")
-
-
-def give_way_to_demo(flags: Flags) -> Flags:
-    """The flags, with the demo instead of a model by name that is not installed.
-
-    Prints one line. With --json, --prompts_file, a chat or named heads, raises the error instead.
-    """
-    asked = flags.prompt is not None and not (flags.json or flags.drafter or flags.chat)
-    if not asked or flags.model is None or named(flags.model) is None:
-        return flags
-    try:
-        file_of(flags.model)
-    except UserError as error:
-        inform(f"{error}; the bundled demo goes on with the prompt instead")
-        return dataclasses.replace(flags, model=None)
-    return flags
-
-
-def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
+def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: float) -> int:
     """Print one text as it is decoded, then a line of measurements.
 
     Args:
       show_drafts: colour accepted drafts by their tree depth.
       save_drafts: an SVG file for the coloured text.
+      began: when the command began.
     """
     seconds = job.compile([0])
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
     sys.stdout.write("".join(text for text, _ in segments))
     results: list[Result] = []
+    first_seconds = 0.0
     for pieces, final in job.model.stream(
         job.prompts, job.options, acceptance=job.acceptance
     ):
+        first_seconds = first_seconds or time.perf_counter() - began
         for text, depth in (part for piece in pieces for part in piece.parts):
             segments.append((text, depth))
             sys.stdout.write(coloured(text, depth) if show_drafts else text)
@@ -213,7 +212,12 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None) -> int:
         inform(LEGEND)
     [result] = results
     result.compile_seconds = seconds
-    inform(summary(job.facts([0], results, as_json=False)[0]))
+    inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
+    if result.tree_nodes == 1:
+        inform(
+            f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
+            "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"
+        )
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")

@@ -4,22 +4,23 @@ Heads are trained on the model's own output, which they will have to guess (Medu
 are prompts to go on with, or conversations whose user turns are asked again (see
 `conversation.py` for the three modes). The output directory holds
 
-    messages.jsonl    chat modes, one conversation a line, in the order of the seeds:
+    messages.jsonl    chat modes, one conversation a line, at the end in the order of the seeds:
                       {"seed": 7, "messages": [...], "answers": [{"tokens", "steps", "finish"}],
                       "cut": true (the last answer was broken off), "problem": why it ended early}
-    samples.jsonl     mode continue: {"prompt_ids": [...], "token_ids": [...]}
+    samples.jsonl     mode continue: {"seed": 7, "prompt_ids": [...], "token_ids": [...]}
     tokens.npy, doc_starts.npy, counted.npy
                       mode continue: the same as a token directory; prompts are not counted
     vocab_counts.npy  counts of each token [V] that the model wrote, to choose a draft vocabulary by
     settings.json     everything that decides the text
     provenance.json   settings, sizes and speed, written when all is done
 
-A run that was stopped, even killed, resumes after its last whole batch and ends with the same
-files, byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
+A run that was stopped, even killed, resumes after its last finished answer and ends with the same
+files, on a CPU byte for byte. Over several hosts rows are on the devices of all, process 0 writes, and SIGTERM to any
 ends all after the same batch.
 """
 
 import dataclasses
+import json
 import os
 import signal
 import time
@@ -27,6 +28,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
+
+import numpy as np
 
 from medusa_jax.commands.flags import (
     HostFlags,
@@ -38,10 +41,11 @@ from medusa_jax.commands.flags import (
     load_model,
     on_hosts,
 )
+from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import Json, write_array, write_json
+from medusa_jax.whole_files import Json, write_array, write_json, write_text
 
 EXAMPLES = """examples:
   python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
@@ -71,7 +75,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     )
     out: str = flag("directory to write")
     mode: str = flag(
-        "continue, multi_turn or self_talk; auto: continue for prompts, else multi_turn",
+        "continue, multi_turn or self_talk; auto: multi_turn for a chat model, else by the seeds",
         "auto",
     )
     tree: str = flag("as for decode.py", "auto")
@@ -108,8 +112,10 @@ def warn_if_quantised(model: str | None) -> None:
 def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
+    from medusa_jax.api import find_model
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
+    from medusa_jax.interop.chat import speaks
     from medusa_jax.interop.hub import refuse_model
 
     if bool(flags.prompts) == (flags.ask > 0):
@@ -121,7 +127,12 @@ def run(flags: Flags) -> int:
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-        mode = mode_for(seeds, flags.mode)
+        wanted = flags.mode
+        if wanted == "auto" and any(s.turns for s in seeds):
+            wanted = (
+                "multi_turn" if speaks(find_model(flags.model), flags.model) else "auto"
+            )
+        mode = mode_for(seeds, wanted)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     use_compilation_cache()
@@ -133,7 +144,7 @@ def run(flags: Flags) -> int:
 def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     """Continue after the answered seeds; returns the exit status."""
     from medusa_jax import hosts
-    from medusa_jax.api import Options
+    from medusa_jax.api import Options, find_model
     from medusa_jax.distill import files
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
@@ -156,21 +167,22 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
         options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
-    out, lines = Path(flags.out), []
+    out = Path(flags.out)
     settings = files.settings_of(dataclasses.asdict(flags), mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
-        if mode == "continue":
-            return bool(line.get("prompt_ids") == prompt_of(model, seed))
-        return bool(line.get("seed") == seed.number)
+        return mode != "continue" or bool(line.get("prompt_ids") == prompt_of(model, seed))
 
+    done: dict[int, Json] = {}
     if hosts.first():
         files.check_settings(out, settings)
-        lines = files.finished_lines(path, flags.batch_size, seeds, answers)
-        if lines:
-            inform(f"{len(lines)} of {len(seeds)} seeds are answered already")
-    start, before = time.perf_counter(), int(hosts.broadcast_from_first(len(lines)))
+        done = files.finished_lines(path, seeds, answers)
+        if done:
+            inform(f"{len(done)} of {len(seeds)} seeds are answered already")
+    known = hosts.broadcast_from_first(np.array([seed.number in done for seed in seeds]))
+    left = [seed for seed, there in zip(seeds, known) if not there]
+    start, before = time.perf_counter(), len(seeds) - len(left)
     progress = Progress("answers", len(seeds), "seed", before, hosts.first())
     user_options = dataclasses.replace(
         options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
@@ -179,11 +191,11 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         model, mode, options, user_options, batch_size=flags.batch_size,
         chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
     )  # fmt: skip
-    made = write_all(writer, path, seeds[before:])
+    made = write_all(writer, path, left)
     stopped = before + len(made) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0
-    lines += made
+    lines = [*done.values(), *made]
     if stopped:
         inform(
             f"stopped by SIGTERM after {len(lines)} of {len(seeds)} seeds; the same command "
@@ -191,6 +203,8 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         )
         return 128 + signal.SIGTERM
     seconds = time.perf_counter() - start
+    lines.sort(key=lambda line: line["seed"])
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     found = files.sizes(mode, lines)
     if mode == "continue":
         files.write_token_directory(out, lines)
@@ -207,6 +221,12 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
     for problem, n in found.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
+    following(
+        "", "python train.py", config="configs/own.py",
+        **{"config.model.path": flags.model or find_model(None)},
+        **{"config.data.source": str(out if mode == "continue" else path)},
+        workdir=str(out / "run"),
+    )  # fmt: skip
     return 0
 
 

@@ -1,14 +1,14 @@
 """Command-line flags: each is a field of a frozen dataclass, declared once with its help.
 
 `class Flags(GenerationFlags, ModelFlags)` has the flags of both and adds its own by `flag`. A field that only
-gets another default keeps its help.
+gets another default keeps its help. In --help the flags of a base class are a group under its docstring.
 """
 
 import argparse
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -19,10 +19,6 @@ from medusa_jax.errors import UserError, did_you_mean
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options
 
-SEVERAL_HOSTS = (
-    "several hosts: the same command on each; SLURM, Open MPI, Cloud TPU and GKE set all three, "
-    "elsewhere give them"
-)
 # Other programs' names for flags.
 ALIASES = {
     "--max_tokens": "--max_new_tokens",
@@ -33,6 +29,7 @@ ALIASES = {
     "--draft_model": "--drafter",
 }
 
+FIELDS = "__dataclass_fields__"
 # A command's flags: a frozen dataclass.
 Parsed = TypeVar("Parsed")
 
@@ -41,20 +38,24 @@ class Parser(argparse.ArgumentParser):
     """Raises `UserError` for bad flags, with the nearest name for a misspelt one.
 
     Attributes:
-      nearest: an unknown flag -> "; did you mean '--tree'?" or "".
+      names: of all flags.
     """
 
-    nearest: Callable[[str], str] = staticmethod(lambda name: "")
+    names: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of `args`."""
         found, rest = self.parse_known_args(args, namespace)
         if flag := next((word for word in rest if word.startswith("-")), ""):
             name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{self.nearest(name)}")
+            self.error(f"unknown flag {name}{self.near(name)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
         return found
+
+    def near(self, name: str) -> str:
+        """The end of the message about an unknown flag: the one that was meant, if any is near."""
+        return did_you_mean(name, self.names, ALIASES)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError`."""
@@ -68,35 +69,32 @@ def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
 
     Args:
       help: text for --help; the default is added unless it is None, empty or mentioned.
-      how: further arguments of argparse's `add_argument`, and `group`, a heading in the help.
+      how: further arguments of argparse's `add_argument`.
     """
+    made = {"default": default}
     if isinstance(default, list):
-        return dataclasses.field(
-            default_factory=default.copy, metadata={"help": help} | how
-        )
-    return dataclasses.field(default=default, metadata={"help": help} | how)
+        made = {"default_factory": default.copy}
+    return dataclasses.field(metadata={"help": help} | how, **made)
 
 
 def parser_of(kind: type, name: str, examples: str = "") -> Parser:
     """A parser with a flag for each field of a dataclass, which its docstring describes."""
     parser = Parser(
         prog=name,
+        usage="%(prog)s [flags]",
         description=inspect.cleandoc(kind.__doc__ or ""),
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    described: dict[str, Mapping[str, Any]] = {}
-    for base in reversed(kind.__mro__):
-        fields = vars(base).get("__dataclass_fields__", {}).values()
-        described |= {field.name: field.metadata for field in fields if field.metadata}
-    kinds, groups = typing.get_type_hints(kind), {"": parser}
+    groups: dict[type, Any] = {kind: parser}
+    for base in kind.__mro__[1:]:
+        groups[base] = parser.add_argument_group((base.__doc__ or "").rstrip("."))
+    kinds = typing.get_type_hints(kind)
     names = []
     for field in dataclasses.fields(kind):
-        how = dict(described[field.name])
-        if "type" not in how:
-            how |= _kind_of_flag(kinds[field.name])
-        if (group := how.pop("group", "")) not in groups:
-            groups[group] = parser.add_argument_group(group)  # type: ignore[assignment]
+        owners = [b for b in kind.__mro__ if field.name in getattr(b, FIELDS, ())]
+        described = (getattr(b, FIELDS)[field.name].metadata for b in owners)
+        how = _kind_of_flag(kinds[field.name]) | dict(next(filter(None, described)))
         if field.default_factory is not dataclasses.MISSING:
             how["default"] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
@@ -106,9 +104,8 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
         if how.get("default") not in (None, "", False, []) and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
-        groups[group].add_argument(names[-1], dest=field.name, **how)
-    aliases = {other: own for other, own in ALIASES.items() if own in names}
-    parser.nearest = lambda name: did_you_mean(name, names, aliases)  # type: ignore[method-assign]
+        groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
+    parser.names = names
     return parser
 
 
@@ -186,7 +183,7 @@ def numbers(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseFlags:
-    """A model, and how it is loaded."""
+    """The model."""
 
     model: str | None = flag(
         "directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
@@ -227,7 +224,7 @@ class BaseFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFlags(BaseFlags):
-    """A model with its drafter."""
+    """The model and its drafter."""
 
     drafter: str | None = flag(
         "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
@@ -255,13 +252,11 @@ class GenerationFlags:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFlags:
-    """A run over several hosts."""
+    """Several hosts: the same command on each. SLURM, Open MPI, Cloud TPU and GKE set all three."""
 
-    coordinator_address: str | None = flag(
-        "process 0's", None, metavar="HOST:PORT", group=SEVERAL_HOSTS
-    )
-    num_processes: str | None = flag("of all hosts", None, metavar="N", group=SEVERAL_HOSTS)
-    process_id: str | None = flag("from 0", None, metavar="I", group=SEVERAL_HOSTS)
+    coordinator_address: str | None = flag("process 0's", None, metavar="HOST:PORT")
+    num_processes: str | None = flag("of all hosts", None, metavar="N")
+    process_id: str | None = flag("from 0", None, metavar="I")
 
 
 def load_model(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,6 @@ ALIASES = {
 }
 
 
-# A request has one of these fields.
-PROMPTS = ("prompt", "prompt_ids", "messages")
-
-
 def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options.
 
@@ -57,9 +54,9 @@ def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
             continue
         where = f"{path} line {number}"
         try:
-            record = parse_json(line)
-            prompts.append(_prompt(record))
-            options.append(_options(record, shared))
+            prompt, own = _request(parse_json(line))
+            prompts.append(prompt)
+            options.append(dataclasses.replace(shared, **own))
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
@@ -71,34 +68,21 @@ def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
     return prompts, options
 
 
-def _prompt(record: Any) -> str | tuple[int, ...] | list[Any]:
-    """The prompt of a line: a text, a tuple of token ids or a list of messages."""
-    given = [name for name in PROMPTS if isinstance(record, dict) and name in record]
-    if len(given) != 1:
+def _request(record: Any) -> tuple[Any, Json]:
+    """The prompt of a line (a text, a tuple of token ids or a list of messages) and its options."""
+    if not isinstance(record, dict) or len(PROMPTS.keys() & record.keys()) != 1:
         raise UserError("a request needs one 'prompt', 'prompt_ids' or 'messages'")
-    [name] = given
-    reader = {"prompt": _exactly(str), "prompt_ids": _ids, "messages": _exactly(list)}[name]
-    prompt: str | tuple[int, ...] | list[Any] = _read(name, reader, record[name])
-    return prompt
-
-
-def _options(record: Json, shared: Options) -> Options:
-    """The shared options with those that a request sets itself."""
-    own = {name: value for name, value in record.items() if name not in PROMPTS}
-    for name, value in own.items():
-        if name not in READERS:
-            near = did_you_mean(name, [*PROMPTS, *READERS], ALIASES)
-            near = near or f" (there are: {', '.join([*PROMPTS, *READERS])})"
+    known, own = PROMPTS | READERS, {}
+    for name, value in record.items():
+        if name not in known:
+            near = did_you_mean(name, known, ALIASES) or f" (there are: {', '.join(known)})"
             raise UserError(f"unknown field {name!r}{near}")
-        own[name] = _read(name, READERS[name], value)
-    return dataclasses.replace(shared, **own)
-
-
-def _read(name: str, reader: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return reader(value)
-    except TypeError as error:
-        raise UserError(f"'{name}' cannot be {repr(value)[:80]}") from error
+        try:
+            own[name] = known[name](value)
+        except TypeError as error:
+            raise UserError(f"'{name}' cannot be {repr(value)[:80]}") from error
+    [prompt] = PROMPTS.keys() & own.keys()
+    return own.pop(prompt), own
 
 
 def _exactly(*kinds: type) -> Callable[[Any], Any]:
@@ -112,47 +96,57 @@ def _exactly(*kinds: type) -> Callable[[Any], Any]:
     return read
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if type(value) is not list or any(type(i) is not int for i in value):
-        raise TypeError
-    return tuple(value)
+def _several(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    """Reads a list of values of one type."""
+    return lambda value: tuple(map(_exactly(kind), _exactly(list)(value)))
 
 
-def _texts(value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else tuple(value)
-    if any(not isinstance(text, str) for text in texts):
-        raise TypeError
-    return texts
-
-
-# Readers of the JSON values of options.
+_ids, _texts = _several(int), _several(str)
+# Readers of JSON values by field. A request has one of the first three.
+PROMPTS: dict[str, Callable[[Any], Any]] = {
+    "prompt": _exactly(str),
+    "prompt_ids": _ids,
+    "messages": _exactly(list),
+}
+_NUMBERS: dict[Any, Callable[[Any], Any]] = {
+    int: _exactly(int),
+    int | None: _exactly(int),
+    float: _exactly(float, int),
+}
 READERS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "seed", "max_steps", "logprobs"), _exactly(int)),
-    **dict.fromkeys(
-        (
-            "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "epsilon", "delta",
-        ),
-        _exactly(float, int),
-    ),
-    "stop": _texts,
+    field.name: _NUMBERS[field.type]
+    for field in dataclasses.fields(Options)
+    if field.type in _NUMBERS
+} | {
+    "stop": lambda value: (value,) if isinstance(value, str) else _texts(value),
     "eos_ids": _ids,
     "stop_sequences": lambda value: tuple(_ids(ids) for ids in _exactly(list)(value)),
     "logit_bias": bias_of,
     "constraint": lambda value: value and constraints().constraint_of(value),
-}  # fmt: skip
+}
 
 
-def answer(job: "Job", batch_size: int) -> int:
-    """All requests of a file in batches; one JSON object a line, in the order of the file."""
-    n = len(job.prompts)
+def answer(job: "Job", batch_size: int, show_drafts: bool) -> int:
+    """All requests of a file in batches; one JSON object a line, in the order of the file.
+
+    Args:
+      show_drafts: add `accepted_lengths` and `draft_depths`.
+    """
+    n, began, compiling = len(job.prompts), time.perf_counter(), 0.0
+    tokens = steps = 0
     write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
     with tqdm(total=n, unit="request", disable=None) as bar:
         for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
             seconds, results = job.compile(rows), job.generate(rows)
+            compiling += seconds
             for result in results:
                 result.compile_seconds = seconds
-            for _, facts in zip(ids, job.facts(rows, results)):
+            for _, result, facts in zip(ids, results, job.facts(rows, results)):
+                tokens, steps = tokens + result.new_tokens, steps + result.steps
+                if show_drafts:
+                    facts["draft_depths"] = result.draft_depths
+                else:
+                    del facts["accepted_lengths"]
                 print_json(facts, write)
             sys.stdout.flush()
             bar.update(len(ids))
@@ -160,4 +154,10 @@ def answer(job: "Job", batch_size: int) -> int:
                 done = min((number + 1) * batch_size, n)
                 inform(f"stopped by SIGTERM after {done} of {n} requests")
                 return 128 + signal.SIGTERM
+    spent = time.perf_counter() - began
+    inform(
+        f"{n} requests, {tokens} tokens in {spent:.1f} s ({compiling:.1f} s of compilation), "
+        f"{tokens / max(spent - compiling, 1e-9):.0f} tokens/s, mean accepted length "
+        f"{(tokens - n) / max(steps, 1):.2f}"
+    )
     return 0

@@ -3,27 +3,38 @@
 import dataclasses
 import importlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-from medusa_jax.api import Options
-from medusa_jax.commands.decode_flags import Flags
+from medusa_jax.api import Options, find_model
+from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
+from medusa_jax.interop.hf import generation_config
 from medusa_jax.interop.names import named
 from medusa_jax.whole_files import Json, read_text
 
+# Fields of generation_config.json that a conversation follows.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-def shared_options(flags: Flags) -> Options:
-    """The options of every request: from the flags, else from the model's name."""
-    row = named(flags.model)
+
+def own_sampling(model: str | None) -> dict[str, Any]:
+    """The sampling that a model's publisher recommends, {} if it is greedy or not named."""
+    if row := named(model):
+        return dict(row.sampling)
+    found = generation_config(find_model(model))
+    if found.get("do_sample") is not True:
+        return {}
     given = {
-        field.name: getattr(flags, field.name)
-        for field in dataclasses.fields(Options)
-        if hasattr(flags, field.name)
+        name: found[name] for name in SAMPLING if type(found.get(name)) in (int, float)
     }
+    return {"temperature": 1.0} | given
+
+
+def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:
+    """The options of every request: from the flags, else `defaults`, else those of `Options`."""
+    pairs = ((f.name, getattr(flags, f.name, None)) for f in dataclasses.fields(Options))
+    given = {name: value for name, value in pairs if value is not None}
     given |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
-    for name, default in {"temperature": 0.0, "top_p": 1.0}.items():
-        if given[name] is None:
-            given[name] = row.sampling.get(name, default) if row else default
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
         if kind in ("json_schema", "grammar"):
@@ -31,39 +42,20 @@ def shared_options(flags: Flags) -> Options:
         made: Json = {"json_object": True, "choice": value.split("|")}
         given["constraint"] = {kind: made.get(kind, value)}
     given["constraint"] = given["constraint"] or None
-    return checked(Options(**given), flags.no_repeat_ngram_size)
-
-
-def checked(options: Options, no_repeat_ngram_size: int | None) -> Options:
-    if options.constraint is not None and no_repeat_ngram_size:
-        raise UserError(
-            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
-        )
-    return options
+    return Options(**dict(defaults or {}) | given)
 
 
 def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
-    if (flags.prompt is None) == (flags.prompts_file is None):
-        raise UserError(
-            "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
-        )
+    if flags.prompt is None and flags.prompts_file is None:
+        raise UserError(NOTHING_ASKED)
     shared = shared_options(flags)
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
-        prompts, options = file.read(flags.prompts_file, shared)
-        return prompts, [checked(own, flags.no_repeat_ngram_size) for own in options]
+        return file.read(flags.prompts_file, shared)
     return [read_stdin() if flags.prompt == "-" else flags.prompt], [shared]
 
 
 def read_stdin() -> str:
-    """All of standard input.
-
-    Raises:
-      UserError: it is closed, or not text.
-    """
-    try:
-        return sys.stdin.read().lstrip("\ufeff")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is closed" if isinstance(error, OSError) else error
-        raise UserError(f"cannot read standard input: {why}") from error
+    """All of standard input, without a byte order mark."""
+    return sys.stdin.read().lstrip("\ufeff")

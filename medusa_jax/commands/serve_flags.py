@@ -16,10 +16,13 @@ class Flags(MeshFlags, ModelFlags):
     """Answer many requests at a time (docs/serving.md)."""
 
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
-    tree: str = flag("as for decode; auto is measured for each number of rows", "auto")
+    tree: str = flag(
+        "as for decode; auto is what decoding has learned on this device for each number of rows",
+        "auto",
+    )
     chat: str | None = flag(
         "chat template: a shipped one by name, or plain: turns with an empty line between (default: "
-        "the tokenizer's own, plain if it has none)",
+        "a chat model's own, plain for other models)",
         None,
         metavar="TEMPLATE",
     )
@@ -47,6 +50,11 @@ class Flags(MeshFlags, ModelFlags):
         256,
         type=at_least(0),
         metavar="TOKENS",
+    )
+    log: str = flag(
+        "requests: a line for every call, not only for those that are refused or fail",
+        "errors",
+        choices=("errors", "requests"),
     )
     api_key_file: str | None = flag(
         "a key that clients must send (default: the variable MEDUSA_API_KEY; none: all may)",

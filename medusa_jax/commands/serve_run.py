@@ -5,27 +5,27 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from medusa_jax.api import Model
-from medusa_jax.api.device_tree import trees_by_rows
 from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
     give_memory_back,
-    inform,
     use_compilation_cache,
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import PLAIN, template_source
-from medusa_jax.serving import Server, row_sizes
+from medusa_jax.interop.chat import PLAIN, is_chat_model, template_source
+from medusa_jax.serving import Server
+from medusa_jax.serving.log import log
 from medusa_jax.whole_files import read_text
 
 KEY = "MEDUSA_API_KEY"
 
 
-def run(flags: Flags) -> int:
-    """Serve until SIGTERM or Ctrl-C; returns the exit status."""
+def run(flags: Flags) -> NoReturn:
+    """Serve until SIGTERM or Ctrl-C, then end the process; its status is 1 if errors ended the server."""
     check_extra()
     key = read_key(flags.api_key_file)
     positive = ("slots", "queue", "max_prompt_tokens", "max_new_tokens", "max_body")
@@ -40,26 +40,24 @@ def run(flags: Flags) -> int:
         use_compilation_cache()
         warn_if_accelerator_unused()
         model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
-        template = chosen_template(model, flags.chat)
-        trees = trees_by_rows(model, row_sizes(flags.slots), flags.tree == "auto")
+        template = chosen_template(model, flags.chat, flags.model)
         with Server(
             model,
             slots=flags.slots,
-            trees=trees,
             queue=flags.queue,
             max_prompt_tokens=flags.max_prompt_tokens,
             max_new_tokens=flags.max_new_tokens,
         ) as server:
             if flags.warm_up:
-                most = min(flags.warm_up, model.config.max_position)
-                server.warm_up(most, [(True, "auto")], wait=False)
-                inform(
-                    "compiling ahead, the smallest batch first; calls are answered meanwhile"
+                server.warm_up(min(flags.warm_up, model.config.max_position), wait=False)
+                log(
+                    "compiling ahead while no call is answered, the likeliest programs first"
                 )
             answer_calls(listener, server, template, key, flags)
-            if server.failed:
-                inform("error: the server ended after repeated errors; start it again")
-            return int(server.failed)
+        if server.failed:
+            log("error: the server ended after repeated errors; start it again")
+    # Every answer has been sent. An ordinary exit would wait for a compilation.
+    os._exit(int(server.failed))
 
 
 def answer_calls(
@@ -68,9 +66,7 @@ def answer_calls(
     """Serve until a signal; running answers are finished, new calls are refused."""
     from medusa_jax.serving.http import Limits, make_app, make_listener
 
-    limits = Limits(
-        flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
-    )
+    limits = Limits(flags.max_body, flags.timeout, flags.read_timeout)
     name = flags.name or name_of(flags.model)
     host, port = listener.getsockname()[:2]
     app = make_app(
@@ -80,13 +76,15 @@ def answer_calls(
         key=key,
         limits=limits,
         hosts=known_hosts(host, flags.host, key),
+        log_all=flags.log == "requests",
     )
     shown = f"[{host}]" if ":" in host else host
-    inform(f"{name}: http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
+    log(f"{name}: http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
     if not key and not ipaddress.ip_address(host).is_loopback:
-        inform(f"warning: others can reach {shown} and there is no key: set {KEY}")
+        log(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     http = make_listener(app, limits, flags.drain)
     server.when_failed(lambda: setattr(http, "should_exit", True))
     http.run([listener])
@@ -99,14 +97,17 @@ def name_of(model: str | None) -> str:
     return model or "demo"
 
 
-def chosen_template(model: Model, asked: str | None) -> str:
-    """The chat template: the given one, the tokenizer's own (""), or "plain".
+def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
+    """The chat template: the given one, a chat model's own (""), or "plain".
+
+    Args:
+      name: the model as --model names it.
 
     Raises:
       UserError: there is the template is unknown, or does not fit the tokenizer.
     """
     if asked is None:
-        return "" if model.tokenizer.chat_template else PLAIN
+        return "" if is_chat_model(model.tokenizer, name) else PLAIN
     if asked != PLAIN:
         template_source(model.tokenizer, asked)
     return asked
@@ -148,16 +149,6 @@ def known_hosts(address: str, asked: str, key: str) -> list[str]:
     if key or not ipaddress.ip_address(address).is_loopback:
         return []
     return ["localhost", "127.0.0.1", "::1", "[::1]", address, asked]
-
-
-def most_connections() -> int:
-    """Most connections to have open: each one is a file, whose number the process is limited in."""
-    import resource
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(
-        16, min(1000, files - 192)
-    )  # some are accepted at once, some are the model's
 
 
 def listening(host: str, port: int) -> socket.socket:

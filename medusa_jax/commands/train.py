@@ -7,12 +7,14 @@ import os
 import shlex
 import signal
 import sys
+import types
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
-from medusa_jax.config import Config
+from medusa_jax.commands.following import following
+from medusa_jax.config import Config, DataConfig
 from medusa_jax.console import (
     inform,
     run_main,
@@ -22,11 +24,14 @@ from medusa_jax.console import (
 from medusa_jax.errors import UserError, did_you_mean, nearest
 
 EXAMPLES = """\
+examples:
+  python train.py --config=configs/own.py --config.model.path=path/to/model --config.data.source=talk.jsonl
+  python train.py --config=configs/vicuna7b_m1.py --workdir=runs/vicuna7b_m1 --config.dry_run
+
 any field of the configuration:
   --config.optim.lr=1e-3 --config.mesh=1,4,2
-  --config.data.preview      print one training sample, its counted tokens marked
-  --config.dry_run           print sizes and stored memory, then compile the step from shapes alone and print
-                             memory, the chips it fits and traffic; =counted does not compile
+  --config.dry_run           print a sample with its counted tokens marked, sizes and stored memory, then compile
+                             the step from shapes alone and print memory, the chips it fits and traffic
 
 Run again with the same --workdir, a training resumes."""
 # Other trainers' names for fields.
@@ -63,11 +68,11 @@ def main(argv: list[str] | None = None) -> int:
         if not args:
             parser_of(Flags, "train.py", EXAMPLES).print_help()
             return 2
-        flags, cfg = parse_all(args)
+        flags, cfg, complete = parse_all(args)
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
-            from medusa_jax.sharding import simulate_devices
+            from medusa_jax.devices.simulated import simulate_devices
 
             if not cfg.dry_run or flags.devices < 1:
                 raise UserError(
@@ -77,9 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         hosts.join(given_hosts(flags))
         with hosts.fail_together():
             try:
-                status = run(cfg)
+                status = run(complete(cfg))
             except KeyboardInterrupt:
-                if cfg.dry_run or cfg.data.preview:
+                if cfg.dry_run:
                     raise
                 status = 128 + signal.SIGINT
                 inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
@@ -94,25 +99,55 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(cfg: Config) -> int:
-    """Train, or with `dry_run` only compile, or with `data.preview` only show a sample.
+    """Train, or with `dry_run` only compile.
 
     Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
     """
     from medusa_jax.training import checks, dry
-    from medusa_jax.training.data.preview import preview
     from medusa_jax.training.trainer import train
 
     checks.check(cfg)
-    if cfg.data.preview:
-        preview(cfg)
-        return 0
     warn_if_accelerator_unused()
+    tell_engines(cfg)
     if cfg.dry_run:
         dry.dry_run(cfg)
         return 0
     use_compilation_cache()  # a resumed run starts at once
-    stopped = train(cfg).get("stopped")
-    return 128 + stopped if stopped else 0
+    if stopped := train(cfg).get("stopped"):
+        return int(128 + stopped)
+    model, heads = cfg.model.path or None, os.path.join(cfg.workdir, "export")
+    if os.path.isdir(inside := os.path.join(heads, "heads")):
+        model, heads = heads, inside  # a trained backbone
+    if os.path.isfile(os.path.join(heads, "heads.json")):
+        tree = os.path.join(heads, "tree.json")
+        prompts = prompts_in(cfg.data)
+        following("calibrate", model=model, drafter=heads, prompts=prompts, out=tree)
+    return 0
+
+
+def tell_engines(cfg: Config) -> None:
+    """Say which engines can run the heads of this run, and which cannot and why."""
+    from medusa_jax import hosts
+    from medusa_jax.formats.engines import engines_for
+    from medusa_jax.interop.hf import model_shape
+    from medusa_jax.interop.hub import is_here, resolve
+    from medusa_jax.training.partition import trained_groups
+
+    if "heads" not in trained_groups(cfg.train, cfg.lora) or not hosts.first():
+        return
+    here = is_here(cfg.model.path)
+    arch = model_shape(resolve(cfg.model.path, ["config.json"])) if here else None
+    able, unable = engines_for(cfg.heads, arch)
+    targets = [f"{engine} (--to {target})" for engine, target in able.items()]
+    reasons = "".join(f"; not {engine}: {why}" for engine, why in unable.items())
+    inform(f"these heads can go to {', '.join(targets)}{reasons}")
+
+
+def prompts_in(data: DataConfig) -> str:
+    """A file with prompts for `calibrate`: held-out text, else text that heads learned from."""
+    source = data.eval_source or data.source.split(",")[0].strip()
+    inside = os.path.join(source, "samples.jsonl")  # as `distill` writes them
+    return inside if os.path.isfile(inside) else source
 
 
 def last_checkpoint(workdir: str) -> str:
@@ -124,34 +159,47 @@ def last_checkpoint(workdir: str) -> str:
 
 
 def parse(args: list[str]) -> Config:
-    """Command line -> configuration; raises as `parse_all`."""
-    return parse_all(args)[1]
+    """Command line -> complete configuration; raises as `parse_all`."""
+    _, cfg, complete = parse_all(args)
+    return complete(cfg)
 
 
-def parse_all(args: list[str]) -> tuple[Flags, Config]:
-    """Command line -> the flags and the configuration.
+def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config]]:
+    """Command line -> the flags, the configuration, and what completes it on this device.
 
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
     found, rest = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
     flags = Flags(**vars(found))
-    cfg = Config() if flags.config is None else load_config(flags.config)
-    for path, value in vars(fields_parser(cfg).parse_args(rest)).items():
+    module = None if flags.config is None else load_recipe(flags.config)
+    cfg = Config() if module is None else module.get_config()
+    given = vars(fields_parser(cfg).parse_args(rest))
+    for path, value in given.items():
         override(cfg, path, value)
-    if flags.config is None:
+    if module is None:
         raise UserError(
-            "--config=FILE.py is missing, e.g. --config=configs/demo_backbone.py"
+            "--config=FILE.py is missing, e.g. --config=configs/own.py for a model of yours"
         )
     cfg.workdir = flags.workdir or cfg.workdir
-    if not cfg.workdir and not cfg.dry_run and not cfg.data.preview:
+    if not cfg.workdir and not cfg.dry_run:
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
-    return flags, cfg
+    complete = getattr(module, "complete", lambda cfg, _: cfg)
+    return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
 
 
 def load_config(path: str) -> Config:
-    """Run `get_config()` of a Python file."""
+    """The configuration of a Python file."""
+    return load_recipe(path).get_config()  # type: ignore[no-any-return]
+
+
+def load_recipe(path: str) -> types.ModuleType:
+    """Run a Python file with `get_config()` -> `Config`.
+
+    If it has `complete(cfg, given)`, this completes the configuration after the command line's fields, whose
+    dotted names are `given`, were set and several processes have met.
+    """
     folder, name = os.path.split(path)
     if not os.path.isfile(path):
         there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
@@ -167,12 +215,12 @@ def load_config(path: str) -> Config:
             spec.loader.exec_module(module)
         finally:
             sys.path.remove(root)
-        cfg = module.get_config()
+        whole = isinstance(module.get_config(), Config)
     except Exception as error:
         raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
-    if not isinstance(cfg, Config):
+    if not whole:
         raise UserError(f"get_config() in {path} must return a medusa_jax.config.Config")
-    return cfg
+    return module
 
 
 def fields_of(owner: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -192,7 +240,7 @@ def fields_parser(cfg: Config) -> Parser:
     for path, owner, name in reversed([*fields_of(cfg)]):
         kind = typing.get_type_hints(type(owner))[name]
         by_last[name] = path
-        switch = {"nargs": "?", "const": True} if True in values_of(kind) else {}
+        switch = {"nargs": "?", "const": True} if kind is bool else {}
         parser.add_argument(f"--config.{path}", dest=path, type=reader(kind), **switch)  # type: ignore[arg-type]
 
     def near(flag: str) -> str:
@@ -202,23 +250,18 @@ def fields_parser(cfg: Config) -> Parser:
         found = found or by_last.get(nearest(last, by_last), "")
         return found and f"; did you mean --config.{found}?"
 
-    parser.nearest = near  # type: ignore[method-assign]
+    parser.near = near  # type: ignore[method-assign]
     return parser
 
 
-def values_of(kind: Any) -> tuple[object, ...]:
-    """All values of a type that has few, else ()."""
-    few = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    return (False, True) if kind is bool else few
-
-
 def reader(kind: Any) -> Callable[[str], Any]:
-    """Reads text as a bool, int, float, str, a tuple of ints or one of a few values."""
+    """Reads text as a bool, int, float, str or a tuple of ints."""
 
     def read(text: str) -> Any:
-        if few := values_of(kind):
-            known = {str(x).lower(): x for x in few} | {"1": True, "0": False}
-            if text.lower() not in known:
+        if kind is bool:
+            if text.lower() not in (
+                known := {"true": True, "false": False, "1": True, "0": False}
+            ):
                 raise ValueError
             return known[text.lower()]
         if typing.get_origin(kind) is tuple:

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 from medusa_jax.console import cache_directory
-from medusa_jax.errors import UserError
 
 # Lines of history that are kept.
 KEPT_LINES = 1000
@@ -35,17 +34,12 @@ class TurnInput:
 
         Raises:
           EOFError: there is none.
-          UserError: the input is closed, or no text.
         """
         if sys.stdin.isatty() and not self._terminal:
             print("> ", end="", file=sys.stderr, flush=True)  # stdout is a file's
-        try:
-            lines = [input("> " if self._terminal else "")]
-            while self._terminal and select.select([sys.stdin], [], [], PASTED)[0]:
-                lines.append(input())
-        except (OSError, UnicodeDecodeError) as error:
-            why = "it is closed" if isinstance(error, OSError) else error
-            raise UserError(f"cannot read standard input: {why}") from error
+        lines = [input("> " if self._terminal else "")]
+        while self._terminal and select.select([sys.stdin], [], [], PASTED)[0]:
+            lines.append(input())
         text = "\n".join(lines).lstrip("\ufeff").strip()
         self._remember(text)
         return text

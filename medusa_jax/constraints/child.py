@@ -39,8 +39,13 @@ def grammar_of(guidance: Any, kind: str, text: str, blanks: str) -> str:
     if kind == "choice":  # one terminal: each alternative of a rule would be an item
         text = f"start: T\nT: {' | '.join(map(json.dumps, json.loads(text)))}"
     elif kind == "grammar" and GBNF.search(text):
-        text = runpy.run_path(str(Path(__file__).with_name("gbnf.py")))["lark_of"](text)
+        text = neighbour("gbnf")["lark_of"](text)
     return str(matcher.grammar_from_lark(text))
+
+
+def neighbour(name: str) -> dict[str, Any]:
+    """Return the functions of a file of this directory."""
+    return runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
 
 
 def answer(kind: str, text: str, blanks: str, limits: dict[str, Any]) -> dict[str, str]:
@@ -77,11 +82,18 @@ def bound(seconds: float, most_bytes: int) -> None:
 
 
 def main() -> None:
-    """Answer the request on stdin."""
+    """Answer the request on stdin with one line, or with two, of which the second counts if it comes in time."""
     request = json.load(sys.stdin)
     sys.path = request.pop("paths")
     bound(request.pop("seconds"), request.pop("most_bytes"))
-    json.dump(answer(**request), sys.stdout)
+    answered = answer(**request)
+    print(json.dumps(answered), flush=True)
+    if "grammar" in answered and request["kind"] == "grammar":
+        import llguidance
+
+        if not GBNF.search(request["text"]):
+            why = neighbour("longest")["endless"](llguidance, request["text"])
+            print(json.dumps({"refused": why} if why else answered))
 
 
 if __name__ == "__main__":

@@ -126,9 +126,9 @@ def try_to_compile(constraint: Constraint) -> Json:
             timeout=PATIENCE,
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        found: Json = json.loads(done.stdout)
+        found: Json = json.loads(done.stdout.splitlines()[-1])
         return found
-    except (subprocess.TimeoutExpired, ValueError):
+    except (subprocess.TimeoutExpired, ValueError, IndexError):
         return {}
 
 

@@ -171,5 +171,7 @@ class MatcherGuide:
 
 
 def first_line(error: Any) -> str:
-    """Return the first line of a message that may show the whole grammar."""
-    return str(error).strip().partition("\n")[0][:300]
+    """Return the first line of a message that may show the whole grammar, and a parser's `error: ` line."""
+    first, *rest = str(error).strip().splitlines() or [""]
+    why = next((line.strip() for line in rest if line.strip().startswith("error: ")), "")
+    return f"{first[:200]} {why[:100]}".strip()

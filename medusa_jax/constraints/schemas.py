@@ -16,17 +16,20 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 # Keywords whose numbers lose digits, or their meaning, beyond `LARGEST`.
 NUMBERS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"),
-    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     "enum",
 )
 LARGEST = 2**63
+# Keywords with whole numbers of characters, items or properties; llguidance reads no more than 32 bits of some.
+MOST_OF = ("maxLength", "maxItems", "maxProperties")
+LEAST_OF = ("minLength", "minItems", "minProperties")
+LONGEST = 2**31
 
 
 def served_schema(schema: Any) -> Any:
     """Return an equivalent schema without the annotations that llguidance refuses.
 
     Raises:
-      UserError: a number that is too large, or a `oneOf` whose schemas may overlap.
+      UserError: a number that is too large, a length that no answer has, or a `oneOf` whose schemas may overlap.
     """
     if schema is True:
         return {}
@@ -38,10 +41,17 @@ def served_schema(schema: Any) -> Any:
 def _served(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    served = {}
+    served: dict[str, Any] = {}
     for name, value in schema.items():
         if name in NUMBERS and _largest(value) >= LARGEST:
             raise UserError(f"json_schema: {name!r} has a number beyond 2^63")
+        if name in (*MOST_OF, *LEAST_OF) and isinstance(value, int | float):
+            if value >= LONGEST and name in MOST_OF:
+                continue  # no answer is that long
+            if value >= LONGEST:
+                raise UserError(f"json_schema: no answer is as long as {name!r} asks for")
+            served[name] = int(value) if value == int(value) else value
+            continue
         unknown = name == "format" and isinstance(value, str) and value not in FORMATS
         if unknown or (name == "uniqueItems" and value is False):
             continue

@@ -20,7 +20,7 @@ from jax import lax
 
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
-from medusa_jax.decoding.guides import Guide, GuideThreads, RowWork, in_place
+from medusa_jax.decoding.guides import Guide, RowWork, Workers
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
@@ -139,7 +139,7 @@ def judge(
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)
-    state = append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
+    state = append(state, outcome)
     return pin_state(engine.llama.mesh, state)
 
 
@@ -149,18 +149,19 @@ def step(
     state: DecodeState,
     guides: Mapping[int, Guide],
     ahead: Ahead,
-    threads: GuideThreads | None = None,
+    workers: Workers | None = None,
 ) -> DecodeState:
     """One decode step. Consumes the state.
 
     Args:
       guides: by row; any token may follow in rows without one.
       ahead: the result of `look_ahead` for this state.
-      threads: run the host's work, and late rows are PAUSED; by default this thread does the work.
+      workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
 
     Raises:
-      UserError: a guide reached a limit (without `threads`).
+      UserError: a guide reached a limit (without `workers`).
     """
+    workers = workers or Workers()
     tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, ahead
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
@@ -178,13 +179,13 @@ def step(
             works[row] = RowWork(guide, new, *tree_of_row, allowed_BMW[row].copy())
     then_B = np.full(B, RUNNING, np.int32)
     then_B[list(works)] = PAUSED
-    ready = threads.replaced(works) if threads else in_place(works, RowWork.replace)
+    ready = workers.replaced(works)
     for row, work in ready.items():
         nodes_BM[row] = work.nodes_M
     cache, rest = state.cache, state.replace(cache=None)
     sent = drafts._replace(nodes_BM=nodes_BM.copy())
     *verified, cache = verify_nodes(engine, variables, cache, rest, sent)
-    ready = threads.filled(ready) if threads else in_place(ready, RowWork.fill)
+    ready = workers.filled(ready)
     for row, work in ready.items():
         then_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW

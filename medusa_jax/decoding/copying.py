@@ -40,13 +40,14 @@ class TreeArrays(NamedTuple):
     depth_M: jax.Array
     mask_MM: jax.Array
     ancestors_ML: jax.Array
+    copied_M: jax.Array
 
     @classmethod
     def of(cls, tree: Tree, path_length: int) -> "TreeArrays":
         """Constants of a tree, its paths padded to `path_length` with their last node."""
         more = path_length - tree.path_length
         ancestors_ML = np.pad(tree.ancestors_ML, ((0, 0), (0, more)), mode="edge")
-        arrays = tree.parent_M, tree.depth_M, tree.mask_MM, ancestors_ML
+        arrays = tree.parent_M, tree.depth_M, tree.mask_MM, ancestors_ML, tree.copied_M
         return cls(*map(jnp.asarray, arrays))
 
     @property
@@ -68,9 +69,9 @@ def copied_tokens(
     Args:
       last_B: index of the last valid token, which is repeated if nothing matches.
     """
-    found_B1L, length_B1 = continuations(text_BS, last_B, NGRAM, 1, n, latest=True)
+    found_BL, length_B = continuations(text_BS, last_B, NGRAM, n, latest=True)
     last_B1 = jnp.take_along_axis(text_BS, last_B[:, None], axis=1)
-    return jnp.where(length_B1 > 0, found_B1L[:, 0], last_B1), length_B1[:, 0]
+    return jnp.where((length_B > 0)[:, None], found_BL, last_B1), length_B
 
 
 def with_copies(

@@ -7,7 +7,7 @@ loop before it reads the results of the last.
 
 import importlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,12 +34,15 @@ from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state
 
 if TYPE_CHECKING:
+    from medusa_jax.decoding.adapting import Sizes
     from medusa_jax.decoding.guides import Guide
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
 # accelerators compiling a further program takes longer than a smaller cache saves.
 MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
+# Most steps of a chunk that no reader waits for.
+LONG_CHUNK = 64
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -111,6 +114,8 @@ class Request:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
+      sizes: trees to choose from while decoding; None: the engine's tree. The engine is `sizes.engine`.
+      steps_by_size: steps that decoding took with each size.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -127,12 +132,20 @@ class Request:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
     guides: "Sequence[Guide | None] | None" = None
+    sizes: "Sizes | None" = None
+    steps_by_size: dict[int, int] = field(default_factory=dict)
 
 
 class Kept(Protocol):
-    """A cache that outlives its request; `begin` starts the next request on it."""
+    """A cache that outlives its request; `begin` starts the next request on it.
+
+    Attributes:
+      state: the row as its last step left it.
+      followed: positions that the drafter has read; None: all, since no plain step has left it behind.
+    """
 
     state: DecodeState | None
+    followed: int | None
 
     def begin(
         self, engine: Engine, variables: Params, request: Request
@@ -209,13 +222,20 @@ def generate(engine: Engine, variables: Params, request: Request) -> Progress:
         *_, progress = constrained().stream(engine, variables, request)
         return progress
     state, ladder = begin(engine, variables, request)
-    return finish(engine, variables, state, ladder)
+    return finish(engine, variables, request, state, ladder)
 
 
 def finish(
-    engine: Engine, variables: Params, state: DecodeState, ladder: list[int]
+    engine: Engine,
+    variables: Params,
+    request: Request,
+    state: DecodeState,
+    ladder: list[int],
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
+    if request.sizes:
+        *_, progress = chunks(engine, variables, request, state, ladder, LONG_CHUNK)
+        return progress
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
@@ -240,17 +260,40 @@ def stream(
         yield from constrained().stream(engine, variables, request, kept)
         return
     state, ladder = (kept.begin if kept else begin)(engine, variables, request)
+    yield from chunks(engine, variables, request, state, ladder, chunk_steps, kept)
+
+
+def chunks(
+    engine: Engine,
+    variables: Params,
+    request: Request,
+    state: DecodeState,
+    ladder: list[int],
+    chunk_steps: int,
+    kept: Kept | None = None,
+) -> Generator[Progress, np.ndarray | None]:
+    """As `stream`, after `begin`. Consumes the state."""
     seen = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size = 0
+    size, adapting = 0, None
+    if request.sizes:
+        adapting = request.sizes.adapting(variables, chunk_steps, request.steps_by_size)
     while True:
-        state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        if adapting:
+            state, ahead = adapting.dispatch(state)
+            adapting.see(seen)
+        else:
+            state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
         if kept:
             kept.state = state
+            if adapting and adapting.chooser.dropped and kept.followed is None:
+                kept.followed = int(seen.length_B[0])
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
+            if request.sizes:
+                request.sizes.keep()
             return
         longest = np.asarray(seen.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
@@ -291,8 +334,11 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        state, progress = decode_loop(engine, variables, state, np.int32(0))
-    jax.block_until_ready(progress)
+        if request.sizes:
+            state = request.sizes.compile_first(variables, state)
+        else:
+            state, _ = decode_loop(engine, variables, state, np.int32(0))
+    jax.block_until_ready(state)
 
 
 def constrained() -> ModuleType:

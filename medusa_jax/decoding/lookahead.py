@@ -17,7 +17,7 @@ from medusa_jax.tree.tree import Nodes
 
 def n_rows(engine: Engine) -> int:
     """Rows of a pass: the tree's nodes, then the window."""
-    return engine.tree.n_nodes + len(drafter_of(engine).window.depth_X)
+    return engine.tree.n_nodes + len(drafter_of(engine).window[0])
 
 
 def drafter_of(engine: Engine) -> Lookahead:
@@ -33,7 +33,7 @@ def decode_step(engine: Engine, variables: Params, state: DecodeState) -> Decode
     outcome = accept(engine, variables, state, verified)
     moved = drafter_of(engine).learn(state.drafter, state.root_B, window_BWV)
     state = commit(engine, variables, state.replace(drafter=moved), verified, outcome)
-    return append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
+    return append(state, outcome)
 
 
 def verify(
@@ -65,8 +65,8 @@ def rows_of_pass(drafter: Lookahead, tree: Nodes) -> tuple[jax.Array, jax.Array]
         row    1 . 1 1
     """
     depth_M, mask_MM = jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
-    window, M = drafter.window, tree.n_nodes
-    depth_R = jnp.concatenate([depth_M, jnp.asarray(window.depth_X)])
-    mask_RR = jnp.pad(mask_MM, (0, len(window.depth_X)))
-    mask_RR = mask_RR.at[M:, M:].set(jnp.asarray(window.mask_XX))
+    (depth_X, mask_XX), M = drafter.window, tree.n_nodes
+    depth_R = jnp.concatenate([depth_M, jnp.asarray(depth_X)])
+    mask_RR = jnp.pad(mask_MM, (0, len(depth_X)))
+    mask_RR = mask_RR.at[M:, M:].set(jnp.asarray(mask_XX))
     return depth_R, mask_RR.at[M:, 0].set(True)

@@ -99,8 +99,8 @@ class DecodeState(struct.PyTreeNode):
       drafter: the drafter's state.
       sampling: per-row sampling parameters.
       tokens_BO: emitted tokens; [0, n_new) of a row are valid.
-      depth_BO: tree depth at which each was accepted; 0 for the verifier's tokens (the first token
-        and the bonus tokens).
+      depth_BO: tree depth at which each was accepted, negative for tokens copied from the text; 0 for
+        the verifier's tokens (the first token and the bonus tokens).
       n_new_B: tokens emitted so far, including the one from prefill.
       limit_B: most tokens the row may emit.
       max_steps_B: most decode steps it may take.

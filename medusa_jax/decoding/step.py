@@ -39,7 +39,7 @@ def decode_step(
     verified = verify(engine, variables, state, drafts)
     outcome = accept(engine, variables, state, verified)
     state = commit(engine, variables, state, verified, outcome)
-    return append(state, outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs)
+    return append(state, outcome)
 
 
 @jax.named_scope("draft")
@@ -153,6 +153,7 @@ class Outcome(NamedTuple):
     Attributes:
       path_BL, n_B, bonus_B: as in `Accepted`.
       emitted_BL: the accepted drafts, then the bonus token; entries after it are meaningless.
+      copied_BL: whether a draft was copied from the text.
       logprobs: log-probabilities of `emitted_BL`; None unless the engine keeps them.
     """
 
@@ -160,6 +161,7 @@ class Outcome(NamedTuple):
     n_B: jax.Array
     bonus_B: jax.Array
     emitted_BL: jax.Array
+    copied_BL: jax.Array
     logprobs: Logprobs | None
 
 
@@ -189,7 +191,9 @@ def accept(
         path_BL1 = accepted.path_BL[..., None]
         logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    return Outcome(*accepted, emitted_BL, logprobs)
+    copied_M = jnp.asarray(tree.copied_M) | engine.drafter.copies
+    copied_BL = jnp.roll(copied_M[accepted.path_BL], -1, axis=1)
+    return Outcome(*accepted, emitted_BL, copied_BL, logprobs)
 
 
 def emitted_tokens(nodes_BM: jax.Array, accepted: Accepted) -> jax.Array:
@@ -240,14 +244,10 @@ def commit(
 
 
 @jax.named_scope("commit")
-def append(
-    state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
-) -> DecodeState:
-    """Append the first n tokens of a step to each running row, and count the step.
-
-    The first n - 1 are accepted drafts of depth 1, 2, ...; the n-th is the bonus token.
-    """
-    new, count_B = emit(state, emitted_BL, n_B, logprobs)
+def append(state: DecodeState, outcome: Outcome) -> DecodeState:
+    """Append the accepted drafts and the bonus token to each running row, and count the step."""
+    tokens = outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs
+    new, count_B = emit(state, *tokens, outcome.copied_BL)
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
@@ -260,19 +260,27 @@ def append(
 
 
 def emit(
-    state: DecodeState, emitted_BL: jax.Array, n_B: jax.Array, logprobs: Logprobs | None
+    state: DecodeState,
+    emitted_BL: jax.Array,
+    n_B: jax.Array,
+    logprobs: Logprobs | None,
+    copied_BL: jax.Array | bool = False,
 ) -> tuple[DecodeState, jax.Array]:
     """Write the first n tokens of each running row to its output and check whether it ends.
 
+    The first n - 1 are drafts of depth 1, 2, ..., of -1, -2, ... if copied; the n-th is the verifier's.
+
     Args:
       logprobs: log-probabilities of those tokens, if the engine keeps them.
+      copied_BL: whether a draft was copied from the text.
 
     Returns: the state, and the number of tokens appended to each row.
     """
     # All L entries are written; the next step overwrites those after `n_new`.
     tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
-    depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_L[None, :], 0)
+    depth_BL = jnp.where(copied_BL, -depth_L, depth_L)
+    depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_BL, 0)
     depth_BO = write_tokens(state.depth_BO, depth_BL, state.n_new_B)
     stops_BL = completes_stop(state.stop_BQW, tokens_BO, emitted_BL, state.n_new_B)
     count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)

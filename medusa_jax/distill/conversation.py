@@ -12,8 +12,10 @@ from medusa_jax.whole_files import Json
 if TYPE_CHECKING:
     from medusa_jax.api.results import Result
 
-# (prompts [token ids], row seeds, stop strings; None for assistant turns) -> results.
-Decode = Callable[[list[list[int]], list[int], Sequence[str] | None], "Sequence[Result]"]
+# (row, its result), called once for each row, soon after its end.
+Take = Callable[[int, "Result"], None]
+# (prompts [token ids], row seeds, stop strings; None for assistant turns, Take).
+Decode = Callable[[list[list[int]], list[int], Sequence[str] | None, Take], None]
 
 
 @dataclasses.dataclass
@@ -30,6 +32,7 @@ class Conversation:
     answers: list[Json] = dataclasses.field(default_factory=list)
     problem: str = ""
     open: bool = True
+    reported: bool = False
 
     def end(self, problem: str = "") -> None:
         """End the conversation; remove a last user turn without an answer, unless it is the first."""
@@ -64,25 +67,30 @@ class Converse:
         self.tokenizer, self.context, self.decode = tokenizer, context, decode
         self.template, self.self_talk, self.max_turns = template, self_talk, max_turns
 
-    def __call__(self, seeds: Sequence[Seed]) -> list[Json]:
-        """One record per seed, in order."""
+    def __call__(self, seeds: Sequence[Seed], ended: Callable[[Seed, Json], None]) -> None:
+        """Call `ended` with the record of each seed, soon after the end of its conversation."""
         talks = [self.begin(seed) for seed in seeds]
+
+        def report(talk: Conversation) -> None:
+            if not talk.open and not talk.reported:
+                talk.reported = True
+                ended(talk.seed, talk.record())
+
+        def still_open() -> list[Conversation]:
+            for talk in talks:
+                report(talk)
+            return [talk for talk in talks if talk.open]
+
         if silent := [talk for talk in talks if talk.seed.silent]:
             self.ask(silent)
-        turn = 1
-        while any(talk.open for talk in talks):
-            self.answer([talk for talk in talks if talk.open])
-            for talk in talks:
-                if talk.open and turn >= self.turns_of(talk):
-                    talk.end()
-            unfinished = [talk for talk in talks if talk.open]
+        while unfinished := still_open():
+            self.answer(unfinished, report)
+            unfinished = still_open()
             if self.self_talk and unfinished:
                 self.ask(unfinished)
-            for talk in talks:
-                if talk.open and not self.self_talk:
-                    talk.messages.append(user(talk.seed.turns[turn]))
-            turn += 1
-        return [talk.record() for talk in talks]
+            for talk in unfinished:
+                if not self.self_talk:
+                    talk.messages.append(user(talk.seed.turns[len(talk.answers)]))
 
     def begin(self, seed: Seed) -> Conversation:
         """Start a conversation with the system text, if any, and the first user turn."""
@@ -101,8 +109,10 @@ class Converse:
             return self.max_turns
         return min(self.max_turns, len(talk.seed.turns))
 
-    def answer(self, talks: list[Conversation]) -> None:
-        """Add the assistant's next turn to each conversation."""
+    def answer(
+        self, talks: list[Conversation], report: Callable[[Conversation], None]
+    ) -> None:
+        """Add the assistant's next turn to each conversation; `report` it soon after its end."""
         fitting, prompts = [], []
         for talk in talks:
             try:
@@ -113,21 +123,22 @@ class Converse:
             if self.fits(talk, ids):
                 fitting.append(talk)
                 prompts.append(ids)
-        for talk, result in zip(fitting, self.run(fitting, prompts, None)):
-            text = self.text(result.token_ids)
-            if not text:
+
+        def take(row: int, result: "Result") -> None:
+            talk, finish = fitting[row], result.finish_reason
+            if text := self.text(result.token_ids):
+                talk.messages.append({"role": "assistant", "content": text})
+                n = len(result.token_ids)
+                talk.answers.append({"tokens": n, "steps": result.steps, "finish": finish})
+                if finish != "stop":
+                    talk.end(f"the answer was cut off ({finish})")
+                elif len(talk.answers) >= self.turns_of(talk):
+                    talk.end()
+            else:
                 talk.end("an empty answer")
-                continue
-            talk.messages.append({"role": "assistant", "content": text})
-            talk.answers.append(
-                {
-                    "tokens": len(result.token_ids),
-                    "steps": result.steps,
-                    "finish": result.finish_reason,
-                }
-            )
-            if result.finish_reason != "stop":
-                talk.end(f"the answer was cut off ({result.finish_reason})")
+            report(talk)
+
+        self.run(fitting, prompts, None, take)
 
     def ask(self, talks: list[Conversation]) -> None:
         """Add a user turn written by the model to each conversation (the first as in Magpie)."""
@@ -140,12 +151,15 @@ class Converse:
                 fitting.append(talk)
                 prompts.append(ids)
                 stops.append(stop)
-        for talk, result in zip(fitting, self.run(fitting, prompts, stops)):
+
+        def take(row: int, result: "Result") -> None:
             text = result.text.strip()
             if text and result.finish_reason == "stop":
-                talk.messages.append(user(text))
+                fitting[row].messages.append(user(text))
             else:
-                talk.end("the model wrote no further user turn")
+                fitting[row].end("the model wrote no further user turn")
+
+        self.run(fitting, prompts, stops, take)
 
     def fits(self, talk: Conversation, ids: list[int]) -> bool:
         """Whether a prompt fits the context; if not, end its conversation."""
@@ -159,10 +173,10 @@ class Converse:
         talks: list[Conversation],
         prompts: list[list[int]],
         stops: Sequence[str] | None,
-    ) -> "Sequence[Result]":
-        if not talks:
-            return []
-        return self.decode(prompts, [talk.seed.number for talk in talks], stops)
+        take: Take,
+    ) -> None:
+        if talks:
+            self.decode(prompts, [talk.seed.number for talk in talks], stops, take)
 
     def text(self, ids: list[int]) -> str:
         """Decode an answer without its end token and surrounding whitespace."""

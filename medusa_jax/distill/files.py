@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,42 +83,34 @@ def check_settings(out: Path, settings: Json) -> None:
 
 
 def finished_lines(
-    path: Path,
-    batch_size: int,
-    seeds: Sequence[Seed],
-    answers: Callable[[Json, Seed], bool],
-) -> list[Json]:
-    """Read the complete batches of an interrupted run; truncate the file after them.
-
-    A sample is then always decoded in the same batch, with the same rounding, and a resumed file equals an
-    uninterrupted one.
+    path: Path, seeds: Sequence[Seed], answers: Callable[[Json, Seed], bool]
+) -> dict[int, Json]:
+    """Read the lines of an interrupted run by the number of their seed; removes one that was cut off.
 
     Args:
       answers: whether a line answers a seed.
 
     Raises:
-      UserError: a line does not answer its seed; the file is unchanged.
+      UserError: a line is not the only one that answers its seed; the file is unchanged.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    if len(lines) < len(seeds):
-        lines = lines[: len(lines) // batch_size * batch_size]
-    found: list[Json] = []
-    for number, line in enumerate(lines, 1):
+    whole, end, _ = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    by_number = {seed.number: seed for seed in seeds}
+    found: dict[int, Json] = {}
+    for number, line in enumerate(whole.split(b"\n") if end else (), 1):
         try:
             sample = json.loads(line)
-            valid = number <= len(seeds) and answers(sample, seeds[number - 1])
-        except (ValueError, AttributeError):
+            seed = by_number[sample["seed"]]
+            valid = seed.number not in found and answers(sample, seed)
+        except (ValueError, TypeError, LookupError):
             valid = False
         if not valid:
             raise UserError(
-                f"{path} is damaged: line {number} is not the answer to seed {number} of "
-                f"{len(seeds)}; keep its first {number - 1} lines or use another --out"
+                f"{path} is damaged: line {number} is not the answer to one of {len(seeds)} seeds, each "
+                f"once; keep its first {number - 1} lines or use another --out"
             )
-        found.append(sample)
-    with open(path, "rb+") as file:
-        file.truncate(sum(len(line) + 1 for line in lines))
+        found[seed.number] = sample
+    if path.exists():
+        os.truncate(path, len(whole) + len(end))
     return found
 
 

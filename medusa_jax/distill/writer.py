@@ -1,23 +1,23 @@
-"""Answer seeds batch by batch."""
+"""Answer seeds batch by batch; every answer is on disk soon after its end."""
 
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_jax import hosts
 from medusa_jax.console import announced
-from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill.conversation import Converse, Take
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
-    from medusa_jax.api.results import Options, Result
+    from medusa_jax.api.results import Options
 
 
 class Writer:
@@ -54,14 +54,16 @@ class Writer:
         self,
         prompts: list[list[int]],
         numbers: list[int],
-        stops: Sequence[str] | None = None,
-    ) -> "list[Result]":
+        stops: Sequence[str] | None,
+        take: Take,
+    ) -> None:
         """Continue prompts; the random draws depend on the seed's number, batches are padded to one size.
 
         Args:
           stops: for user turns, the string that ends each, "" for none.
+          take: called with the index and the result of each prompt.
         """
-        options = self.options if stops is None else self.user_options
+        n, options = len(prompts), self.options if stops is None else self.user_options
         rows = [
             dataclasses.replace(
                 options,
@@ -70,18 +72,21 @@ class Writer:
             )
             for i, number in enumerate(numbers)
         ]
-        n_padding = self.batch_size - len(prompts)
-        padded = prompts + [prompts[-1]] * n_padding
-        rows += [rows[-1]] * n_padding
-        with announced("compiling"):
-            self.model.compile(padded, rows)
+        prompts = prompts + [prompts[-1]] * (self.batch_size - n)
+        rows += [rows[-1]] * (self.batch_size - n)
+        # One tree throughout: a resumed run writes the same text even where scores are tied.
+        tree = self.model.tree_at(len(prompts))
+        with announced("compiling the decoding loop (once for each size of the texts)", 1):
+            self.model.compile(prompts, rows, tree=tree)
         results = self.model.generate(
-            padded,
+            prompts,
             rows,
-            watch=lambda n_new_B: self.show(int(n_new_B[: len(prompts)].sum())),
-        )[: len(prompts)]
-        self.tokens += sum(len(result.token_ids) for result in results)
-        return results
+            tree=tree,
+            ids=[0] * len(rows),  # a draw must not depend on the place in the batch
+            watch=lambda n_new_B: self.show(int(n_new_B[:n].sum())),
+            ended=lambda row, result: take(row, result) if row < n else None,
+        )
+        self.tokens += sum(len(result.token_ids) for result in results[:n])
 
     def show(self, current: int = 0, answered: int = 0) -> None:
         """Show progress: tokens of the current call, and seeds answered since the last call."""
@@ -89,24 +94,18 @@ class Writer:
         speed = tokens / (time.perf_counter() - self.start)
         self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
 
-    def batches(self, seeds: Sequence[Seed]) -> Iterator[list[Json]]:
-        """Output lines of each batch of seeds."""
-        for first in range(0, len(seeds), self.batch_size):
-            batch = list(seeds[first : first + self.batch_size])
-            yield (
-                self.continue_prompts(batch)
-                if self.mode == "continue"
-                else self.converse(batch)
-            )
-
-    def continue_prompts(self, seeds: list[Seed]) -> list[Json]:
-        """Output lines with the continuation of each prompt."""
+    def answer(self, seeds: list[Seed], ended: Callable[[Seed, Json], None]) -> None:
+        """Answer a batch of seeds; calls `ended` with the output line of each."""
+        if self.mode != "continue":
+            return self.converse(seeds, ended)
         prompts = [prompt_of(self.model, seed) for seed in seeds]
-        results = self.decode(prompts, [seed.number for seed in seeds])
-        return [
-            {"prompt_ids": ids, "token_ids": result.token_ids}
-            for ids, result in zip(prompts, results)
-        ]
+        return self.decode(
+            prompts, [seed.number for seed in seeds], None,
+            lambda row, result: ended(seeds[row], {
+                "seed": seeds[row].number, "prompt_ids": prompts[row],
+                "token_ids": result.token_ids,
+            }),
+        )  # fmt: skip
 
 
 def prompt_of(model: "Model", seed: Seed) -> list[int]:
@@ -115,7 +114,7 @@ def prompt_of(model: "Model", seed: Seed) -> list[int]:
 
 
 def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
-    """Append the lines of these seeds to a file, batch by batch.
+    """Append the lines of these seeds to a file, each soon after the end of its answer.
 
     With several processes all decode and process 0 writes.
 
@@ -123,11 +122,15 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
     """
     lines: list[Json] = []
     with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
-        for n, batch in enumerate(writer.batches(seeds)):
-            file.write("".join(json.dumps(line) + "\n" for line in batch))
+
+        def ended(_: Seed, line: Json) -> None:
+            lines.append(line)
+            file.write(json.dumps(line) + "\n")
             file.flush()
-            lines += batch
-            writer.show(answered=len(batch))
-            if hosts.asked_to_stop(n):
+            writer.show(answered=1)
+
+        for at in range(0, len(seeds), writer.batch_size):
+            writer.answer(list(seeds[at : at + writer.batch_size]), ended)
+            if hosts.asked_to_stop(at):
                 break
     return lines

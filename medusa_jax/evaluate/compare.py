@@ -67,7 +67,6 @@ def compare(
     tree: str | Tree | None = None,
     ids: Sequence[int] | None = None,
     repeats: int = 3,
-    noise_at: int = 1,
     **engine_options: Any,
 ) -> list[Comparison]:
     """Decode with the tree and without, `repeats` interleaved runs of each.
@@ -76,7 +75,6 @@ def compare(
 
     Args:
       ids: as for `Model.generate`.
-      noise_at: positions at which the noise of a divergence is measured.
 
     Raises:
       UserError: `max_steps` is set; the two texts would end in different places.
@@ -98,10 +96,9 @@ def compare(
     for i, (ours, theirs) in enumerate(zip(drafted, plain)):
         where = None
         if ours.token_ids != theirs.token_ids:
-            own = model.tree_at(len(prompts)) if tree is None else tree
             where = find_divergence(
                 model, model.encode(prompts[i]), ours.token_ids, theirs.token_ids, rows[i],
-                ids[i] if ids else i, model.parse_tree(own), noise_at,
+                ids[i] if ids else i,
             )  # fmt: skip
         found.append(Comparison(ours, theirs, where))
     return found

@@ -1,17 +1,12 @@
-"""Where drafted and plain decoding diverge in low precision, and whether rounding explains it.
+"""Where drafted and plain decoding diverge in low precision, and how close the two best scores are there.
 
-Passes over 1 and over M tokens round differently, so two close scores may swap. How close they have
-to be is measured at the divergence: three passes compute the same position (the whole text at once;
-the last token after a cached prefix; M tokens after it), and the positions right before it as well,
-since three roundings may agree by chance. The largest difference between any two passes at one
-position, over its ten best tokens, is the *noise band*. A divergence is a tie if the gap between the
-two best scores is at most twice the band: each of the two scores can move by the band.
+Passes over 1 and over M tokens round differently, so two close scores may swap. `python -m research
+ties` measures how close they have to be.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +19,8 @@ from medusa_jax.decoding.penalties import count, penalise, penalties_of
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
-# Positions at which the noise is measured: the divergence and those right before it.
-POSITIONS = 8
 # Stands for the token after the end of a text.
 NO_TOKEN = -1
 
@@ -41,26 +33,17 @@ class Divergence:
       position: index of that token among the new ones.
       ours, theirs: the drafted and the plain token.
       gap: difference of the two best scores (logits, or filtered logits / T + noise).
-      noise_band: how far passes of different shape move the scores of the best tokens here.
-      at_cut: the sampling filters keep different tokens in different passes.
     """
 
     position: int
     ours: int
     theirs: int
     gap: float
-    noise_band: float
-    at_cut: bool
 
     def facts(self) -> Json:
         """Position and gap; None as the gap where one text ends and the other continues."""
         gap = self.gap if math.isfinite(self.gap) else None
         return {"position": self.position, "gap": gap}
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether rounding alone explains the divergence."""
-        return self.at_cut or self.gap <= 2 * self.noise_band
 
 
 def find_divergence(
@@ -70,15 +53,11 @@ def find_divergence(
     theirs: Sequence[int],
     option: Options,
     request: int,
-    tree: Tree,
-    noise_at: int = POSITIONS,
 ) -> Divergence | None:
     """Find where the drafted text `ours` diverges from the plain text `theirs`; None if it does not.
 
     Args:
       request: the request id of both texts.
-      tree: the tree that `ours` was decoded with; gives M of the drafted pass.
-      noise_at: positions at which the noise is measured.
     """
     # Rounding never explains that one text ends where the other continues.
     both = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
@@ -87,28 +66,34 @@ def find_divergence(
         return None
     pair = [text[first] for text in both]
     if NO_TOKEN in pair:
-        return Divergence(first, pair[0], pair[1], math.inf, 0.0, at_cut=False)
+        return Divergence(first, pair[0], pair[1], math.inf)
     text = [*prompt, *theirs[:first]]
-    padded = np.zeros((1, power_of_two(len(text) + tree.n_nodes, 64)), np.int32)
-    padded[0, : len(text)] = text
-    passes = [
-        three_passes(tree, model.backbone, padded, np.int32(length))
-        for length in range(len(text), max(len(text) - noise_at, 0), -1)
-    ]
-    logits_BV = without_barred(passes[0], text, model.no_repeat_ngram_size)
-    logits_BV = penalised_after(logits_BV, prompt, theirs[:first], option)
-    scores_BV = np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
-    kept_BV = np.isfinite(scores_BV)
-    moved = max(movement(np.asarray(x, np.float64), pair) for x in passes)
-    best = np.sort(scores_BV[1])[-2:]
-    return Divergence(
-        position=first,
-        ours=pair[0],
-        theirs=pair[1],
-        gap=float(best[1] - best[0]),
-        noise_band=float(moved / (option.temperature or 1.0)),
-        at_cut=bool((kept_BV != kept_BV[:1])[:, pair].any()),
-    )
+    logits_BV = logits_after(model.backbone, padded(text), np.int32(len(text)))
+    scores_BV = scores_of(model, logits_BV, prompt, theirs[:first], option, request)
+    best = np.sort(scores_BV[0])[-2:]
+    return Divergence(first, pair[0], pair[1], float(best[1] - best[0]))
+
+
+def padded(text: Sequence[int], room: int = 0) -> np.ndarray:
+    """A text as [1, S] with room for further tokens; few lengths S, so few programs."""
+    tokens_1S = np.zeros((1, power_of_two(len(text) + room, 64)), np.int32)
+    tokens_1S[0, : len(text)] = text
+    return tokens_1S
+
+
+def scores_of(
+    model: Model,
+    logits_BV: jax.Array,
+    prompt: Sequence[int],
+    new: Sequence[int],
+    option: Options,
+    request: int,
+) -> np.ndarray:
+    """Scores [P, V] that decide the token after prompt and new text, from P rows of logits."""
+    text = [*prompt, *new]
+    logits_BV = without_barred(logits_BV, text, model.no_repeat_ngram_size)
+    logits_BV = penalised_after(logits_BV, prompt, new, option)
+    return np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
 
 
 def barred_tokens(text: Sequence[int], n: int) -> list[int]:
@@ -141,45 +126,26 @@ def penalised_after(
     return penalise(logits_BV[None], penalties, counts_B1V, no_more)[0]
 
 
-def movement(logits_BV: np.ndarray, also: Sequence[int]) -> float:
-    """The largest difference between two passes in the logit of a token, over the ten best and `also`."""
-    near = [*np.argsort(logits_BV[1])[-10:], *also]
-    return float(np.ptp(logits_BV[:, near], axis=0).max())
-
-
-@partial(jax.jit, static_argnums=0)
-def three_passes(
-    tree: Tree, backbone: Backbone, tokens_1S: jax.Array, length: jax.Array
-) -> jax.Array:
-    """Logits [3, V] after the first `length` tokens, from three passes of different shapes.
-
-    One pass over all tokens; the last token after a cached prefix; M tokens after that prefix, with
-    the last token as the root of `tree`. S must leave room for M slots after the text.
-    """
-    config, S = backbone.llama.config, tokens_1S.shape[1]
-
-    def empty() -> KVCache:
-        return KVCache.zeros(
-            config.n_layers, 1, S, config.n_kv_heads, config.head_dim, backbone.llama.dtype
-        )
-
-    position_1S = jnp.arange(S)[None, :]
-    start = jnp.zeros((1,), jnp.int32)
-    hidden_1SD, cache = backbone.decode(tokens_1S, position_1S, empty(), start)
-    last_111 = jnp.broadcast_to(length - 1, (1, 1, 1))
-    hidden = [jnp.take_along_axis(hidden_1SD, last_111, axis=1)[:, 0]]
+@jax.jit
+def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) -> jax.Array:
+    """Logits [1, V] after the first `length` tokens, as in plain decoding: the last one after a cached text."""
+    _, cache = whole_text(backbone, tokens_1S)
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
     # Slots from the root on are overwritten or masked, so the cache may hold the whole text.
-    for mask_MM, depth_M in (
-        (np.ones((1, 1), bool), np.zeros(1, np.int32)),
-        (tree.mask_MM, tree.depth_M),
-    ):
-        nodes_1M = jnp.broadcast_to(root_11, (1, len(depth_M)))
-        at_1M = before_1[:, None] + jnp.asarray(depth_M)[None, :]
-        out, _ = backbone.decode(nodes_1M, at_1M, cache, before_1, jnp.asarray(mask_MM))
-        hidden.append(out[:, 0])
-    return backbone.lm_head(jnp.concatenate(hidden))
+    hidden_11D, _ = backbone.decode(
+        root_11, before_1[:, None], cache, before_1, jnp.ones((1, 1), bool)
+    )
+    return backbone.lm_head(hidden_11D[:, 0])
+
+
+def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVCache]:
+    """Hidden states [1, S, D] of a text, and the cache with it."""
+    c, S = backbone.llama.config, tokens_1S.shape[1]
+    dtype = backbone.llama.dtype
+    empty = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
+    start_1 = jnp.zeros((1,), jnp.int32)
+    return backbone.decode(tokens_1S, jnp.arange(S)[None, :], empty, start_1)
 
 
 def perturbed(

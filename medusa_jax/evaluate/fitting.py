@@ -1,73 +1,95 @@
 """Fitting the tree to the heads and to this device (Medusa 2.3.3).
 
-Three measurements, then a choice for each batch size: the ranks of the true tokens under the heads
-on the model's own output, the tokens per step of the best tree of each size on held-out texts, and
-step latencies on this device.
+The ranks of the true tokens under the heads on the model's own output give the order of nodes, and the
+tokens per step of the best tree of each size on held-out texts. Then, for each batch size, steps with
+growing trees are timed until larger ones are clearly slower.
 """
 
-from collections.abc import Sequence
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from medusa_jax.api import Model, Options, device_tree
+from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
-from medusa_jax.evaluate.race import step_seconds
-from medusa_jax.evaluate.recording import rank_texts
+from medusa_jax.api.automatic import tokens_by_size
+from medusa_jax.decoding.timing import StepClock
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.recording import ROWS, own_texts, record
 from medusa_jax.progress import Progress
 from medusa_jax.tree import growth
 from medusa_jax.tree.growth import Recorded
-from medusa_jax.tree.tree import Tree
-from medusa_jax.whole_files import Json
+from medusa_jax.tree.tree import Order, Tree
+from medusa_jax.whole_files import Json, write_json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
 GROWTH = 127
+# Sizes to time, in this order.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+# Rounds per size, and steps of a timed run.
+ROUNDS, STEPS = 7, 8
+# A larger tree must be faster by more than this, since two measurements may differ by as much.
+MARGIN = 1.02
+# Stop growing after two sizes in a row that are slower than this share of the fastest.
+SLOWER = 0.9
+
+# A round: nodes of a tree, seconds of a step with it and of a plain one.
+Round = tuple[int, float, float]
 
 
 def fit_tree(
     model: Model,
     prompts: Sequence[Prompt],
     options: Options,
-    sizes: Sequence[int],
+    sizes: Sequence[int] = SIZES,
     *,
     batches: Sequence[int] = (1,),
-    rounds: int = 7,
+    rounds: int = ROUNDS,
     copies: bool = True,
+    keep: Path | None = None,
 ) -> Json:
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
     Args:
       options: options for writing the texts; their temperature also selects the acceptance rule.
-      sizes: numbers of nodes to time; 1, plain decoding, is always added.
-      batches: batch sizes, one rung each; the evidence is measured at the first.
+      sizes: numbers of nodes to time, while they pay; 1, plain decoding, is always added.
+      batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
+      keep: file that keeps the ranks of finished texts, so that an interrupted run continues.
     """
-    texts = rank_texts(model, prompts, options)
+    texts = rank_texts(model, prompts, options, keep)
     whole = Recorded.joined(texts)
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(texts)
     sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
-    nested = [order.tree(size) for size in sizes]
-    acceptance = "sampled" if options.temperature > 0 else "greedy"
-    n_runs = len(nested) * (1 + rounds)
-    with Progress(f"timing {len(nested)} trees", n_runs, "run") as bar:
-        seconds = dict(zip(nested, step_seconds(
-            model, nested, model.encode(prompts[0]), batch=batches[0],
-            temperature=options.temperature, rounds=rounds, watch=bar.update,
-        )))  # fmt: skip
-    tokens = growth.held_out_tokens(texts, grow, sizes)
-    row = partial(figures, texts, seconds)
-    device = jax.devices()[0]
-    found = {
+    tokens = dict(zip(sizes, growth.held_out_tokens(texts, grow, sizes)))
+    time_trees = partial(
+        time_sizes, model, order, tokens, model.encode(prompts[0]),
+        temperature=options.temperature, rounds=rounds,
+    )  # fmt: skip
+    timed = {rows: time_trees(rows) for rows in batches}
+    rungs = [rung_of(rows, figures_of(timed[rows], tokens)) for rows in batches]
+    device, first = jax.devices()[0], timed[batches[0]]
+    seconds = {
+        order.tree(n): float(np.median([s for m, s, _ in first if m == n]))
+        for n in sorted({m for m, _, _ in first})
+    }
+    return {
+        "choices": [list(c) for c in order.growth[: rungs[0]["nodes"] - 1]],
+        "nodes": rungs[0]["nodes"],
         "growth": [list(c) for c in order.growth],
         "spares": [list(c) for c in order.spares],
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
         "dtype": str(model.dtype),
         "temperature": options.temperature,
-        "acceptance": acceptance,
+        "acceptance": "sampled" if options.temperature > 0 else "greedy",
         "batch": batches[0],
         "values": "joint",
         "date": date.today().isoformat(),
@@ -75,10 +97,101 @@ def fit_tree(
             "prompts": len(prompts),
             "positions": len(whole.ranks_PK),
             "head_accuracies": np.round(growth.head_accuracies(whole.ranks_PK), 4).tolist(),
-            "ladder": [row(tree, n) for tree, n in zip(nested, tokens)],
+            "ladder": [figures(texts, seconds, t, tokens[t.n_nodes]) for t in seconds],
         },
+        "batches": rungs,
     }
-    return with_rungs(model, found, batches)
+
+
+def rank_texts(
+    model: Model, prompts: Sequence[Prompt], options: Options, keep: Path | None = None
+) -> list[Recorded]:
+    """Write an answer to each prompt and rank its tokens; too short answers are skipped.
+
+    Args:
+      keep: as for `fit_tree`.
+
+    Raises:
+      UserError: fewer than two answers are long enough.
+    """
+    asked = [model.encode(prompt) for prompt in prompts]
+    marks = repr((asked, options, model.drafter.heads, str(model.dtype), model.storage))
+    found = _kept(keep, marks)
+    with Progress("texts and their ranks", len(prompts), "text", len(found)) as bar:
+        for at in range(len(found), len(prompts), ROWS):
+            texts = own_texts(model, asked[at : at + ROWS], options, shown=False)
+            found += record(model, texts, options, shown=False)
+            bar.update(len(texts))
+            if keep:
+                rows = [[np.asarray(x).tolist() for x in one] for one in found]
+                write_json(keep, {"marks": marks, "texts": rows}, indent=None)
+    found = [one for one in found if len(one.ranks_PK)]
+    if len(found) < 2:
+        raise UserError(
+            f"{len(found)} of {len(prompts)} continuations are long enough to calibrate on, two "
+            "are needed: trees are evaluated on held-out texts"
+        )
+    return found
+
+
+def _kept(keep: Path | None, marks: str) -> list[Recorded]:
+    """The ranks of an interrupted run with the same settings."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if keep and (note := json.loads(keep.read_text()))["marks"] == marks:
+            return [Recorded(*(np.array(x) for x in one)) for one in note["texts"]]
+    return []
+
+
+def time_sizes(
+    model: Model,
+    order: Order,
+    tokens: Mapping[int, float],
+    prompt: Sequence[int],
+    rows: int,
+    *,
+    temperature: float = 0.0,
+    rounds: int = ROUNDS,
+) -> list[Round]:
+    """Time steps with growing trees, interleaved with plain ones, until they are clearly slower.
+
+    Args:
+      tokens: tokens per step by size, ascending.
+      rows: batch size.
+    """
+    engine = partial(model.engine, sampled=temperature > 0)
+    sizes = [n for n in tokens if order.tree(n).drafted.depth <= model.drafter.n_heads]
+    engines = {n: engine(order.tree(n)) for n in sizes}
+    plain = engine(Tree.none())
+    clock = StepClock(
+        [plain, *engines.values()], model.variables, prompt,
+        batch=rows, temperature=temperature, n_steps=STEPS,
+    )  # fmt: skip
+    found: list[Round] = []
+    with Progress(f"trees for batch {rows}", len(sizes), "size") as bar:
+        for n in sizes:
+            for _ in range(rounds):
+                before = clock.seconds(plain)
+                found.append((n, before if n == 1 else clock.seconds(engines[n]), before))
+            bar.update()
+            left = _paying(figures_of(found, tokens), [m for m in sizes if m > n])
+            if bar.total != bar.n + left:
+                bar.total = bar.n + left
+            if not left:
+                break
+    return found
+
+
+def _paying(rows: Sequence[Json], larger: Sequence[int]) -> int:
+    """How many of the larger sizes are worth timing, by the time of a node so far."""
+    if len(rows) < 2:
+        return len(larger)
+    best = max(1.0, *(row["speedup"] for row in rows))
+    if all(row["speedup"] < SLOWER * best for row in rows[-2:]):
+        return 0
+    (_, a, x), (_, b, y) = ((r["tokens_per_step"], r["nodes"], r["step_latency_ratio"]) for r in rows[-2:])  # fmt: skip
+    slope = max(0.0, (y - x) / (b - a))
+    slow = [n for n in larger if rows[-1]["tokens_per_step"] < SLOWER * best * (y + slope * (n - b))]  # fmt: skip
+    return min(len(larger), len(larger) - len(slow) + 2)
 
 
 def figures(
@@ -104,16 +217,50 @@ def figures(
     }
 
 
-def with_rungs(model: Model, found: Json, batches: Sequence[int]) -> Json:
-    """The file with the choice for each number of rows; the first one's is the file's own."""
+def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json]:
+    """Figures of each timed size, smallest first, without plain decoding.
 
-    def of_size(nodes: int) -> Json:
-        return {"choices": found["growth"][: nodes - 1], "nodes": nodes}
+    Other work on the machine comes in bursts and only adds time, so we take ratios within a round and use
+    only the faster half of the rounds.
 
-    predicted = max(found["evidence"]["ladder"], key=lambda row: row["predicted_speedup"])
-    first, rungs = of_size(predicted["nodes"]) | found, []
-    with Progress("choosing by batch size", len(batches), "batch size") as bar:
-        for rows in batches:
-            rungs.append(device_tree.measure_rung(model, first, rows))
-            bar.update()
-    return of_size(rungs[0]["nodes"]) | found | {"batches": rungs}
+    Returns: rows with the median ratio, the speed-up, and `spread`: the difference between the quartiles
+      of the ratios, as a share of the median.
+    """
+    rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for size, own, plain in timed:
+        rounds[size].append((own, plain))
+    rows = []
+    for size, pairs in sorted(rounds.items()):
+        if size == 1:
+            continue
+        quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
+        ratios = [own / plain for own, plain in quiet]
+        low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+        values = (tokens[size], ratio, tokens[size] / ratio, (high - low) / ratio)
+        names = ("tokens_per_step", "step_latency_ratio", "speedup", "spread")
+        row = {"nodes": size} | dict(zip(names, (round(float(x), 4) for x in values)))
+        rows.append(row)
+    return rows
+
+
+def fastest(rows: Sequence[Json]) -> int:
+    """The fastest size; a larger one must beat smaller ones by more than `MARGIN`; 1 is plain decoding."""
+    best, speedup = 1, 1.0
+    for row in rows:
+        if row["speedup"] > MARGIN * speedup:
+            best, speedup = row["nodes"], row["speedup"]
+    return best
+
+
+def rung_of(rows: int, found: Sequence[Json]) -> Json:
+    """The choice for a batch size, as in a tree file."""
+    return {"nodes": fastest(found), "batch": rows, "rows": list(found)}
+
+
+def measure_rung(model: Model, calibrated: Json, rows: int, most_nodes: int) -> Json:
+    """Time the sizes of a tree file's evidence, up to `most_nodes`, for a batch size."""
+    tokens = {n: t for n, t in tokens_by_size(calibrated).items() if n <= most_nodes}
+    order = Order(calibrated["growth"], calibrated.get("spares") or ())
+    return rung_of(
+        rows, figures_of(time_sizes(model, order, tokens, [1] * 16, rows), tokens)
+    )

@@ -1,12 +1,7 @@
-"""Read published question files, and our own JSONL of prompts, into one form.
-
-Every record keeps its fields and gains those that `read_questions` lists. The fields of the first
-record determine the format of a file (`FORMATS`).
-"""
+"""Read files of prompts: one JSON object a line, with `prompt`, `prompt_ids`, `messages` or `turns`."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.config import DataConfig
@@ -16,15 +11,13 @@ from medusa_jax.whole_files import Json
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
-# Amphista A.2.1: "'Article: '+'Original Text'+'Summary: '", zero-shot and without a chat template.
-ARTICLE = ("Article: ", "Summary: ")
-
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
     """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
 
     Args:
-      messages: also accept conversations as `distill` writes them.
+      messages: also accept conversations as `distill` writes them, and questions with `turns`, as
+        MT-bench and Spec-Bench publish them.
 
     Raises:
       UserError: not readable, or a record without a prompt.
@@ -38,19 +31,16 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
         if talks := [r for r in records if r["messages"]]:
             return talks
         raise UserError(f"{path} holds no conversation with a turn")
-    if not _are_prompts(records):
+    fields = ("prompt", "prompt_ids", *(("turns",) if messages else ()))
+    if not all(any(name in r for name in fields) for r in records):
         raise UserError(f"every line of {path} needs 'prompt' or 'prompt_ids'")
     for number, record in enumerate(records):
-        turns = [record["prompt"]] if "prompt" in record else []
-        _check(record | {"turns": turns}, f"{path}: record {number}")
+        turns = [record["prompt"]] if "prompt" in record else record.get("turns", [])
+        check(record | {"turns": turns}, f"{path}: record {number}")
     return records
 
 
-def _are_prompts(records: Sequence[Json]) -> bool:
-    return all("prompt" in r or "prompt_ids" in r for r in records)
-
-
-def _check(question: Json, where: str) -> None:
+def check(question: Json, where: str) -> None:
     """Refuse a question whose turns are no texts and whose `prompt_ids` are no token ids.
 
     Raises:
@@ -65,56 +55,10 @@ def _check(question: Json, where: str) -> None:
         raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")
 
 
-def read_questions(path: str, limit: int = 0) -> list[Json]:
-    """Read the first `limit` questions of a file (0 is all), each with these fields.
-
-    question_id, category: from the file; else its number and the name of the data set.
-    turns: the user's turns; [] if a record has only `prompt_ids`.
-    prompt: the first turn, in its frame.
-    frame: texts before and after the turn, for data sets used without a chat template.
-
-    Raises:
-      UserError: not readable, or in an unknown format.
-    """
-    records = read_records(path)[: limit or None]
-    forms = (form for form in FORMATS if all(name in records[0] for name in form.fields))
-    form = next(forms, OWN if _are_prompts(records) else None)
-    if form is None:
-        known = "; ".join(f"{form.name}: {', '.join(form.fields)}" for form in FORMATS)
-        raise UserError(
-            f"{path} is in no known form; by fields of a record: {known}; prompts: 'prompt' or "
-            "'prompt_ids' in every line"
-        )
-    questions = []
-    for number, record in enumerate(records):
-        if missing := [name for name in form.fields if name not in record]:
-            raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
-        where = f"{path}: record {number}"
-        found: Json = {"question_id": number, "category": form.name, "frame": None}
-        try:
-            found |= record | form.adapt(record)
-        except TypeError as error:
-            raise UserError(
-                f"{where} has other values in {', '.join(form.fields)}: {error}"
-            ) from error
-        _check(found, where)
-        found["category"] = str(found["category"])
-        if found["turns"]:
-            found["prompt"] = framed(found, found["turns"][0])
-        questions.append(found)
-    return questions
-
-
 def prompt_of(question: Json) -> str | list[int]:
     """A question's prompt, as ids if the record has them."""
     ids: list[int] = question.get("prompt_ids") or []
     return ids if ids or "prompt" not in question else question["prompt"]
-
-
-def framed(question: Json, turn: str) -> str:
-    """A turn between the texts of its question's frame."""
-    before, after = question["frame"] or ("", "")
-    return f"{before}{turn}{after}"
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:
@@ -124,7 +68,7 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
     """
     by_category: dict[str, list[int]] = defaultdict(list)
     for i, question in enumerate(questions):
-        by_category[question["category"]].append(i)
+        by_category[question.get("category", "")].append(i)
     order = sorted(
         (place, i) for own in by_category.values() for place, i in enumerate(own)
     )
@@ -147,53 +91,3 @@ def read_records(path: str) -> list[Json]:
             raise UserError(f"{path}: every record has to be a JSON object")
         records.append(found)
     return records
-
-
-def _instruction(record: Json) -> Json:
-    """AlpacaEval; its `output` is another model's answer for judges to compare with."""
-    text = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
-    return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
-
-
-def _own(record: Json) -> Json:
-    """Our own prompts; `file` names the demo source that a prompt is from."""
-    turns = [record["prompt"]] if "prompt" in record else []
-    category = record.get("category", record.get("file", "all"))
-    return {"turns": turns, "category": category, "frame": ("", "")}
-
-
-@dataclass(frozen=True)
-class Format:
-    """A published format.
-
-    Attributes:
-      fields: field names that identify the format.
-      adapt: converts a record to our fields.
-    """
-
-    name: str
-    fields: tuple[str, ...]
-    adapt: Callable[[Json], Json]
-
-
-FORMATS = (
-    Format("all", ("turns",), lambda r: {}),
-    Format(
-        "humaneval",
-        ("task_id", "prompt", "entry_point"),
-        lambda r: {"turns": [r["prompt"]]},
-    ),
-    Format("gsm8k", ("question", "answer"), lambda r: {"turns": [r["question"]]}),
-    Format(
-        "cnn_dm",
-        ("article", "highlights"),
-        lambda r: {"turns": [r["article"]], "frame": ARTICLE},
-    ),
-    Format(
-        "xsum",
-        ("document", "summary"),
-        lambda r: {"turns": [r["document"]], "frame": ARTICLE},
-    ),
-    Format("alpaca_eval", ("instruction",), _instruction),
-)
-OWN = Format("prompts", (), _own)

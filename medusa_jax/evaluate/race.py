@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -25,8 +24,6 @@ from medusa_jax.whole_files import Json
 
 # A prompt's token ids, or those of all prompts of a batch.
 Asked = TypeVar("Asked", bound=Sequence[Any])
-# Text length in tokens for the size of a drafter's state.
-TEXT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,20 +164,13 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
     speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
     whole, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (own, plain))  # fmt: skip
     end_to_end = (base_whole / base_tokens) / (whole / tokens) if timed else 0.0
-    names = ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference", "efficiency")  # fmt: skip
+    names = ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference")
     per_step: Sequence[float | None] = [None] * len(names)
     if steps or not tokens:
         length = sum(r.appended for r in own) / max(1, steps)
         step = spent / max(1, steps)
         latency = step / (base_spent / max(1, base_steps))
-        efficiency = end_to_end * latency / length if length else 0.0
-        per_step = (
-            length,
-            step,
-            latency,
-            relation_error(speedup, length, latency),
-            efficiency,
-        )
+        per_step = (length, step, latency, relation_error(speedup, length, latency))
     texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
@@ -229,23 +219,10 @@ def ourselves(
 
     facts: Json = {"drafter": model.drafts_by(tree) if tree.depth else "plain"}
     facts |= {"tree_nodes": tree.n_nodes, "temperature": options.temperature}
-    facts |= memory(model, tree) | row.pop("facts", {})
+    facts |= row.pop("facts", {})
     weights = model.storage.weights or str(model.dtype)
     label = row.pop("label", facts["drafter"])
     return Contender(label, decode, weights, facts, **row)
-
-
-def memory(model: Model, tree: Tree) -> dict[str, int]:
-    """Bytes of the drafter: its parameters, and its state for one row of `TEXT` tokens."""
-    if not tree.drafted.depth:
-        return {"parameter_bytes": 0, "state_bytes": 0}
-    state = jax.eval_shape(lambda: model.drafter.start(1, TEXT, model.dtype))
-    return {
-        "parameter_bytes": sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"])),
-        "state_bytes": sum(
-            int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)
-        ),
-    }
 
 
 def step_seconds(

@@ -19,7 +19,6 @@ from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import copied_lengths, rank_tuples
 from medusa_jax.decoding.sampling import row_keys
-from medusa_jax.errors import UserError
 from medusa_jax.progress import Progress
 from medusa_jax.tree.growth import Recorded
 
@@ -47,10 +46,12 @@ class Text(NamedTuple):
         return self.ids[self.n_prompt :]
 
 
-def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Text]:
+def own_texts(
+    model: Model, prompts: Sequence[Prompt], options: Options, shown: bool = True
+) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
-    with Progress("writing", len(prompts), "prompt") as bar:
+    with Progress("writing", len(prompts), "prompt", shown=shown) as bar:
         for own, rows in equal_batches(len(prompts), ROWS):
             batch = [model.encode(prompts[i]) for i in rows]
             results = model.generate(batch, options, [0] * len(rows), tree="none")
@@ -60,7 +61,9 @@ def own_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list
     return texts
 
 
-def record(model: Model, texts: Sequence[Text], options: Options) -> list[Recorded]:
+def record(
+    model: Model, texts: Sequence[Text], options: Options, shown: bool = True
+) -> list[Recorded]:
     """Record ranks and correct copies at the positions of each text where a step may begin.
 
     These are the positions from the last prompt token on for which the text has the token of the
@@ -73,7 +76,7 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
     lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
     ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
-    with Progress("ranks", len(texts), "text") as bar:
+    with Progress("ranks", len(texts), "text", shown=shown) as bar:
         for own, rows in equal_batches(len(texts), ROWS):
             noise = None
             if options.temperature > 0:
@@ -98,20 +101,4 @@ def record(model: Model, texts: Sequence[Text], options: Options) -> list[Record
                 repeats_P = match_BT[b, here] >= REPEATS
                 found.append(Recorded(ranks_BTK[b, here], copied_BT[b, here], repeats_P))
             bar.update(len(own))
-    return found
-
-
-def rank_texts(model: Model, prompts: Sequence[Prompt], options: Options) -> list[Recorded]:
-    """`record` the model's own answers to the prompts; too short ones are skipped.
-
-    Raises:
-      UserError: fewer than two are long enough.
-    """
-    found = record(model, own_texts(model, prompts, options), options)
-    found = [one for one in found if len(one.ranks_PK)]
-    if len(found) < 2:
-        raise UserError(
-            f"{len(found)} of {len(prompts)} continuations are long enough to calibrate on, two "
-            "are needed: trees are evaluated on held-out texts"
-        )
     return found

@@ -18,16 +18,17 @@ import os
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.speculators_config import TAPS, unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, parse_config
@@ -89,37 +90,38 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     """
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
     file = os.path.join(directory, "config.json")
-    fields, taps, depth = config, "", {}
+    taps, depth = "", {}
     if speculators_config.is_speculators(config):
         fields, taps = speculators_config.read(file, config)
     else:
-        depth = _depth(file, config)
+        table = Fields(file, config).table("eagle_config")
+        fields = config | {k: x for k, x in table.items() if x not in (None, [])}
+        depth = _depth(file, fields.get(TAPS))
         stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
-        fields = config | {"num_hidden_layers": len(stored) or 1}
-    _check_fields(file, fields)
+        fields["num_hidden_layers"] = len(stored) or 1
+    for name in unknown(fields, READ | UNUSED):
+        raise UserError(
+            f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
+        )
     layer = parse_config(file, fields)
-    _expect(file, fields, {"target_hidden_size": layer.d_model})
+    _expect(file, fields, EXPECTED | {"target_hidden_size": layer.d_model})
     if layer.qk_norm or layer.qkv_bias:
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
-        )
-    if fields.get("norm_output") and not speculators_config.is_speculators(config):
-        inform(
-            f"{file}: norm_output is read as EAGLE-3.1's, as engines do; heads that SpecForge "
-            "trained before its pull request 879 (September 2026) are other heads under this name"
         )
     shape, rotation = _shape(layer)
     ids = _take_ids(source, tensors, layer.vocab_size)
     outputs = layer.vocab_size if ids is None else len(ids)
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
+    given = Fields(file, {name: x for name, x in fields.items() if x is not None})
     heads = Eagle3Config(
         n_layers=layer.n_layers,
         tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        fc_norm=bool(fields.get("fc_norm")),
-        norm_output=bool(fields.get("norm_output")),
-        norm_before_residual=bool(fields.get("norm_before_residual")),
+        fc_norm=given.switch("fc_norm"),
+        norm_output=given.switch("norm_output"),
+        norm_before_residual=given.switch("norm_before_residual"),
         attention_heads=layer.n_heads,
         kv_heads=layer.n_kv_heads,
         head_dim=layer.head_dim,
@@ -161,30 +163,12 @@ def _expect(file: str, fields: Json, expected: Json) -> None:
             )
 
 
-def _check_fields(file: str, fields: Json) -> None:
-    for name in unknown(fields, READ | UNUSED):
-        raise UserError(
-            f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
-        )
-    _expect(file, fields, EXPECTED)
-    for name in _FLAGS:
-        if type(fields.get(name) or False) is not bool:
-            raise UserError(f"{file}: {name} should be true or false, not {fields[name]!r}")
-
-
-def _depth(file: str, config: Json) -> dict[str, int]:
+def _depth(file: str, ids: Any) -> dict[str, int]:
     """The number of layers of the backbone that the numbers of the tapped layers tell, if any.
 
     Files name the layers that streams enter (2, L / 2, L - 3) or those that they leave (one less). Other
     numbers may be meant either way.
     """
-    table = config.get("eagle_config") or {}
-    if not isinstance(table, dict):
-        raise UserError(f"{file}: eagle_config {table!r} is not supported")
-    for name in unknown(table, UNUSED | EXPECTED.keys() | {TAPS}):
-        raise UserError(f"{file} has an unknown field {name!r} under eagle_config")
-    _expect(file, table, EXPECTED)
-    ids = table.get(TAPS) or config.get(TAPS)
     if not ids:
         return {}
     numbers = isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
@@ -216,9 +200,8 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
     member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
     if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
         raise UserError(
-            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens"
-            if member is not None
-            else f"key {_D2T!r} in {source} names tokens twice, or not of the {vocab_size}"
+            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
+            f"{vocab_size}"
         )
     if _LM_HEAD in tensors and not np.array_equal(order, np.arange(len(order))):
         tensors[_LM_HEAD] = take_rows(tensors[_LM_HEAD], order)
@@ -227,13 +210,7 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
 
 def to_eagle3(export: Export, out: str) -> None:
     """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
-    drafter = _drafter(export, "EAGLE-3's layout")
-    if drafter.heads.n_layers != 1 or drafter.taps != drafter.paper_taps:
-        raise UserError(
-            f"the heads in {export.stored.source} have {drafter.heads.n_layers} layers and read "
-            f"{drafter.taps}: EAGLE-3's layout is for one layer and the paper's {drafter.paper_taps}, "
-            "since engines do not agree on how it would say others; --to speculators"
-        )
+    drafter = _drafter(export)
     layers, fields = _config(export, drafter)
     raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
     export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
@@ -241,7 +218,7 @@ def to_eagle3(export: Export, out: str) -> None:
 
 def to_speculators(export: Export, out: str) -> None:
     """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
-    drafter = _drafter(export, "speculators' layout")
+    drafter = _drafter(export)
     layers, fields = _config(export, drafter)
     architectures = config_to_hf(export.base.config)["architectures"]
     verifier = {"name_or_path": export.base_name, "architectures": architectures}
@@ -251,18 +228,9 @@ def to_speculators(export: Export, out: str) -> None:
     export.write(out, "model.safetensors", arrays, raw)
 
 
-def _drafter(export: Export, layout: str) -> Eagle3:
-    """The drafter of EAGLE-3 heads that have an LM head.
-
-    Raises:
-      UserError: other heads.
-    """
+def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
-    if not isinstance(heads, Eagle3Config) or heads.lm_head != "own":
-        raise UserError(
-            f"{layout} is for eagle3 heads with an LM head of their own, {export.stored.source} "
-            f"holds {heads.drafter} heads with LM head {heads.lm_head!r}"
-        )
+    assert isinstance(heads, Eagle3Config)
     return Eagle3(heads, export.base.config)
 
 

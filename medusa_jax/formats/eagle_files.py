@@ -8,22 +8,21 @@
 same layers draft all depths.
 """
 
-import re
 from dataclasses import replace
 
-from medusa_jax.errors import UserError
+import numpy as np
+
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, read_config
 from medusa_jax.interop.hf_writer import config_to_hf
-from medusa_jax.interop.stored_heads import StoredHeads
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json
 
 _EMBEDDING = "embed_tokens.weight"
-_LAYER = re.compile(r"layers\.(\d+)\.")
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
@@ -40,17 +39,11 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     Args: as for `medusa_files.open_heads`.
 
     Raises:
-      UserError: layers are missing, their number differs from the configuration, or there is no configuration
-        of a Llama.
+      UserError: no configuration of a Llama.
     """
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
-    found = {int(m[1]) for key in tensors if (m := _LAYER.match(key))}
     llama = read_config(directory)
-    if len(found) != llama.n_layers or found != set(range(len(found))):
-        raise UserError(
-            f"{source} holds the layers {sorted(found)}, its config.json says {llama.n_layers}"
-        )
-    heads = EagleConfig(n_layers=len(found), fc_bias="fc.bias" in tensors)
+    heads = EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors)
 
     def ignore(key: str) -> bool:
         return key == _EMBEDDING or bool(HARMLESS.search(key))
@@ -69,15 +62,29 @@ def _locate(path: str) -> tuple[str, bool]:
 
 
 def to_eagle(export: Export, out: str) -> None:
-    """Write `pytorch_model.bin`, with a copy of the backbone's embedding."""
-    heads = export.stored.heads
-    if not isinstance(heads, EagleConfig) or heads.lm_head != "shared":
-        raise UserError(
-            "EAGLE's layout is for eagle heads that share the model's LM head, "
-            f"{export.stored.source} holds {heads.drafter} heads with LM head {heads.lm_head!r}"
-        )
+    """Write the authors' `pytorch_model.bin`, with a copy of the backbone's embedding."""
+    arrays, raw = _written(export)
+    fields = {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
+    export.write(out, "pytorch_model.bin", arrays, raw | fields)
+
+
+def to_eagle_engine(export: Export, out: str, engine: str) -> None:
+    """Write `model.safetensors` for vLLM's or SGLang's EAGLE-1.
+
+    Both take a field `bias` for biases of the attention. SGLang always adds a bias after `fc`, random where the file
+    has none, and knows the heads by `architectures`; vLLM has no such bias.
+    """
+    arrays, raw = _written(export)
+    if engine == "sglang":
+        arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
+        raw["architectures"] = [f"{name}Eagle" for name in raw["architectures"]]
+    raw["torch_dtype"] = export.kind.name
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def _written(export: Export) -> tuple[Arrays, Json]:
+    """Tensors and config.json. The layers attend to the whole text."""
     arrays = export.arrays(_locate) | {_EMBEDDING: export.embedding()}
-    # Its layers attend to the whole text.
-    config = replace(export.base.config, n_layers=heads.n_layers, sliding_window=0)
-    raw = config_to_hf(config) | {"bias": heads.fc_bias, "torch_dtype": export.kind.name}
-    export.write(out, "pytorch_model.bin", arrays, raw)
+    n_layers = export.stored.heads.n_layers
+    config = replace(export.base.config, n_layers=n_layers, sliding_window=0)
+    return arrays, config_to_hf(config)

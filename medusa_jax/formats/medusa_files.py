@@ -22,7 +22,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
-from medusa_jax.interop.tensor import Index, Tensor, Tensors, take_rows, whole
+from medusa_jax.interop.tensor import Tensors, take_rows, whole
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
 from medusa_jax.whole_files import Json
 
@@ -40,18 +40,24 @@ VLLM = re.compile(
     r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
 )
 _TOKEN_MAP = "token_map"
-_VLLM_HEADS = ("num_heads", "medusa_num_heads")
-_VLLM_LAYERS = ("num_hidden_layers", "medusa_num_layers")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Names:
-    """The keys of a layout for heads of L layers; `lm_head` is "" if shared."""
+class _Found:
+    """The form of a file's keys, and the sizes that they show.
+
+    Attributes:
+      block, lm_head: keys with {k}, {j}, {leaf}; heads without an LM head share the backbone's.
+      tied: all layers share the weights of the first, which may be the only one in the file.
+    """
 
     block: str
     lm_head: str
-    # All layers share the weights of the first, which may be the only one in the file.
+    n_heads: int
+    n_layers: int
+    shared: bool = False
     tied: bool = False
+    prefix: str = ""
 
     def locate(self, path: str) -> tuple[str, bool]:
         """A path of `heads/medusa.py` -> (key, whether it is stored transposed)."""
@@ -84,77 +90,75 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
       config: `config.json` from there, {} if it does not exist.
 
     Raises:
-      UserError: other layers than in the configuration, or a truncated vocabulary.
+      UserError: another number of layers than in the configuration, or a damaged draft vocabulary.
     """
-    vllm = any(VLLM.fullmatch(key) for key in tensors)
-    opened = _open_vllm if vllm else _open_medusa
-    stored = opened(source, directory, tensors, config)
-    if stored.layout == FULL_MODEL and "model.embed_tokens.weight" in tensors:
-        # These heads were trained with their backbone and fit no other.
-        record = {"fingerprint": BaseFiles.open(directory).fingerprint()}
-        stored = dataclasses.replace(stored, base=record)
-    return stored
+    vllm, ids = any(VLLM.fullmatch(key) for key in tensors), None
+    if vllm:
+        tensors, ids = _take_token_map(source, tensors)
+    found = (_find_vllm if vllm else _find_medusa)(tensors, config)
+    numbers = {"heads": found.n_heads, "layers": found.n_layers}
+    more = {"heads": "num_heads", "layers": "num_hidden_layers"} if vllm else {}
+    for what, number in numbers.items():
+        told = config.get(more.get(what, ""), config.get(f"medusa_num_{what}"))
+        if type(told) is int and told != number:
+            problem = f"{source} holds {number} {what}, its config.json says {told}"
+            if what == "layers":
+                raise UserError(problem)
+            inform(problem)
+    heads = HeadsConfig(
+        n_heads=found.n_heads,
+        n_layers=found.n_layers,
+        lm_head="shared" if found.shared else "own",
+        draft_vocab=0 if ids is None else len(ids),
+    )
+    if vllm and not config.get("medusa_fc_bias"):
+        tensors = _with_biases(found, tensors)
+    layout, base = HEADS_ONLY, {}
+    if found.prefix.startswith("base_model."):
+        layout = ADAPTER
+        if not all(is_head_key(key) for key in tensors):
+            base = {
+                "fingerprint": "of a base and the adapters in this file (merge them by PEFT)"
+            }
+    elif found.prefix and not vllm:
+        layout = FULL_MODEL
+        if "model.embed_tokens.weight" in tensors:
+            # These heads were trained with their backbone and fit no other.
+            base = {"fingerprint": BaseFiles.open(directory).fingerprint()}
+
+    def ignore(key: str) -> bool:
+        inside = is_head_key(key) and ".original_module." not in key
+        return layout in (FULL_MODEL, ADAPTER) and not inside
+
+    return StoredHeads(
+        source, directory, "vLLM" if vllm else layout, heads, tensors, found.locate, ignore,
+        meta=config, base=base, ids=ids,
+    )  # fmt: skip
 
 
-def _open_medusa(
-    source: str, directory: str, tensors: Tensors, config: Json
-) -> StoredHeads:
+def _find_medusa(tensors: Tensors, config: Json) -> _Found:
     found = [m for key in tensors if (m := MEDUSA.fullmatch(key))]
     prefix, _, infix, *_ = found[0].groups()
     stem = f"{prefix}{{k}}.{infix}"
     first = [(int(m[4]), m[5]) for m in found if m[2] == "0"]
     outs = [j for j, leaf in first if leaf == "weight"]
     layers = {j for j, leaf in first if leaf != "weight"}
-    declared = _number(config, "medusa_num_layers")
     n_layers = outs[0] if outs else max(layers, default=-1) + 1
-    tied = layers == {0} and n_layers > 1 and declared == n_layers
-    names = _Names(f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight", tied)
-    _check_layers(source, n_layers, declared)
-    heads = HeadsConfig(
-        n_heads=_count(source, {int(m[2]) for m in found}, config, "medusa_num_heads"),
-        n_layers=n_layers,
-        lm_head="own" if outs else "shared",
-    )
-    stored = StoredHeads(
-        source, directory, HEADS_ONLY, heads, tensors, names.locate, meta=config
-    )
-    if not prefix:
-        return stored
-    stored = dataclasses.replace(stored, layout=FULL_MODEL, ignore=_is_no_head_key)
-    if not prefix.startswith("base_model."):
-        return stored
-    others = any(not is_head_key(key) for key in tensors)
-    needs = "adapters of the backbone that they were trained with" if others else ""
-    return dataclasses.replace(stored, layout=ADAPTER, needs=needs)
+    tied = layers == {0} and n_layers > 1 and config.get("medusa_num_layers") == n_layers
+    n_heads = max(int(m[2]) for m in found) + 1
+    block, lm_head = f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight"
+    return _Found(block, lm_head, n_heads, n_layers, not outs, tied, prefix)
 
 
-def _is_no_head_key(key: str) -> bool:
-    """Whether a key of a full model or an adapter does not belong to the heads."""
-    return not is_head_key(key) or ".original_module." in key
-
-
-def _open_vllm(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
-    tensors, ids = _take_token_map(source, tensors)
+def _find_vllm(tensors: Tensors, config: Json) -> _Found:
     found = [m for key in tensors if (m := VLLM.fullmatch(key))]
     prefix = found[0][1]
-    blocks = [(int(m[2]), int(m[3])) for m in found if m[2]]
-    n_layers = max((j for _, j in blocks), default=-1) + 1
+    n_layers = max((int(m[3]) for m in found if m[2]), default=-1) + 1
+    n_heads = max(int(m[2] or m[4]) for m in found) + 1
     # One LM head for all, the backbone's or a copy of it.
-    shared = bool(config.get("original_lm_head"))
-    names = _Names(
-        f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
-        f"{prefix}lm_heads.{'0' if shared else '{k}'}.weight",
-    )
-    _check_layers(source, n_layers, _number(config, *_VLLM_LAYERS))
-    numbers = {k for k, _ in blocks} | {int(m[4]) for m in found if m[4]}
-    n_heads = _count(source, numbers, config, *_VLLM_HEADS)
-    draft_vocab = 0 if ids is None else len(ids)
-    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers, draft_vocab=draft_vocab)
-    if not config.get("medusa_fc_bias"):
-        tensors = _with_biases(names, heads, tensors)
-    return StoredHeads(
-        source, directory, "vLLM", heads, tensors, names.locate, meta=config, ids=ids
-    )
+    head = "0" if config.get("original_lm_head") else "{k}"
+    block = f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}"
+    return _Found(block, f"{prefix}lm_heads.{head}.weight", n_heads, n_layers)
 
 
 def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
@@ -176,60 +180,19 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     return tensors, ids[order].astype(np.int32)
 
 
-def _with_biases(names: _Names, heads: HeadsConfig, tensors: Tensors) -> Tensors:
+def _with_biases(found: _Found, tensors: Tensors) -> Tensors:
     """Add zeros for missing biases, which vLLM's blocks do not have by default."""
     added = dict(tensors)
-    for k in range(heads.n_heads):
-        for j in range(heads.n_layers):
-            weight = tensors.get(names.block.format(k=k, j=j, leaf="weight"))
-            bias = names.block.format(k=k, j=j, leaf="bias")
-            if bias not in tensors and weight is not None:
-                added[bias] = _zeros(weight.file, weight.shape[:1], weight.dtype)
+    for k in range(found.n_heads):
+        for j in range(found.n_layers):
+            weight = tensors.get(found.block.format(k=k, j=j, leaf="weight"))
+            if weight is not None:
+                zeros = np.zeros(weight.shape[:1], np.float32)
+                bias = dataclasses.replace(
+                    weight, shape=zeros.shape, read=zeros.__getitem__
+                )
+                added.setdefault(found.block.format(k=k, j=j, leaf="bias"), bias)
     return added
-
-
-def _zeros(file: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-    def read(index: Index) -> np.ndarray:
-        return np.zeros(shape, np.float32)[index]
-
-    return Tensor(file, shape, dtype, read)
-
-
-def _count(source: str, numbers: set[int], config: Json, *fields: str) -> int:
-    """The number of heads in a file; says so where the configuration has another number."""
-    count = max(numbers) + 1
-    if (declared := _number(config, *fields) or count) != count:
-        inform(
-            f"{source} holds {count} heads, its config.json says {declared}: {count} are read"
-        )
-    return count
-
-
-def _number(config: Json, *names: str) -> int | None:
-    """The first of these fields of the configuration that is an integer."""
-    values = [config[name] for name in names if type(config.get(name)) is int]
-    return values[0] if values else None
-
-
-def _check_layers(source: str, found: int, declared: int | None) -> None:
-    if declared not in (None, found):
-        raise UserError(
-            f"{source} holds {found} layers per head, its config.json says {declared}"
-        )
-
-
-def only_medusa(export: Export, target: str) -> None:
-    """Refuse all but Medusa heads.
-
-    Raises:
-      UserError: names the target.
-    """
-    drafter = export.stored.heads.drafter
-    if drafter != "medusa":
-        raise UserError(
-            f"{target} loads Medusa heads only, {export.stored.source} holds {drafter} heads: "
-            "no other engine runs them (--to native keeps them in this project's format)"
-        )
 
 
 def _blocks(export: Export, name: str) -> Arrays:
@@ -254,20 +217,11 @@ def medusa_arrays(export: Export, prefix: str = "") -> Arrays:
 
 def to_tgi(export: Export, out: str) -> None:
     """The layout of TGI, and of vLLM from 0.28 on: `medusa_lm_head.safetensors`, separate LM heads."""
-    only_medusa(export, "TGI")
     _write_tgi(export, out, medusa_arrays(export), {})
 
 
 def to_tgi_shared(export: Export, out: str) -> None:
     """TGI's second layout: one block per head, logits by the backbone's LM head."""
-    only_medusa(export, "TGI")
-    heads = export.stored.heads
-    if heads.lm_head != "shared" or heads.n_layers != 1:
-        raise UserError(
-            f"the shared-head layout is for heads with one layer and the backbone's LM head; "
-            f"those in {export.stored.source} have {heads.n_layers} and LM head "
-            f"{heads.lm_head!r}: --to tgi"
-        )
     _write_tgi(export, out, _blocks(export, "{k}.{j}.linear.{leaf}"), {"version": "2"})
 
 
@@ -296,7 +250,6 @@ def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
 
 def to_vllm(export: Export, out: str) -> None:
     """The layout of every vLLM with Medusa: `model.safetensors` with vLLM's names."""
-    only_medusa(export, "vLLM")
     heads, llama = export.stored.heads, export.base.config
     arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
     shared = heads.lm_head == "shared"
@@ -324,7 +277,6 @@ def to_vllm(export: Export, out: str) -> None:
 
 def to_tensorrt_llm(export: Export, out: str) -> None:
     """The layout of TensorRT-LLM's TensorRT backend (up to 1.1) and of the authors' code: a .pt file."""
-    only_medusa(export, "TensorRT-LLM")
     heads = export.stored.heads
     config = {
         "base_model_name_or_path": export.base_name,

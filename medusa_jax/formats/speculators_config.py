@@ -13,10 +13,9 @@ and vLLM runs such heads on other layers than they were trained on.
 """
 
 from collections.abc import Set
-from typing import Any
 
-from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.interop.fields import Fields
 from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"
@@ -30,7 +29,6 @@ UNUSED = {
     "architectures", "auto_map", "dtype", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-UNUSED_PARTS = {"proposal_methods", "default_proposal_method", "verifier"}
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
@@ -51,26 +49,17 @@ def read(file: str, config: Json) -> tuple[Json, str]:
     Raises:
       UserError: another kind of heads; fields that are unknown, missing or ambiguous.
     """
-    parts, layers = config.get(PARTS), config.get(LAYERS)
-    parts = parts if isinstance(parts, dict) else {}
+    layers, parts = (Fields(file, config).table(name) for name in (LAYERS, PARTS))
     algorithm = parts.get("algorithm")
     if (config[TYPE], algorithm) != ("eagle3", "eagle3"):
         raise UserError(
             f"{file}: of speculators' heads only eagle3 is supported, not {config[TYPE]!r} with "
             f"algorithm {algorithm!r}"
         )
-    if not isinstance(layers, dict):
-        raise UserError(f"{file}: {LAYERS} should be an object, not {layers!r}")
     known = SHARED | UNUSED | {TYPE, PARTS, LAYERS, TAPS, "embed_requires_grad"}
     for name in unknown(config, known):
         raise UserError(
             f"{file} has a field that speculators is not known to write: {name!r}"
-        )
-    for name in unknown(parts, UNUSED_PARTS | {"algorithm"}):
-        raise UserError(f"{file} has an unknown field {name!r} under {PARTS}")
-    for name in sorted(layers.keys() & (SHARED | {"eagle_config", TAPS})):
-        raise UserError(
-            f"{file} has a field under {LAYERS} that belongs above it: {name!r}"
         )
     if config.get("embed_requires_grad"):
         raise UserError(f"{file}: heads with a trained embedding are not supported")
@@ -80,24 +69,8 @@ def read(file: str, config: Json) -> tuple[Json, str]:
             "vLLM: add it"
         )
     fields = {name: config[name] for name in SHARED & config.keys()}
-    return layers | fields, _taps(file, config.get(TAPS))
-
-
-def _taps(file: str, ids: Any) -> str:
-    if ids is None:
-        return ""
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or not all(type(i) is int and i >= 0 for i in ids)
-    ):
-        raise UserError(f"{file}: {TAPS} should be a list of layers, not {ids!r}")
-    if len(ids) == 3 and ids[:2] == [1, (ids[2] + 4) // 2 - 1]:
-        inform(
-            f"{file}: layers {ids} are read where they begin, as vLLM does; the paper's would be "
-            f"{[i + 1 for i in ids]} (a converted file may number layers by their end)"
-        )
-    return ",".join(map(str, ids))
+    taps = Fields(file, config).items(TAPS, int, []) if config.get(TAPS) is not None else []
+    return layers | fields, ",".join(map(str, taps))
 
 
 def write(

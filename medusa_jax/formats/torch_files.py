@@ -7,17 +7,14 @@ dictionary of tensors, the names stand for functions here, and every view must b
 
 import io
 import math
-import os
 import pickle
-import struct
 import zipfile
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop.tensor import Index, Tensor, Tensors
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -45,19 +42,13 @@ OPCODES = """
 """
 
 
-class _Refused(Exception):
-    """The reason to refuse a file; becomes a UserError that names the file."""
-
-
-@dataclass(frozen=True)
-class _Storage:
+class _Storage(NamedTuple):
     dtype: np.dtype
     key: str
     size: int
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(NamedTuple):
     """A tensor: a strided view of a storage, in elements."""
 
     storage: _Storage
@@ -71,7 +62,7 @@ class _Dict(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not isinstance(key, str):
-            raise _Refused("a dictionary has keys that are not text")
+            raise ValueError("a dictionary has keys that are not text")
         super().__setitem__(key, value)
 
 
@@ -80,36 +71,33 @@ def _view(
 ) -> _View:
     """torch._utils._rebuild_tensor_v2(storage, offset, size, stride, grad, hooks, metadata)."""
     [start], shape, strides = _counts((offset,)), _counts(size), _counts(stride)
-    if not isinstance(storage, _Storage):
-        raise _Refused("malformed tensor")
-    if len(shape) != len(strides) or len(shape) > MAX_DIMENSIONS:
-        raise _Refused("a tensor whose shape and strides do not fit")
-    if math.prod(shape) > storage.size:
-        raise _Refused("a tensor with more elements than its storage")
-    if not math.prod(shape):
-        if math.prod(n for n in shape if n) > MAX_EMPTY:
-            raise _Refused("an empty tensor of an absurd shape")
+    n = math.prod(shape)
+    if type(storage) is not _Storage or len(shape) != len(strides):
+        raise ValueError("malformed tensor")
+    if n > storage.size or (not n and math.prod(i for i in shape if i) > MAX_EMPTY):
+        raise ValueError("a tensor with more elements than its storage")
+    if not n:
         return _View(storage, 0, shape, (0,) * len(shape))
     # The stride of an axis with one element is unused and may be any number.
     steps = tuple(step if n > 1 else 0 for n, step in zip(shape, strides))
     if start + sum((n - 1) * step for n, step in zip(shape, steps)) >= storage.size:
-        raise _Refused("a tensor that reaches beyond its storage")
+        raise ValueError("a tensor that reaches beyond its storage")
     return _View(storage, start, shape, steps)
 
 
 def _counts(value: object) -> tuple[int, ...]:
     """A sequence of whole numbers from 0 on."""
-    if not isinstance(value, (tuple, list)) or any(
-        type(n) is not int or n < 0 for n in value
+    if (
+        not isinstance(value, (tuple, list))
+        or len(value) > MAX_DIMENSIONS
+        or any(type(n) is not int or n < 0 for n in value)
     ):
-        raise _Refused("malformed tensor")
+        raise ValueError("malformed tensor")
     return tuple(value)
 
 
-def _parameter(data: object, *ignored: object) -> _View:
+def _parameter(data: object, *ignored: object) -> object:
     """torch._utils._rebuild_parameter(data, requires_grad, hooks)."""
-    if not isinstance(data, _View):
-        raise _Refused("malformed parameter")
     return data
 
 
@@ -130,16 +118,15 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
-            raise _Refused(f"it asks for {module}.{name}, which no weights need")
+            raise ValueError(f"it asks for {module}.{name}, which no weights need")
         return ALLOWED[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
         """("storage", type, key, device, number of elements)."""
         kind, dtype, key, _, size = pid
-        if kind != "storage" or type(size) is not int or size < 0:
-            raise _Refused("malformed storage reference")
-        if not isinstance(dtype, np.dtype) or not isinstance(key, str):
-            raise _Refused("malformed storage reference")
+        whole = type(size) is int and size >= 0 and type(key) is str
+        if kind != "storage" or not isinstance(dtype, np.dtype) or not whole:
+            raise ValueError("malformed storage reference")
         return _Storage(dtype, key, size)
 
     def load_dictionary(self) -> None:
@@ -149,7 +136,7 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
         """Ignore the attributes that torch sets on a state dictionary."""
         self.stack.pop()
         if not isinstance(self.stack[-1], _Dict):
-            raise _Refused("it sets the state of an object")
+            raise ValueError("it sets the state of an object")
 
     dispatch: ClassVar = {code: _PYTHON.dispatch[code] for code in _CODES} | {
         pickle.EMPTY_DICT[0]: load_dictionary,
@@ -165,104 +152,66 @@ def open_torch(path: str) -> Tensors:
         keys.
     """
     try:
-        return _open(path)
-    except _Refused as error:
-        raise UserError(f"{path} is refused: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _open(path: str) -> Tensors:
-    if not zipfile.is_zipfile(path):
-        raise UserError(
-            f"{path} is not in torch's zip format (is it from before torch 1.6, or cut short?); "
-            "convert it once where torch is installed: torch.save(torch.load(path, "
-            "weights_only=True), path)"
-        )
-    try:
+        if not zipfile.is_zipfile(path):
+            raise UserError(
+                f"{path} is not in torch's zip format (is it from before torch 1.6, or cut short?); "
+                "convert it once where torch is installed: torch.save(torch.load(path, "
+                "weights_only=True), path)"
+            )
         with zipfile.ZipFile(path) as archive:
             return _read_archive(path, archive)
-    except (
-        zipfile.BadZipFile,
-        NotImplementedError,
-        RuntimeError,
-        struct.error,
-        EOFError,  # a directory that claims more bytes than the file has
-        ValueError,
-    ) as error:
-        raise _Refused(f"a damaged archive ({str(error)[:200]!r})") from error
+    except (UserError, KeyboardInterrupt):
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # a malformed archive or pickle may raise nearly anything
+        raise UserError(f"{path} is refused or damaged: {first_line(error)}") from error
 
 
 def _read_archive(path: str, archive: zipfile.ZipFile) -> Tensors:
     members = {info.filename: info for info in archive.infolist()}
     pickles = [name for name in members if name.split("/")[1:] == ["data.pkl"]]
     if len(pickles) != 1 or len(members) != len(archive.infolist()):
-        raise _Refused("it does not hold exactly one data.pkl")
+        raise ValueError("it does not hold exactly one data.pkl")
     root = pickles[0].split("/")[0]
     if any(info.compress_type != zipfile.ZIP_STORED for info in members.values()):
-        raise _Refused("it holds compressed members, which torch never writes")
+        raise ValueError("it holds compressed members, which torch never writes")
     if members[pickles[0]].file_size > MAX_PICKLE_BYTES:
-        raise _Refused(f"its data.pkl is larger than {MAX_PICKLE_BYTES >> 20} MiB")
+        raise ValueError(f"its data.pkl is larger than {MAX_PICKLE_BYTES >> 20} MiB")
     order = f"{root}/byteorder"
     if order in members and archive.read(order).strip() != b"little":
-        raise _Refused("it was written on a big-endian machine")
-    tree = _unpickle(archive.read(pickles[0]))
+        raise ValueError("it was written on a big-endian machine")
+    tree = _Unpickler(io.BytesIO(archive.read(pickles[0]))).load()
+    if not isinstance(tree, _Dict):
+        raise ValueError("it holds no dictionary of tensors")
     tensors: Tensors = {}
-    starts: dict[str, int] = {}
     for name, view in tree.items():
         if not isinstance(view, _View):
-            raise _Refused(f"entry {name[:80]!r} is not a tensor")
+            raise ValueError(f"entry {name[:80]!r} is not a tensor")
         member = f"{root}/data/{view.storage.key}"
-        if member not in members:
-            raise _Refused(f"the bytes of {name!r} are missing")
-        if view.storage.size * view.storage.dtype.itemsize > members[member].file_size:
-            raise _Refused(f"the bytes of {name!r} are cut short")
-        if member not in starts:
-            starts[member] = _start_of_data(path, members[member])
-        tensors[name] = _tensor(path, name, view, starts[member])
+        size = members[member].file_size if member in members else -1
+        if view.storage.size * view.storage.dtype.itemsize > size:
+            raise ValueError(f"the bytes of {name!r} are missing or cut short")
+        archive.open(member).close()  # checks the place of the bytes
+        tensors[name] = _tensor(path, name, view, member)
     return tensors
 
 
-def _unpickle(data: bytes) -> dict[str, Any]:
-    """The pickle's dictionary of `_View`s."""
-    try:
-        tree = _Unpickler(io.BytesIO(data)).load()
-    except _Refused:
-        raise
-    except Exception as error:  # a malformed pickle may raise nearly anything
-        raise _Refused(f"a malformed pickle ({type(error).__name__})") from error
-    if not isinstance(tree, dict):
-        raise _Refused("it holds no dictionary of tensors")
-    return tree
-
-
-def _start_of_data(path: str, info: zipfile.ZipInfo) -> int:
-    """The offset of a member's bytes, after its local header of variable size."""
-    with open(path, "rb") as f:
-        f.seek(info.header_offset)
-        header = f.read(30)
-        if len(header) < 30 or header[:4] != b"PK\x03\x04":
-            raise _Refused("a damaged archive (bad local header)")
-        name_size, extra_size = struct.unpack("<HH", header[26:30])
-        start = info.header_offset + 30 + name_size + extra_size
-        if start + info.file_size > os.fstat(f.fileno()).st_size:
-            raise _Refused("a damaged archive (a member reaches beyond the file)")
-    return start
-
-
-def _tensor(path: str, name: str, view: _View, start: int) -> Tensor:
-    storage = view.storage
+def _tensor(path: str, name: str, view: _View, member: str) -> Tensor:
+    kind = view.storage.dtype
 
     def read(index: Index) -> np.ndarray:
         if not math.prod(view.shape):
-            return np.empty(view.shape, storage.dtype)[index]
-        raw = np.memmap(
-            path, np.uint8, "r", start, (storage.size * storage.dtype.itemsize,)
-        )
-        flat = raw.view(storage.dtype)[view.offset :]
-        steps = [step * storage.dtype.itemsize for step in view.strides]
+            return np.empty(view.shape, kind)[index]
+        try:
+            with zipfile.ZipFile(path) as archive:
+                data = archive.read(member)
+        except (OSError, zipfile.BadZipFile, EOFError) as error:
+            raise UserError(f"{path} is damaged: {first_line(error)}") from error
+        flat = np.frombuffer(data, kind, view.storage.size)[view.offset :]
+        steps = [step * kind.itemsize for step in view.strides]
         # Safe: `_view` has checked that the last element is within the storage.
         whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
         return np.array(whole[index])
 
-    return Tensor(path, view.shape, storage.dtype.name, read, name=name)
+    return Tensor(path, view.shape, kind.name, read, name=name)

@@ -34,12 +34,13 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import (
     LayerState,
+    cached_mask,
     last_of,
     lm_head_logits,
     lm_head_start,
     zero_output,
 )
-from medusa_jax.model.attention import CausalMask, LevelCache, cached_mask
+from medusa_jax.model.attention import CausalMask, LevelCache
 from medusa_jax.sharding import PyTree
 
 

@@ -197,6 +197,7 @@ class Drafter:
       least_layers: minimum number of hidden layers of a head.
       separable: the first heads also work alone, so the others need not be loaded.
       trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
+      copies: its drafts are tokens copied from the text.
     """
 
     heads: HeadsConfig
@@ -207,6 +208,7 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
+    copies: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
@@ -17,8 +16,6 @@ from medusa_jax.tree.tree import Tree
 # On CUDA, find the best in two stages (parts, then their best) up to this many rows, in parts at least
 # this wide.
 TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
-# Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
-AHEAD = 1e6
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
@@ -133,34 +130,6 @@ def fill_by_level(
         best_BPR = best_tokens(backbone, ranked[-1].scores, int(level.rank_C.max()) + 1)
         tokens.append(best_BPR[:, level.parent_C, level.rank_C].astype(root_B.dtype))
     return Proposal(jnp.concatenate(tokens, axis=1), tuple(ranked))
-
-
-def propose_given(
-    request: DraftRequest,
-    nodes_BM: jax.Array,
-    given_BM: jax.Array,
-    vocab_size: int,
-    dtype: DTypeLike,
-) -> Proposal:
-    """A filled tree from a drafter without scores.
-
-    The first child of a node gets all the mass, the next one all that remains, and so on. Rejection
-    sampling then accepts each with the verifier's probability of that token. Under other rules the
-    logits are not computed.
-
-    Args:
-      given_BM: False for nodes with a placeholder instead of a draft.
-    """
-    B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
-    for depth, level in enumerate(Level.of(tree)):
-        children = tree.level(depth + 1)
-        mass_1C = -AHEAD * tree.rank_M[children][None, :]
-        score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
-        logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
-        at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
-        logits_BPV = logits_BPV.at[at].max(score_BC.astype(dtype))
-        ranked.append(request.rank(depth + 1, logits_BPV))
-    return Proposal(nodes_BM, tuple(ranked))
 
 
 def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
@@ -20,7 +21,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import CausalMask, Pair, cached_mask
+from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, Pair, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
 from medusa_jax.model.product import at_least_f32
@@ -169,6 +170,17 @@ def zero_output(layer: Params) -> Params:
     for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
         out[room] = layer[room] | {name: jax.tree.map(jnp.zeros_like, layer[room][name])}
     return out
+
+
+def cached_mask(
+    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
+) -> Mask:
+    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally)."""
+    if self_mask_TR is not None:
+        return tree_mask(slots, start_B, self_mask_TR)
+    if T > MAX_MASKED:
+        return CausalMask()
+    return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
 
 
 class CausalLayer(nn.Module):

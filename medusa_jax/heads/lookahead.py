@@ -1,8 +1,7 @@
 """Lookahead decoding (Fu et al. 2024): no draft model; the backbone collects n-grams while it decodes.
 
 Along with the tree, every pass runs a *window* of guessed tokens, N - 1 levels by W columns. The levels
-are successive Jacobi iterations, each one position later than the level above; columns are at successive
-positions:
+are successive Jacobi iterations, each one position later than the level above:
 
     depth after the root    1    2    3    4    5      (W = 4, N = 4)
     level 0                 a0   a1   a2
@@ -10,25 +9,18 @@ positions:
     level 2                      c0   c1   c2   c3
 
 c1 reads the root, a0, b1 and itself: level 0 up to its column, then its column down. The backbone's
-predictions after the last level, d0 ... d3, complete one n-gram per column,
+predictions after the last level, d0 ... d3, complete one n-gram per column, such as root b0 c0 d0 and
+a0 b1 c1 d1; then the window moves on, to b, c and d. The *pool* stores, for every token, the last G
+different continuations of N - 1 tokens. Those of the root are drafted, each as a branch of the tree.
 
-    root b0 c0 d0      a0 b1 c1 d1      a1 b2 c2 d2      a2 b3 c3 d3
-
-and then the window moves on: level 0 becomes b1 b2 b3, the others c and d. The *pool* stores, for every
-token, the last G different continuations of N - 1 tokens that were found after it. The root's
-continuations are drafted, each as a branch of the tree, and verified like any drafts. A step thus yields
-more than one token when the text continues with an n-gram found before.
-
-As released: the window moves by one position per step regardless of the number of accepted tokens,
-its new tokens are the most likely ones even when decoding samples, and the pool does not use the
-prompt. Unlike the release, all levels of the window start with arbitrary tokens, so that its shape
-never changes; after N - 1 steps none of them are left.
+As released: the window moves by one position per step, its new tokens are the most likely ones even
+when decoding samples, and the pool does not use the prompt. Unlike the release, all levels start with
+arbitrary tokens, so the window's shape never changes.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +32,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
-from medusa_jax.heads.fill import propose_given
-from medusa_jax.heads.untrained import Untrained
+from medusa_jax.heads.untrained import Untrained, propose_given
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.tree.tree import Tree
 
@@ -58,21 +49,6 @@ class LookaheadConfig(HeadsConfig):
     window: int = 15
     ngram: int = 5
     guesses: int = 15
-
-
-class Window(NamedTuple):
-    """Constants of the window's rows in a backbone pass.
-
-    All of them see the text and the root. No tree node sees them, and they are never emitted.
-
-    Attributes:
-      depth_X: distance of each row from the root.
-      mask_XX: [x, y] is True if row x sees row y, itself included; the rows that a row sees have
-        the depths 1, 2, ... up to its own, in the order of the rows.
-    """
-
-    depth_X: np.ndarray
-    mask_XX: np.ndarray
 
 
 class LookaheadState(struct.PyTreeNode):
@@ -125,8 +101,11 @@ class Lookahead(Untrained):
             )
 
     @cached_property
-    def window(self) -> Window:
-        """The window's rows by level."""
+    def window(self) -> tuple[np.ndarray, np.ndarray]:
+        """The window's rows by level: their depths [X] and mask [X, X], in which a row sees itself.
+
+        All see the text and the root as well; no tree node sees them, and they are never emitted.
+        """
         W, N = self.heads.window, self.heads.ngram
         level = np.repeat(np.arange(N - 1), [W - 1] + [W] * (N - 2))
         column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
@@ -135,11 +114,11 @@ class Lookahead(Untrained):
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
         own = within & (column[None, :] == column[:, None])
-        return Window(depth.astype(np.int32), above | own)
+        return depth.astype(np.int32), above | own
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LookaheadState:
         h, V = self.heads, self.llama.vocab_size
-        window = np.random.default_rng(0).integers(0, V, len(self.window.depth_X), np.int32)
+        window = np.random.default_rng(0).integers(0, V, len(self.window[0]), np.int32)
         sizes = (batch, V, h.guesses, h.ngram - 1)
         return LookaheadState(
             jnp.tile(window[None, :], (batch, 1)), jnp.full(sizes, NOTHING, jnp.int32)

@@ -94,6 +94,8 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
         )
     drafter = drafter_class(heads.drafter)(heads, llama)
     drafter.check()
+    if drafter.n_heads < 1:
+        raise UserError(f"{drafter.name} drafts at least 1 token, not {drafter.n_heads}")
     return drafter
 
 

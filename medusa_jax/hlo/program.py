@@ -3,21 +3,16 @@
 import math
 import re
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
-_LABEL = re.compile(r'op_name="([^"]*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CALLED = re.compile(r"(body|condition|to_apply|calls)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _BRANCH = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _BITS = {"pred": 8, "token": 0}
-# Opcodes that pass values on.
-PASSING = {"bitcast", "get-tuple-element", "tuple", "optimization-barrier"}
 
 
 class Array(NamedTuple):
@@ -49,8 +44,6 @@ class Instruction:
     """One instruction.
 
     Attributes:
-      label: the path of named scopes and modules that it comes from; empty if unknown.
-      cycles: the compiler's estimate for one execution; 0 where it gives none.
       called: (role, computation); roles are body, condition, to_apply, calls and branch.
       rest: operands and attributes as written.
     """
@@ -59,8 +52,6 @@ class Instruction:
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
-    label: str
-    cycles: int
     called: tuple[tuple[str, str], ...]
     rest: str
 
@@ -69,53 +60,28 @@ class Instruction:
         """Bytes of all results."""
         return sum(array.bytes for array in self.results)
 
-    @property
-    def largest(self) -> int:
-        """Elements of the largest result."""
-        return max((array.numbers for array in self.results), default=0)
-
     def calls(self, role: str) -> list[str]:
         """Computations that it calls in this role."""
         return [name for kind, name in self.called if kind == role]
 
 
+X = TypeVar("X", bound=Instruction)
+
+
 @dataclass(frozen=True)
-class Program:
+class Program(Generic[X]):
     """The instructions of each computation in order, and the entry's name."""
 
-    computations: dict[str, list[Instruction]]
+    computations: dict[str, list[X]]
     entry: str
 
-    @cached_property
-    def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name; XLA gives none to two of a program."""
-        return {x.name: x for found in self.computations.values() for x in found}
-
-    @cached_property
-    def readers(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each result."""
-        found: dict[str, list[Instruction]] = {}
-        for x in self.instructions.values():
-            for operand in x.operands:
-                found.setdefault(operand, []).append(x)
-        return found
-
-    def step_loop(self) -> Instruction | None:
-        """The loop with the largest body: the decode loop. None without a loop.
-
-        XLA for CUDA moves it out of the entry, into the computation of a graph.
-        """
-        loops = [x for x in self.instructions.values() if x.opcode == "while"]
-        size = {x.name: len(self.computations[x.calls("body")[0]]) for x in loops}
-        return max(loops, key=lambda x: size[x.name], default=None)
-
-    def fused(self, x: Instruction) -> list[Instruction]:
+    def fused(self, x: X) -> list[X]:
         """The instructions of a fusion, those of fusions within it included; else none."""
         names = x.calls("calls") if x.opcode == "fusion" else []
         inside = [y for name in names for y in self.computations[name]]
         return [z for y in inside for z in (y, *self.fused(y))]
 
-    def trips(self, loop: Instruction) -> int:
+    def trips(self, loop: X) -> int:
         """Iterations of a loop that counts from 0 to a constant; 0 if the data decide.
 
         XLA for TPUs does not write known counts, so they are read from the condition: a single
@@ -137,7 +103,7 @@ class Program:
         return bounds[0]
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> Program[Instruction]:
     """Parse the text of a compiled program."""
     found: dict[str, list[Instruction]] = {}
     entry = name = ""
@@ -157,7 +123,6 @@ def read_instruction(line: str) -> Instruction:
     kind, right = _balanced(right) if right.startswith("(") else _word(right)
     opcode, _, right = right.partition("(")
     operands, rest = _balanced("(" + right)
-    label, cycles = _LABEL.search(rest), _CYCLES.search(rest)
     called = _CALLED.findall(rest)
     if branches := _BRANCHES.search(rest):
         called += [("branch", x.strip().lstrip("%")) for x in branches[1].split(",")]
@@ -167,8 +132,6 @@ def read_instruction(line: str) -> Instruction:
         opcode=opcode.strip(),
         results=tuple(_array(*found) for found in _ARRAY.findall(kind)),
         operands=tuple(_NAME.findall(operands)),
-        label=label[1] if label else "",
-        cycles=int(cycles[1]) if cycles else 0,
         called=tuple(called),
         rest=operands + rest,
     )

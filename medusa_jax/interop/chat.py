@@ -1,5 +1,7 @@
 """Chat templates: conversations to prompts, and the tokens that end a turn."""
 
+import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -9,7 +11,7 @@ from pathlib import Path
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.interop.literal_text import Message, literal_text
 from medusa_jax.interop.rendering import Span, render_template
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.interop.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
 
 TEMPLATES = {
@@ -115,6 +117,33 @@ def encode_turns(
     )
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]
+
+
+def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
+    """Whether prompts for a model are chat turns by default.
+
+    A chat model has a chat template, and "instruct" or "chat" in its name or its own metadata, or it
+    ends every text with the token that ends a turn.
+
+    Args:
+      model: its path, name or hub id.
+    """
+    if not tokenizer.chat_template:
+        return False
+    names = f"{os.path.basename(os.path.normpath(model or ''))} {tokenizer.origin}"
+    if re.search("instruct|chat", names, re.IGNORECASE):
+        return True
+    end = tokenizer.token_to_id(tokenizer.special_texts.get("eos_token", ""))
+    return end is not None and end == _turn_end(tokenizer, tokenizer.chat_template)
+
+
+def speaks(directory: str, model: str | None) -> bool:
+    """As `is_chat_model`, before a model is loaded.
+
+    Args:
+      directory: the model's or the tokenizer's.
+    """
+    return has_tokenizer(directory) and is_chat_model(load_tokenizer(directory), model)
 
 
 def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:

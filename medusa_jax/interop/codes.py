@@ -5,6 +5,8 @@ kernel = codes / 127 x scales, as in `model/quantise.py`. Drafts may differ slig
 heads; the verified text does not.
 """
 
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 
@@ -40,33 +42,26 @@ def decode(tensors: Tensors, file: str) -> Tensors:
     """
     out = {}
     for name, tensor in tensors.items():
-        if name.endswith(CODES):
-            base = name.removesuffix(CODES)
-            out[base] = _joined(file, base, tensor, tensors.get(base + SCALES))
-        elif not name.endswith(SCALES):
+        if not name.endswith((CODES, SCALES)):
             out[name] = tensor
-        elif name.removesuffix(SCALES) + CODES not in tensors:
-            raise UserError(f"key {name!r} in {file} has no codes")
+            continue
+        base = name.removesuffix(CODES).removesuffix(SCALES)
+        codes, scales = tensors.get(base + CODES), tensors.get(base + SCALES)
+        if codes is None or scales is None or not _fit(codes, scales):
+            raise UserError(
+                f"{base} in {file} needs codes in int8 [in, out] and scales in float32 [1, out]"
+            )
+        read = partial(_read, codes, scales)
+        out[base] = Tensor(codes.file, codes.shape, "float32", read, name=base)
     return out
 
 
-def _joined(file: str, name: str, codes: Tensor, scales: Tensor | None) -> Tensor:
-    if scales is None:
-        raise UserError(f"key {name + CODES!r} in {file} has no scales")
-    if (
-        codes.dtype != "int8"
-        or scales.dtype != "float32"
-        or len(codes.shape) != 2
-        or scales.shape != (1, codes.shape[1])
-    ):
-        raise UserError(
-            f"{name} in {file}: codes are int8 [in, out] and scales float32 [1, out], not "
-            f"{codes.dtype} {list(codes.shape)} and {scales.dtype} {list(scales.shape)}"
-        )
+def _fit(codes: Tensor, scales: Tensor) -> bool:
+    kinds = (codes.dtype, scales.dtype) == ("int8", "float32")
+    return kinds and len(codes.shape) == 2 and scales.shape == (1, codes.shape[1])
 
-    def read(index: Index) -> np.ndarray:
-        rows, columns = index
-        unit = codes.read((rows, columns)).astype(np.float32) / 127
-        return unit * scales.read((slice(0, 1), columns))
 
-    return Tensor(codes.file, codes.shape, "float32", read, name=name)
+def _read(codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:
+    rows, columns = index
+    unit = codes.read((rows, columns)).astype(np.float32) / 127
+    return unit * scales.read((slice(0, 1), columns))

@@ -17,10 +17,10 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.own_heads import DESCRIPTION, OWN, check_ids, open_own
+from medusa_jax.interop.own_heads import DESCRIPTION, OWN, open_own
 from medusa_jax.interop.own_heads import WEIGHTS as OWN_WEIGHTS
 from medusa_jax.interop.seam import import_format
-from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads
+from medusa_jax.interop.stored_heads import StoredHeads, abstract_heads, check_ids
 from medusa_jax.sharding import Params, replicated
 from medusa_jax.whole_files import Json
 
@@ -92,8 +92,8 @@ def load_heads(
         abstract_heads(heads, llama), mesh, stored.tensors, stored.locate, dtype,
         stored.source, ignore, convert,
     )  # fmt: skip
+    check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     if stored.ids is not None:
-        check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
     return heads, params, stored.meta
@@ -107,10 +107,8 @@ def check_base(
     Raises:
       UserError: names the difference.
     """
-    recorded, sizes = (
-        stored.base,
-        {"d_model": llama.d_model, "vocab_size": llama.vocab_size},
-    )
+    recorded = stored.base
+    sizes = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
     if stored.layout == OWN and {name: recorded.get(name) for name in sizes} != sizes:
         raise UserError(
             f"the heads in {stored.directory} were made for width {recorded.get('d_model')} and "
@@ -125,16 +123,11 @@ def check_base(
             )
     if allow_other:
         return
-    way_out = "allow_other_base (--allow_other_base) uses them anyway"
-    if stored.needs:
-        raise UserError(
-            f"{stored.source} holds heads and {stored.needs}: merge both into a model with "
-            f"`python -m medusa_jax convert --to merged`; {way_out}"
-        )
     trained_on = recorded.get("fingerprint")
     unknown = trained_on is None and stored.layout != OWN
     if fingerprint is not None and fingerprint != trained_on and not unknown:
         raise UserError(
             f"the heads in {stored.directory} were trained on the model with fingerprint "
-            f"{trained_on}, this one has {fingerprint}; {way_out}"
+            f"{trained_on}, this one has {fingerprint}; allow_other_base (--allow_other_base) uses them "
+            "anyway"
         )

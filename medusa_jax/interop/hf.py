@@ -31,8 +31,8 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-# A key of a decoder layer: its prefix before `model.layers` or `layers`, and the layer's number.
-LAYER = re.compile(r"(.*?)(?:model\.)?layers\.(\d+)\.")
+# A key of a decoder layer: its prefix before `model.layers` or `layers`.
+LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
 
 
 def generation_config(path: str) -> Json:
@@ -61,7 +61,7 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
     weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
 
     Raises:
-      UserError: unreadable, or the keys of a wrapped model.
+      UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
     """
     directory = resolve(path)
     config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
@@ -133,11 +133,6 @@ def load_backbone(
     """
     directory = resolve(path)
     config, stored = opened or open_model(directory)
-    layers = {m[2] for name in stored if (m := LAYER.match(name)) and not m[1]}
-    if (count := len(layers)) != config.n_layers:
-        raise UserError(
-            f"{directory}: the weights hold {count} layers, config.json says {config.n_layers}"
-        )
     abstract = abstract_params(config)
 
     def ignore(name: str) -> bool:

@@ -2,10 +2,11 @@
 
 import math
 import os
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.whole_files import Json
 
@@ -33,13 +34,6 @@ SCALINGS = {
 }
 # Fields that determine the rotation.
 ROPE = tuple(f.name for f in fields(LlamaConfig) if f.name.startswith("rope_"))
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
 
 
 def read_config(path: str) -> LlamaConfig:
@@ -68,12 +62,9 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: hidden_act {raw['hidden_act']!r} is not supported (only silu)"
         )
-    if missing := [name for name in REQUIRED if raw.get(name) is None]:
-        raise UserError(f"{file} does not say {', '.join(missing)}")
-
     # An explicit null means "derive it", and for Mistral's window "none".
     values = FAMILIES[family] | raw
-    fields = _Fields(file, {name: v for name, v in values.items() if v is not None})
+    fields = Fields(file, {name: v for name, v in values.items() if v is not None})
     heads = fields.count("num_attention_heads")
     window = _sliding_window(file, family, raw, fields)
     attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
@@ -107,57 +98,18 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     return config
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """Typed access to the fields of a JSON file; raises UserError for a wrong type."""
-
-    file: str
-    values: Json
-
-    def count(self, name: str, default: int = 0, least: int = 1) -> int:
-        """A whole number that can be an array size."""
-        value = self.values.get(name, default)
-        if type(value) is not int or not least <= value < 2**31:
-            raise self._wrong(name, f"a whole number from {least} on", value)
-        return value
-
-    def number(self, name: str, default: float = 0.0) -> float:
-        """A number above 0."""
-        value = self.values.get(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._wrong(name, "a number above 0", value)
-        return float(value)
-
-    def switch(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self.values.get(name, default)
-        if type(value) is not bool:
-            raise self._wrong(name, "true or false", value)
-        return value
-
-    def table(self, name: str) -> Json:
-        """An object; absent is empty."""
-        value = self.values.get(name) or {}
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
-        return value
-
-    def _wrong(self, name: str, kind: str, value: object) -> UserError:
-        return UserError(f"{self.file}: {name} should be {kind}, not {str(value)[:80]!r}")
-
-
 def _rope(file: str, raw: Json) -> Json:
     """Fields of the rotary embedding.
 
     Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both. If a file
     has the old and the new fields, `rope_scaling` wins, as in transformers.
     """
-    tables = _Fields(file, raw)
+    tables = Fields(file, raw)
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     found = {name: value for name, value in rope.items() if value is not None}
-    inner = _Fields(file, found if theta is None else found | {"rope_theta": theta})
+    inner = Fields(file, found if theta is None else found | {"rope_theta": theta})
     fields: Json = {"rope_theta": inner.number("rope_theta", 10000.0)}
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
@@ -180,15 +132,13 @@ def _rope(file: str, raw: Json) -> Json:
             raise UserError(f"{file}: rope_theta should be above 1 for yarn")
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
-    if missing := [name for name in names if given.get(name) is None]:
-        raise UserError(f"{file}: rope type {kind!r} without {', '.join(missing)}")
     fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
     if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
 
 
-def _yarn_defaults(inner: "_Fields") -> None:
+def _yarn_defaults(inner: Fields) -> None:
     """Add YaRN's absent numbers, as transformers computes them."""
     given, numbers = inner.values, {}
     for name, default in {"beta_fast": 32.0, "beta_slow": 1.0}.items():
@@ -202,13 +152,13 @@ def _yarn_defaults(inner: "_Fields") -> None:
         given["attention_factor"] = (up * log + 1.0) / (down * log + 1.0)
 
 
-def _sliding_window(file: str, family: str, raw: Json, fields: _Fields) -> tuple[int, int]:
+def _sliding_window(file: str, family: str, raw: Json, fields: Fields) -> tuple[int, int]:
     """(window, first layer that uses it); (0, 0) for full attention everywhere."""
     layers = fields.count("num_hidden_layers")
     if family == "llama":
         return 0, 0
     if family == "mistral":
-        return fields.count("sliding_window", least=0), 0
+        return fields.count("sliding_window", 0, least=0), 0
     if not fields.switch("use_sliding_window"):
         return 0, 0
     window = 0

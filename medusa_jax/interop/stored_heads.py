@@ -41,7 +41,6 @@ class StoredHeads:
       base: width, vocabulary and fingerprint of their backbone, as far as known.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
-      needs: other weights that the heads were trained with and that are not read; "" if none.
     """
 
     source: str
@@ -55,7 +54,6 @@ class StoredHeads:
     base: Json = field(default_factory=dict)
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
-    needs: str = ""
 
     def read(self, llama: LlamaConfig) -> Arrays:
         """Read all parameters to the host by path, in their stored type.
@@ -70,6 +68,7 @@ class StoredHeads:
             self.source,
             self.ignore,
         )
+        check_ids(self.ids, self.heads, llama.vocab_size, self.source)
         arrays = {}
         for path, (key, transposed) in keys.items():
             array = whole(self.tensors[key])
@@ -87,6 +86,24 @@ def abstract_heads(heads: HeadsConfig, llama: LlamaConfig) -> PyTree:
         return drafter.init(jax.random.key(0), vocabulary.stand_in(backbone, heads))
 
     return jax.eval_shape(init, abstract_params(llama))
+
+
+def check_ids(
+    ids: np.ndarray | None, heads: HeadsConfig, vocab_size: int, source: str
+) -> None:
+    """Refuse ids that are not `heads.draft_vocab` ascending ids of the vocabulary.
+
+    Raises:
+      UserError: names the source and what is wrong.
+    """
+    if ids is None:
+        return
+    fits = ids.shape == (heads.draft_vocab,) and ids[0] >= 0 and ids[-1] < vocab_size
+    if not fits or (np.diff(ids.astype(np.int64)) <= 0).any():
+        raise UserError(
+            f"{source} should hold {heads.draft_vocab} ascending token ids below {vocab_size} as its draft "
+            "vocabulary"
+        )
 
 
 def made_directory(path: str) -> str:

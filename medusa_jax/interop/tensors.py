@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -126,11 +126,8 @@ def _open_shards(index: str) -> Tensors:
             other = tensors[twice[0]].file
             raise UserError(f"key {twice[0]!r} is both in {other} and in {path}")
         tensors |= stored
-    for name, shard in weight_map.items():
-        if name not in tensors:
-            raise UserError(
-                f"key {name!r} is missing from {os.path.join(directory, shard)}"
-            )
+    if missing := sorted(weight_map.keys() - tensors.keys()):
+        raise UserError(f"key {missing[0]!r} is missing from the shards of {index}")
     return tensors
 
 
@@ -178,41 +175,33 @@ def check_keys(
     Raises:
       UserError: a missing, unknown, misshaped or non-float key.
     """
-    wanted = {
-        path_string(key_path): leaf.shape
-        for key_path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-    }
-    keys = {path: locate(path) for path in wanted}
+    keys = {path: locate(path) for path in flatten(abstract)}
     known = {name for name, _ in keys.values()}
-    missing = [
-        (name, wanted[path][::-1] if transposed else wanted[path])
-        for path, (name, transposed) in keys.items()
-        if name not in tensors
-    ]
-    if missing:
-        name, shape = missing[0]
-        raise UserError(
-            f"key {name!r} of shape {list(shape)} is missing from {source}{_more(missing)}"
-        )
     unknown = sorted(name for name in tensors if name not in known and not ignore(name))
+    for path, leaf in flatten(abstract).items():
+        name, transposed = keys[path]
+        shape, tensor = (
+            tuple(leaf.shape[::-1] if transposed else leaf.shape),
+            tensors.get(name),
+        )
+        if tensor is None:
+            raise UserError(f"key {name!r} of shape {list(shape)} is missing from {source}")
+        if tensor.shape != shape:
+            raise UserError(
+                f"key {name!r} in {tensor.file} has shape {list(tensor.shape)}, "
+                f"the configuration asks for {list(shape)}"
+            )
+        if tensor.dtype not in FLOATS:
+            raise UserError(
+                f"key {name!r} in {tensor.file} is stored as {tensor.dtype}; only "
+                f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
+            )
     if unknown:
         tensor = tensors[unknown[0]]
         raise UserError(
             f"{tensor.file} has a key that this model has no place for: {unknown[0]!r} of "
-            f"shape {list(tensor.shape)}{_more(unknown)}"
+            f"shape {list(tensor.shape)}"
         )
-    for path, (name, transposed) in keys.items():
-        shape = wanted[path][::-1] if transposed else wanted[path]
-        if tensors[name].shape != tuple(shape):
-            raise UserError(
-                f"key {name!r} in {tensors[name].file} has shape {list(tensors[name].shape)}, "
-                f"the configuration asks for {list(shape)}"
-            )
-        if tensors[name].dtype not in FLOATS:
-            raise UserError(
-                f"key {name!r} in {tensors[name].file} is stored as {tensors[name].dtype}; only "
-                f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
-            )
     return keys
 
 
@@ -290,10 +279,6 @@ def _place(
             block = cast(block, dtype, f"tensor {tensor.name!r} in {tensor.file}")
         placed += [jax.device_put(block, device) for device in devices]
     return jax.make_array_from_single_device_arrays(shape, sharding, placed)
-
-
-def _more(items: Sized) -> str:
-    return f" (and {len(items) - 1} more such)" if len(items) > 1 else ""
 
 
 def save_safetensors(

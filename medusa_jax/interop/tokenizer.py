@@ -2,7 +2,8 @@
 
 import glob
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from medusa_jax.errors import UserError, first_line
@@ -34,6 +35,7 @@ class Tokenizer:
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
       special_ids: ids that `decode` skips by default.
+      origin: the model's name in its own metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
     """
 
@@ -46,6 +48,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | dict[str, str] = "",
         special_texts: dict[str, str] | None = None,
+        origin: str = "",
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -60,7 +63,7 @@ class Tokenizer:
         default = named.pop("default", NO_DEFAULT if named else "")
         self.chat_template = chat_template if isinstance(chat_template, str) else default
         self.named_templates = named
-        self.special_texts = special_texts or {}
+        self.special_texts, self.origin = special_texts or {}, origin
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
@@ -121,6 +124,17 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
         raise UserError(problem) from error
 
 
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {first_line(error)}") from error
+
+
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id.
 
@@ -165,6 +179,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_template=_chat_templates(directory, settings),
         special_texts=special,
+        origin=str(model.get("_name_or_path", "")),
     )
 
 
@@ -179,6 +194,7 @@ class NoTokenizer(Tokenizer):
         self.directory, self.backend = directory, None
         self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
         self.chat_template, self.named_templates, self.special_texts = "", {}, {}
+        self.origin = ""
         self.eos_ids = self.special_ids = self.byte_ids = frozenset()
 
     def encode(self, text: str, add_bos: bool = False) -> list[int]:
@@ -229,13 +245,8 @@ def _backend(directory: str) -> Any:
         import tokenizers
 
         text = read_text(file)
-        try:
+        with library_errors(f"{file} cannot be read"):
             return tokenizers.Tokenizer.from_str(text)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # The library raises Exception, and BaseException for panics of its Rust code.
-        except BaseException as error:
-            raise UserError(f"{file} cannot be read: {first_line(error)}") from error
     if not has_tokenizer(directory):
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"

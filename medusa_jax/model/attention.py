@@ -8,8 +8,7 @@
 | a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
 | one, a tree or a short path     | the text before   | one CPU; float32    | `Engine.layer`: the layer (`Block`) |
 |                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
-| a tree or a short path          | the text before   | CUDA; many scores   | `kernels.cudnn_cached`              |
-|                                 |                   | else                | `attend` after the write            |
+| a tree or a short path          | the text before   | else                | `attend` after the write            |
 | one                             | the text before   | else                | `attend` before the write           |
 
 Two functions of `model/kernels.py` decide which shapes its kernels take. MEDUSA_JAX_ATTENTION=own disables
@@ -23,7 +22,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 
@@ -117,17 +115,6 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
     own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
     own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
     return (offset_BS < 0)[:, None, :] | own_BTS
-
-
-def cached_mask(
-    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
-) -> Mask:
-    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally)."""
-    if self_mask_TR is not None:
-        return tree_mask(slots, start_B, self_mask_TR)
-    if T > MAX_MASKED:
-        return CausalMask()
-    return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
 
 
 @jax.named_scope("attention")

@@ -3,11 +3,10 @@
 `attention.py` imports this file on these platforms only. The kernels store no scores. The TPU kernels have not
 run on a TPU yet (`model/tpu.py`); cuDNN's have run on an H100 (research/log/).
 
-MEDUSA_JAX_ATTENTION=own disables all; =cudnn makes cuDNN attend to all caches.
+MEDUSA_JAX_ATTENTION=own disables all.
 """
 
 import functools
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Literal
@@ -25,9 +24,6 @@ from medusa_jax.sharding import ROWS
 # Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
 # not public): for longer rows the mask would be the largest array.
 CUDNN_LONGEST = 8192
-# Bytes of scores from which cuDNN attends to caches: on an H100 with 7B heads over 1,024 slots a step takes 0.85
-# of the time with 64 MiB (8 rows of 64 nodes), 0.98 with 16 MiB, 1.03 with 8 MiB (research/log/).
-CUDNN_SCORES = 2**25
 # From this many slots on, summed over all rows, a TPU also uses the kernel for one token per row: over fewer slots
 # XLA's attention of one token is faster (research/log/).
 ONE_ROW_SLOTS = 8192
@@ -58,19 +54,16 @@ def for_text(platform: str, q_BTNH: jax.Array) -> OfText | None:
 def for_cache(
     platform: str, q_BTNH: jax.Array, k_BGSH: jax.Array, T: int
 ) -> OfCache | None:
-    """The kernel for queries over the keys of a cache, T of them new in each row, or None."""
+    """The kernel for queries over the keys of a cache, T of them new in each row, or None.
+
+    On an H100, cuDNN's was faster only for 8 rows of 64 nodes (research/log/).
+    """
     mesh = jax.sharding.get_abstract_mesh()
     several = (jax.device_count() if mesh.empty else mesh.size) > 1
-    if several or q_BTNH.dtype != k_BGSH.dtype:
+    if several or platform != "tpu" or not tpu.fits(q_BTNH, k_BGSH):
         return None
-    B, queries, N, H = q_BTNH.shape
-    if platform == "tpu":
-        long = T > 1 or B * k_BGSH.shape[2] >= ONE_ROW_SLOTS
-        return tpu.attend_tree if long and tpu.fits(q_BTNH, k_BGSH) else None
-    many = B * N * queries * k_BGSH.shape[2] * 4 >= CUDNN_SCORES
-    many |= os.environ.get("MEDUSA_JAX_ATTENTION") == "cudnn"
-    fits = T > 1 and q_BTNH.dtype in SHORT and many and fits_cudnn(H)
-    return cudnn_cached if fits else None
+    long = T > 1 or q_BTNH.shape[0] * k_BGSH.shape[2] >= ONE_ROW_SLOTS
+    return tpu.attend_tree if long else None
 
 
 def fits_cudnn(H: int) -> bool:
@@ -134,19 +127,3 @@ def cudnn(
         q_BTNH, k_BTGH, v_BTGH, mask=same_B1TT, is_causal=True, local_window_size=window,
         implementation=implementation,
     )  # fmt: skip
-
-
-def cudnn_cached(
-    q_BTNH: jax.Array,
-    k_BGSH: jax.Array,
-    v_BGSH: jax.Array,
-    mask_BTS: jax.Array,
-    end_B: jax.Array | None = None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> jax.Array:
-    """`attention.attend` by cuDNN, [B, T, N * H]; tests pass "xla"."""
-    out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH, k_BGSH.swapaxes(1, 2), v_BGSH.swapaxes(1, 2), mask=mask_BTS[:, None],
-        implementation=implementation,
-    )  # fmt: skip
-    return out_BTNH.reshape(*q_BTNH.shape[:2], -1)

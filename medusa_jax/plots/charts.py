@@ -1,12 +1,68 @@
 """Charts: the curves used to choose a tree, lines over one axis, bars."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from medusa_jax.plots.style import ACCENT, INK, finish, new_figure, save_figure
+
+
+@dataclass
+class Chart:
+    """Lines over one axis.
+
+    Attributes:
+      title: the quantity on the y axis; xlabel: the one on the x axis.
+      lines: label -> (x, y).
+      levels: label -> y of a horizontal line (a baseline).
+      points: label -> (x, y), drawn without a line.
+    """
+
+    title: str
+    xlabel: str
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+    levels: Mapping[str, float] = field(default_factory=dict)
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(
+        default_factory=dict
+    )
+
+
+# Distinct on light and dark backgrounds, and in print by marker.
+LINE_STYLES = (
+    ("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"),
+    ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
+)  # fmt: skip
+# Most names of a legend inside the chart; it is below for more.
+MANY = 4
+
+
+def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
+    """Draw charts side by side, each with its legend."""
+    most = max(len([*c.lines, *c.levels, *c.points]) for c in charts)
+    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * most * (most > MANY))
+    places = figure.subplots(1, len(charts), squeeze=False)[0]
+    for axes, chart in zip(places, charts, strict=True):
+        for (label, (x, y)), (colour, marker) in zip(
+            chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
+        ):
+            axes.plot(x, y, color=colour, marker=marker, markersize=3.5, label=label)
+        for (label, (x, y)), (colour, marker) in zip(
+            chart.points.items(), reversed(LINE_STYLES), strict=False
+        ):
+            style = {"s": 26, "alpha": 0.8, "zorder": 3, "label": label}
+            axes.scatter(x, y, color=colour, marker=marker, **style)
+        for (label, level), dash in zip(
+            chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
+        ):
+            axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+        place = below if most > MANY else {}
+        axes.legend(frameon=False, labelcolor=INK, fontsize=8, **place)
+        finish(axes, chart.title, chart.xlabel)
+    if title:
+        figure.suptitle(title, color=INK, fontsize=10)
+    return save_figure(figure, path)
 
 
 def draw_curves(
@@ -25,127 +81,13 @@ def draw_curves(
     """
     speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
     best = max(range(len(sizes)), key=speed.__getitem__)
-    charts = (
-        ("tokens per step", list(tokens_per_step), "{:.2f}"),
-        ("step latency (ms)", [1000 * s for s in step_seconds], "{:.2f}"),
-        ("tokens per second", speed, "{:.0f}"),
-    )
-    figure = new_figure(10.5, 3.1)
-    for axes, (name, values, form) in zip(figure.subplots(1, 3), charts, strict=True):
-        axes.plot(sizes, values, color="#3a87c8", marker="o", markersize=3.5)
-        axes.axvline(sizes[best], color=ACCENT, linewidth=1, linestyle=":")
-        axes.plot([sizes[best]], [values[best]], "o", color=ACCENT)
-        axes.set_ylim(0, 1.12 * max(values))
-        note = f"{form.format(values[best])} at {sizes[best]}"
-        finish(axes, f"{name}: {note}", "tokens in a step (root included)")
-    return save_figure(figure, path)
-
-
-@dataclass
-class Chart:
-    """Lines over one axis.
-
-    Attributes:
-      title: the quantity on the y axis; xlabel: the one on the x axis.
-      lines: label -> (x, y).
-      levels: label -> y of a horizontal line (a baseline).
-      points: label -> (x, y), drawn without a line.
-      belongs: label of a level -> label of the line whose colour it takes.
-    """
-
-    title: str
-    xlabel: str
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    levels: Mapping[str, float] = field(default_factory=dict)
-    points: Mapping[str, tuple[Sequence[float], Sequence[float]]] = field(
-        default_factory=dict
-    )
-    belongs: Mapping[str, str] = field(default_factory=dict)
-
-
-# Distinct on light and dark backgrounds, and in print by marker.
-LINE_STYLES = (
-    ("#3a87c8", "o"), (ACCENT, "s"), ("#3f9b58", "^"), ("#9568c4", "D"),
-    ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
-)  # fmt: skip
-
-
-# Most names in a legend inside the chart; most characters of a name on a line by itself (longer ones lose
-# their start, since the end of a path is most specific), and of one that shares its line with another.
-MANY, LONGEST, SHORT = 4, 40, 25
-
-
-def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
-    """Draw charts side by side, each with its legend."""
-    below = max(_rows_below([*c.lines, *c.levels, *c.points]) for c in charts)
-    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * max(below - 3, 0))
-    places = figure.subplots(1, len(charts), squeeze=False)[0]
-    for axes, chart in zip(places, charts, strict=True):
-        for (label, (x, y)), (colour, marker) in zip(
-            chart.lines.items(), itertools.cycle(LINE_STYLES), strict=False
-        ):
-            axes.plot(x, y, color=colour, marker=marker, markersize=3.5, label=label)
-        for (label, (x, y)), (colour, marker) in zip(
-            chart.points.items(), reversed(LINE_STYLES), strict=False
-        ):
-            axes.scatter(x, y, color=colour, marker=marker, s=14, alpha=0.6, label=label)
-        colours = dict(zip(chart.lines, itertools.cycle(c for c, _ in LINE_STYLES)))
-        dashes: dict[str, Iterator[str]] = {}
-        for label, level in chart.levels.items():
-            whose = chart.belongs.get(label, "")
-            dash = next(dashes.setdefault(whose, itertools.cycle((":", "--", "-."))))
-            colour = colours.get(whose, INK)
-            axes.axhline(level, color=colour, linewidth=1.2, linestyle=dash, label=label)
-        _legend(axes)
-        finish(axes, chart.title, chart.xlabel)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=10)
-    return save_figure(figure, path)
-
-
-def _rows_below(names: Sequence[str]) -> int:
-    """Rows of a legend below the chart: 0 for few names (legend inside), two short names per row."""
-    if len(names) <= MANY:
-        return 0
-    return len(names) if max(map(len, names)) > SHORT else -(-len(names) // 2)
-
-
-def _legend(axes: Any) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    place: dict[str, Any] = {}
-    if rows := _rows_below(names):
-        columns = -(-len(names) // rows)
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": columns}
-    shown = [x if len(x) <= LONGEST else f"...{x[3 - LONGEST :]}" for x in names]
-    axes.legend(handles, shown, frameon=False, labelcolor=INK, fontsize=8, **place)
-
-
-def draw_bars(
-    charts: Mapping[str, Mapping[str, Mapping[str, float]]],
-    *,
-    path: str | Path,
-    level: float | None = None,
-) -> Path:
-    """Draw charts one below the other.
-
-    charts: title -> label of a series -> category -> value; the first series gives the order of
-    categories. A legend is drawn for two or more series.
-    level: a horizontal line in every chart, such as plain decoding.
-    """
-    categories = list(next(iter(next(iter(charts.values())).values())))
-    figure = new_figure(max(5.0, 0.75 * len(categories)), 2.8 * len(charts))
-    places = figure.subplots(len(charts), 1, squeeze=False)[:, 0]
-    for axes, (name, series) in zip(places, charts.items(), strict=True):
-        width = 0.8 / len(series)
-        for i, (label, values) in enumerate(series.items()):
-            colour, _ = LINE_STYLES[i % len(LINE_STYLES)]
-            x = [n + (i + 0.5) * width - 0.4 for n in range(len(categories))]
-            heights = [values[category] for category in categories]
-            axes.bar(x, heights, width, color=colour, label=label)
-        if level is not None:
-            axes.axhline(level, color=INK, linewidth=1.2, linestyle=":")
-        axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
-        if len(series) > 1:
-            axes.legend(frameon=False, labelcolor=INK, fontsize=8)
-        finish(axes, name)
-    return save_figure(figure, path)
+    charts = []
+    for title, values in (
+        ("tokens per step", tokens_per_step),
+        ("step latency (ms)", [1000 * s for s in step_seconds]),
+        ("tokens per second", speed),
+    ):
+        mark = {f"{values[best]:.4g} at {sizes[best]}": ([sizes[best]], [values[best]])}
+        line = {"": (sizes, values)}
+        charts.append(Chart(title, "tokens in a step (root included)", line, points=mark))
+    return draw_lines(charts, path=path)

@@ -3,22 +3,12 @@
 Charts have a transparent background and medium grey ink. Matplotlib is imported on first use.
 """
 
-import importlib.util
 from pathlib import Path
 
-from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 
 INK = "#7a828c"
 ACCENT = "#e0672b"
-
-
-def can_draw() -> bool:
-    """Whether charts can be drawn; a message says if not, for commands whose charts are an addition."""
-    found = importlib.util.find_spec("matplotlib") is not None
-    if not found:
-        inform("no charts without matplotlib: pip install 'medusa-jax[plots]'")
-    return found
 
 
 def new_figure(width: float, height: float):

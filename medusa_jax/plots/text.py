@@ -1,4 +1,4 @@
-"""Text as SVG, each token coloured by the tree depth it was accepted at.
+"""Text as SVG, each accepted draft coloured by its tree depth, copied tokens in grey.
 
 The file has colours for light and dark pages. No library is needed.
 """
@@ -12,15 +12,17 @@ from medusa_jax.errors import UserError
 from medusa_jax.plots.style import INK
 from medusa_jax.whole_files import write_text
 
-# Fill of accepted tokens by depth 1, 2, ...; deeper ones use the last. (light, dark)
-DEPTH_COLOURS = (
-    ("#cfe3ff", "#1f4470"),
-    ("#c3f0cf", "#17532c"),
-    ("#fbeaa0", "#5e4c0c"),
-    ("#fdd3ae", "#6d3a12"),
-    ("#fac6e0", "#6b2149"),
-    ("#dcd2fd", "#46307d"),
-)
+# Fill (light, dark) of accepted tokens by depth 1, 2, ..., deeper ones as d6, and of copied tokens.
+COLOURS = {
+    "d1": ("#cfe3ff", "#1f4470"),
+    "d2": ("#c3f0cf", "#17532c"),
+    "d3": ("#fbeaa0", "#5e4c0c"),
+    "d4": ("#fdd3ae", "#6d3a12"),
+    "d5": ("#fac6e0", "#6b2149"),
+    "d6": ("#dcd2fd", "#46307d"),
+    "c": ("#eceff2", "#2b3138"),
+}
+DEEPEST = 6
 _ADVANCE, _LINE, _MARGIN = 8.4, 21, 14  # pixels: one column, one row, the border
 _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 _NOT_XML = frozenset({0x7F, 0xFFFE, 0xFFFF})
@@ -58,20 +60,19 @@ def _cells(segments: Sequence[tuple[str, int]], columns: int):
 def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88) -> str:
     """Return an SVG of generated text with each accepted draft token coloured by its depth.
 
-    segments: (text, depth) per token in order. Depth 0 is text from the backbone or the prompt
-    (the prompt itself, and the last token of each step), depth d >= 1 a draft token accepted
-    at depth d of the tree. Light and dark colours follow the reader's setting.
+    Args:
+      segments: (text, depth) per token in order, depths as in `Result.draft_depths`. Depth 0 is the
+        prompt and the model's own tokens, a negative depth a token copied from the text. Light and
+        dark colours follow the reader's setting.
+      columns: characters of a row.
     """
     runs, rows = _cells(segments, columns)
-    deepest = min(max((depth for _, depth in segments), default=0), len(DEPTH_COLOURS))
     body = []
     for row, column, width, text, depth in runs:
         x, y = _MARGIN + column * _ADVANCE, _MARGIN + row * _LINE
-        if depth > 0 and width:
-            kind = f"d{min(depth, len(DEPTH_COLOURS))}"
+        if depth and width:
             body.append(
-                f'<rect class="{kind}" x="{x + 0.5:.1f}" y="{y + 1}" '
-                f'width="{width * _ADVANCE - 1:.1f}" height="{_LINE - 2}" rx="3"/>'
+                _box(_class(depth), x + 0.5, y + 1, width * _ADVANCE - 1, _LINE - 2)
             )
         # Leading and trailing spaces are left out of the text element, since some viewers collapse
         # them. textLength keeps columns aligned in any font.
@@ -83,32 +84,54 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
                 f'lengthAdjust="spacingAndGlyphs">{escape(inner)}</text>'
             )
     y = _MARGIN + rows * _LINE + 10
-    if deepest:
-        body.append(f'<text class="n" x="{_MARGIN}" y="{y + 13}">accepted at depth</text>')
-    for depth in range(1, deepest + 1):
-        x = _MARGIN + 98 + 30 * depth
-        label = f"{depth}+" if depth == len(DEPTH_COLOURS) else str(depth)
-        body.append(
-            f'<rect class="d{depth}" x="{x}" y="{y}" width="24" height="17" rx="3"/>'
-            f'<text class="n m" x="{x + 12}" y="{y + 13}">{label}</text>'
-        )
-    height = y + (27 if deepest else 0)
+    legend, width = _legend({depth for _, depth in segments}, y)
+    height = y + (27 if legend else 0)
     used = max((column + width for _, column, width, _, _ in runs), default=0)
-    note = 7.2 * 52 if deepest else 0
-    total = max(used * _ADVANCE, note) + 2 * _MARGIN
-    light = "".join(f".d{i + 1}{{fill:{c}}}" for i, (c, _) in enumerate(DEPTH_COLOURS))
-    dark = "".join(f".d{i + 1}{{fill:{c}}}" for i, (_, c) in enumerate(DEPTH_COLOURS))
+    total = max(used * _ADVANCE, width) + 2 * _MARGIN
+    light, dark = (
+        "".join(f".{name}{{fill:{pair[i]}}}" for name, pair in COLOURS.items())
+        for i in (0, 1)
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{height}" '
         f'viewBox="0 0 {total:.0f} {height}" role="img">\n<style>'
         f"text{{font:14px {_FONT};fill:#1f2328;white-space:pre}}"
         f".n{{font-size:12px;fill:{INK}}}.m{{text-anchor:middle;fill:#1f2328}}"
-        f".g{{fill:#fff;stroke:#d0d7de}}{light}"
+        f".g{{fill:#fff;stroke:#d0d7de}}.c{{stroke:{INK};stroke-dasharray:3 2}}{light}"
         f"@media(prefers-color-scheme:dark){{text,.m{{fill:#e6edf3}}.n{{fill:{INK}}}"
         f".m{{fill:#e6edf3}}.g{{fill:#0d1117;stroke:#30363d}}{dark}}}"
         f'</style>\n<rect class="g" x="0.5" y="0.5" width="{total - 1:.0f}" '
-        f'height="{height - 1}" rx="6"/>\n' + "\n".join(body) + "\n</svg>\n"
+        f'height="{height - 1}" rx="6"/>\n' + "\n".join([*body, *legend]) + "\n</svg>\n"
     )
+
+
+def _class(depth: int) -> str:
+    """The style of an accepted draft."""
+    return "c" if depth < 0 else f"d{min(depth, DEEPEST)}"
+
+
+def _box(kind: str, x: float, y: float, width: float, height: float) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="3"/>'
+
+
+def _legend(depths: set[int], y: float) -> tuple[list[str], float]:
+    """Elements that explain the colours of these depths, in a row at `y`; and their width."""
+    body: list[str] = []
+    x = float(_MARGIN)
+    shown: list[tuple[str, str, float]] = []
+    if (deepest := min(max(depths, default=0), DEEPEST)) > 0:
+        body.append(f'<text class="n" x="{x}" y="{y + 13}">drafted at depth</text>')
+        x += 120
+        labels = [str(depth) for depth in range(1, deepest + 1)]
+        labels[-1] += "+" * (deepest == DEEPEST)
+        shown = [(f"d{depth}", label, 24) for depth, label in enumerate(labels, 1)]
+    if min(depths, default=0) < 0:
+        shown.append(("c", "copied from the text", 158))
+    for kind, label, width in shown:
+        body.append(_box(kind, x, y, width, 17))
+        body.append(f'<text class="n m" x="{x + width / 2}" y="{y + 13}">{label}</text>')
+        x += width + 6
+    return body, x - _MARGIN
 
 
 def draw_accepted_text(segments: Sequence[tuple[str, int]], path: str | Path) -> Path:

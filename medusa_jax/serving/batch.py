@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding import constrained, prefill, rows
+from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.generate import (
     FOREVER,
@@ -18,7 +18,7 @@ from medusa_jax.decoding.generate import (
     sampling_of,
 )
 from medusa_jax.decoding.generate import Request as DecodeRequest
-from medusa_jax.decoding.guides import Guide, GuideThreads
+from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.prefill import Piece
@@ -31,15 +31,12 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.serving.job import STOPS, Group
+from medusa_jax.serving.echo import MOST_BEST, echo_of
+from medusa_jax.serving.guide_threads import GuideThreads
+from medusa_jax.serving.job import SCORING, STOPS, Group
 from medusa_jax.sharding import decode_shardings
 from medusa_jax.tree.tree import Tree, stand_in
 
-# Most alternatives of a token whose log-probabilities a request may ask for.
-MOST_BEST = 20
-# Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
-# pieces take more memory: 100 MB for 256 tokens and 30 layers.
-PIECE = 128
 # Slots of the smallest cache. Each size needs programs of its own, and native attention reads only the slots
 # of the text; 512 slots take 24 MB per row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
@@ -63,12 +60,6 @@ class Reading:
     @property
     def done(self) -> bool:
         return self.position == len(self.prompt)
-
-
-def piece_for(model: Model) -> int:
-    """Return the maximum number of prompt tokens per piece on the model's device."""
-    on_cpu = model.mesh.devices.flat[0].platform == "cpu"
-    return PIECE if on_cpu else prefill.PIECE
 
 
 def piece_sizes(most: int) -> list[int]:
@@ -101,7 +92,7 @@ class Batch:
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
-        self._variables_by = model.variables_by
+        self._model, self._variables_by = model, model.variables_by
         # For each row, whether its drafter read the text with the heads of a rule that depends on them.
         self._by_drafts = [False] * max(trees)
         self._pieces = piece_sizes(piece)
@@ -317,6 +308,9 @@ class Batch:
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
+        if group == SCORING:
+            echo_of(self._model, "", [0, 0], 0, self._pieces[-1])
+            return
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.

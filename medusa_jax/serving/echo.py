@@ -7,14 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
+from medusa_jax.decoding import prefill
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
-from medusa_jax.serving.batch import MOST_BEST, piece_for
 from medusa_jax.serving.request import Delta
 from medusa_jax.sharding import on_all, pin_state
+
+# Most alternatives of a token whose log-probabilities a request may ask for.
+MOST_BEST = 20
+# Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
+# pieces take more memory: 100 MB for 256 tokens and 30 layers.
+PIECE = 128
+
+
+def piece_for(model: Model) -> int:
+    """Return the maximum number of prompt tokens per piece on the model's device."""
+    on_cpu = model.mesh.devices.flat[0].platform == "cpu"
+    return PIECE if on_cpu else prefill.PIECE
 
 
 def echo_of(

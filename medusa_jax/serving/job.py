@@ -39,9 +39,26 @@ class Group(NamedTuple):
     penalties: bool = False
     constrained: bool = False
 
+    def __str__(self) -> str:
+        names = ["logprobs"] * self.logprobs + ["penalties"] * self.penalties
+        names += ["constraints"] * self.constrained + [self.rule] * (self.rule != "auto")
+        return ", ".join(["drafts" if self.drafts else "no drafts", *names])
+
 
 # The most common group; its requests never wait for a program that only another group needs.
 BASE = Group(drafts=True)
+# Not a group of rows: the program that scores prompts (`echo.py`).
+SCORING = Group(drafts=False, rule="scoring of prompts")
+# Groups to compile programs for ahead of any request, the likeliest first. `Group(False)` decodes plainly, as the
+# page does for its comparison.
+LIKELY = (
+    BASE,
+    Group(False),
+    Group(True, constrained=True),
+    Group(True, logprobs=True),
+    Group(True, penalties=True),
+    SCORING,
+)
 
 
 @dataclass(eq=False)
@@ -52,7 +69,8 @@ class Job:
       decode: the request in the decode loop's form, B = 1.
       token_ids, depths: emitted tokens and their draft depths, as far as the host has read.
       length: text positions in the cache, likewise.
-      steps: decode steps when its tokens were last read.
+      steps_seen: decode steps, likewise.
+      delivered_at: when its last part was delivered.
       logprobs, top_logprobs: as in `Result`, if requested.
       row: number of its row in the batch; None until its prompt has been read.
       longest: most tokens that a step can append.
@@ -70,7 +88,8 @@ class Job:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     length: int = 0
-    steps: int = 0
+    steps_seen: int = 0
+    delivered_at: float = 0.0
     row: int | None = None
     reused: int = 0
     drafted: int = 0
@@ -137,7 +156,6 @@ class Job:
         )
         parts = self.text.take(tokens, depths, ended)
         end = self.text.tokens_used
-        self.steps = int(progress.steps_B[row])
         self.token_ids += tokens[: end - seen]
         self.depths += depths[: end - seen]
         new = logprobs_of_row(progress, row, slice(seen, end), self.options.logprobs)

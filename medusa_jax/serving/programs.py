@@ -1,20 +1,29 @@
 """The thread that compiles programs, so that no other request waits for a compilation."""
 
+import atexit
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from medusa_jax.console import inform
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.log import log
 
 # For this many seconds after a failed compilation, requests that need the program get its error; after that,
 # compile again.
 RETRY_SECONDS = 2.0
+# Programs that were planned are logged if they took this many seconds: a disk cache provides the others.
+WORTH_A_LINE = 1.0
+# Planned programs are compiled once no request has come for this many seconds: the next one often follows soon.
+SETTLE_SECONDS = 2.0
+# Priority of a thread that compiles ahead: everything else gets the cores first (Linux).
+NICE = 10
 
 
 class Programs(NamedTuple):
@@ -23,6 +32,9 @@ class Programs(NamedTuple):
     group: Group
     rows: int
     slots: int
+
+    def __str__(self) -> str:
+        return f"{self.group}; {self.rows} x {self.slots} tokens"
 
 
 class NotCompiled(Exception):
@@ -35,20 +47,25 @@ class Compiler:
     Args:
       make_batch: creates that batch when the first program has to be compiled.
       changed: called in the compiler's thread when programs are ready or failed to compile.
+      idle: whether no request is being answered. Planned programs wait for it.
 
     Attributes:
       failures: failed compilations before the first success.
     """
 
     def __init__(
-        self, make_batch: Callable[[], Batch], changed: Callable[[], None]
+        self,
+        make_batch: Callable[[], Batch],
+        changed: Callable[[], None],
+        idle: Callable[[], bool] = lambda: True,
     ) -> None:
-        self._make_batch, self._changed = make_batch, changed
+        self._make_batch, self._changed, self._idle = make_batch, changed, idle
         self._ready: set[Programs] = set()
         self._failed: dict[Programs, tuple[float, str]] = {}
         self._wanted: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
         self._now: Programs | None = None
+        self._batch: Batch | None = None
         self._closed = False
         self.failures = 0
         self._wake = threading.Condition()
@@ -67,7 +84,8 @@ class Compiler:
             at, why = self._failed.get(programs, (0.0, ""))
             if why and time.monotonic() - at < RETRY_SECONDS:
                 raise NotCompiled(why)
-            if programs not in (*self._wanted, self._now):
+            if programs not in self._wanted:
+                log(f"compiling, a call waits: {programs}")
                 self._wanted.append(programs)
                 self._wanted.sort(key=lambda wanted: wanted.group != BASE)
                 self._wake.notify_all()
@@ -78,7 +96,7 @@ class Compiler:
         return programs in self._ready
 
     def plan(self, programs: Iterable[Programs]) -> None:
-        """Compile these in this order, whenever no request waits for a program."""
+        """Compile these in this order while the server is idle."""
         with self._wake:
             self._plan += programs
             self._wake.notify_all()
@@ -88,54 +106,99 @@ class Compiler:
         """Whether planned programs are left."""
         return bool(self._plan)
 
+    def look_again(self) -> None:
+        """The server may have become idle."""
+        with self._wake:
+            self._wake.notify_all()
+
     def wait(self) -> None:
         """Wait until no planned programs are left."""
         with self._wake:
             self._wake.wait_for(lambda: not self._plan or self._closed)
 
     def close(self) -> None:
-        """End after the current programs."""
+        """Compile nothing more. A compilation cannot be interrupted; only the interpreter's exit waits for it."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
-        self._thread.join()
+        atexit.register(self._thread.join)
+
+    def _next(self) -> Programs | None:
+        """Return the programs to compile now, if any."""
+        if self._wanted:
+            return self._wanted[0]
+        return self._plan[0] if self._plan and self._idle() else None
 
     def _run(self) -> None:
-        batch: Batch | None = None
+        ahead = False
         while True:
             with self._wake:
-                if not (self._wanted or self._plan):
-                    batch = None  # frees its memory
-                self._wake.wait_for(lambda: self._closed or self._wanted or self._plan)
+                if not self._next():
+                    self._batch, ahead = None, False  # frees its memory
+                self._wake.wait_for(lambda: self._closed or self._next())
+                if not (self._wanted or ahead):
+                    self._wake.wait_for(
+                        lambda: self._closed or self._wanted, SETTLE_SECONDS
+                    )
                 if self._closed:
                     return
-                self._now = self._wanted.pop(0) if self._wanted else self._plan[0]
-            why = ""
-            if self._now not in self._ready:
-                try:
-                    batch = batch or self._make_batch()
-                    batch.compile(*self._now)
-                except Exception as error:
-                    batch, why = None, first_line(error)
-                return_memory()
+                self._now = self._next()
+                ahead = not self._wanted
+            if not self._now:
+                continue  # a request has come
+            start = time.monotonic()
+            if ahead:
+                with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:
+                    why = pool.submit(self._compile, self._now).result()
+            else:
+                why = self._compile(self._now)
             with self._wake:
-                self._settle(self._now, why)
+                self._settle(self._now, why, time.monotonic() - start)
                 self._now = None
                 self._wake.notify_all()
             self._changed()
 
-    def _settle(self, programs: Programs, why: str) -> None:
-        if not why:
+    def _compile(self, programs: Programs) -> str:
+        """Compile; return why that failed, or ""."""
+        if programs in self._ready:
+            return ""
+        try:
+            self._batch = self._batch or self._make_batch()
+            self._batch.compile(*programs)
+            return ""
+        except Exception as error:
+            self._batch = None
+            return first_line(error)
+        finally:
+            return_memory()
+
+    def _settle(self, programs: Programs, why: str, seconds: float) -> None:
+        wanted, planned = programs in self._wanted, programs in self._plan
+        if why:
+            log(f"warning: not compiled: {programs}: {why}")
+            self._failed[programs] = time.monotonic(), why
+            self.failures += not self._ready
+        else:
             self._ready.add(programs)
             self.failures = 0
-            if programs in self._plan:
-                self._plan.remove(programs)
-            return
-        self._failed[programs] = time.monotonic(), why
-        self.failures += not self._ready
-        if programs in self._plan:
-            inform(f"warning: compiling ahead ends here: {why}")
-            self._plan.clear()
+            if wanted or seconds > WORTH_A_LINE:
+                log(f"compiled in {seconds:.1f} s: {programs}")
+        if wanted:
+            self._wanted.remove(programs)
+        if planned:
+            self._plan.remove(programs)
+            if why:
+                self._plan.clear()
+            if not self._plan:
+                log(
+                    "compiling ahead ends here" if why else "all planned programs are ready"
+                )
+
+
+def lower_priority() -> None:
+    """Lower this thread's priority, which cannot be raised again."""
+    with contextlib.suppress(AttributeError, OSError):  # not on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def return_memory() -> None:

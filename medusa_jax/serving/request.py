@@ -50,7 +50,7 @@ class Ending:
     @property
     def accepted_drafts(self) -> int:
         """Number of accepted drafts among its tokens."""
-        return sum(depth > 0 for depth in self.result.draft_depths)
+        return sum(depth != 0 for depth in self.result.draft_depths)
 
     @property
     def drafted(self) -> int:

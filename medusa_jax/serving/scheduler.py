@@ -1,10 +1,9 @@
 """Continuous batching, one turn at a time: assigns requests to rows.
 
 A turn reads one piece of a prompt, or several short prompts, and dispatches one chunk of steps; then the
-host reads the previous chunk's results. Running rows therefore stall for at most one piece. A chunk ends
-when a row ends, and the next request gets the row. The host decodes text while the device works. It delivers
-finished answers at once, and new parts of other answers after the next dispatch, though not after each of
-many short chunks.
+host reads the previous chunk's results. Running rows therefore stall for at most one piece. A chunk takes
+about `PACE` seconds, and ends when a row ends, so that the next request gets the row. The host decodes and
+delivers text while the device works: first tokens and ends at once, other parts once per `PACE`.
 
 A turn uses only programs that are ready (`programs.py`). A request whose programs are not ready waits and
 lets later ones go first. If a text outgrows the slots for which programs are ready, its row is parked
@@ -12,6 +11,7 @@ until larger programs exist, since no row can step next to a full one.
 """
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,19 +21,22 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import first_line
-from medusa_jax.serving.batch import PIECE, Batch, Reading
+from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.echo import PIECE
+from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 from medusa_jax.serving.request import Stopped, TooCostly
 from medusa_jax.serving.room import Room, Row
 from medusa_jax.tree.tree import Tree
 
-# Chunks are short for this many turns after a row becomes free, so that a follow-up starts quickly.
-FOLLOW_UP_TURNS, FEW_STEPS = 4, 2
+# Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
+PACE = 0.04
+# Steps of a chunk before the time of a step is known, and most steps if one of its rows had already ended.
+FEW_STEPS = 2
 
 
 class Begun(NamedTuple):
@@ -52,12 +55,17 @@ class Pending:
       jobs: the requests that took part, by row of `progress`.
       slots: the cache's slots at that time.
       tree_nodes: nodes of its steps' tree; 0 if it took no steps.
+      group, rows: its steps' group, and rows of the batch.
+      dispatched: when it was.
     """
 
     progress: Progress
     jobs: dict[int, Job]
     slots: int
     tree_nodes: int
+    group: Group | None = None
+    rows: int = 0
+    dispatched: float = 0.0
 
 
 class Scheduler:
@@ -95,10 +103,11 @@ class Scheduler:
         self._parked: list[tuple[Job, Reading]] = []
         self._reading: Begun | None = None
         self._pending: deque[Pending] = deque()
-        self._late: dict[int, tuple[Job, Pending, int]] = {}  # by row, not delivered yet
         self._chunk_steps, self._piece = chunk_steps, piece
         self._group = Group(False, "")
         self._turn = self.chunks = 0
+        self._seconds: dict[tuple[Group, int], float] = {}  # of a step, by group and rows
+        self._looked = 0.0  # when the last chunk was seen to end
 
     @property
     def slots(self) -> int:
@@ -139,15 +148,12 @@ class Scheduler:
         self._drop_cancelled()
         read = self._read()
         ran = self._run()
-        self._deliver()
         # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
         # row is about to get a new request.
         pending = len(self._pending)
-        wait_for_next = ran and not self._waiting and not self._expects_follow_up
+        wait_for_next = ran and not self._waiting
         while len(self._pending) > wait_for_next:
             self._look(self._pending.popleft())
-            if self._pending:
-                self._deliver()
         return bool(read or ran or pending)
 
     def fail(self, error: Stopped) -> None:
@@ -171,7 +177,6 @@ class Scheduler:
     def _forget(self) -> None:
         self._parked, self._reading = [], None
         self._pending.clear()
-        self._late.clear()
         self._room.empty()
 
     def _drop_cancelled(self) -> None:
@@ -326,12 +331,8 @@ class Scheduler:
     def _park(self, full: Mapping[int, Job]) -> None:
         """Take these rows out of the batch, so that others can step."""
         for at, job in full.items():
-            late = self._late.pop(at, None)
-            if late and late[0] is job:
-                self._take(*late)
-            if job.row is not None:
-                self._parked.append((job, self._batch.take(at, job.group)))
-                self._free(job, self._batch.slots)
+            self._parked.append((job, self._batch.take(at, job.group)))
+            self._free(job, self._batch.slots)
 
     def _return_parked(self) -> bool:
         """Put parked rows back that fit now; returns whether any did."""
@@ -361,11 +362,15 @@ class Scheduler:
         wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
         wanted_B[list(self._room.running)] = PAUSED
         wanted_B[list(chosen)] = RUNNING
-        few = min(FEW_STEPS, self._chunk_steps)
-        steps = few if self._expects_follow_up else self._chunk_steps
+        kind = self._group, self._batch.rows
+        seconds, start = self._seconds.get(kind, PACE / FEW_STEPS), time.perf_counter()
+        steps = max(1, min(self._chunk_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in chosen.items() if job.guide}
+        few = min(FEW_STEPS, steps)
         progress, nodes = self._batch.run(wanted_B, self._group, steps, few, guides)
-        self._pending.append(Pending(progress, chosen, self._batch.slots, nodes))
+        self._pending.append(
+            Pending(progress, chosen, self._batch.slots, nodes, *kind, start)
+        )
         return True
 
     def _is_late(self, job: Job) -> bool:
@@ -381,40 +386,33 @@ class Scheduler:
             self._refuse([job for job in jobs if job.group == group], error)
             return False
 
-    @property
-    def _expects_follow_up(self) -> bool:
-        """Whether a row has just become free and a follow-up may need it."""
-        free = (row for row in self._rows[: self._batch.rows] if not row.job)
-        return any(self._turn - row.used < FOLLOW_UP_TURNS for row in free)
-
     # Results.
 
     def _look(self, pending: Pending) -> None:
-        """Wait for a program; deliver finished answers, leave the others to `_deliver`."""
+        """Wait for a program; deliver finished answers and first tokens at once, other parts at `PACE`."""
         pending.progress = jax.tree.map(np.asarray, pending.progress)
+        self._time(pending)
         self.chunks += pending.tree_nodes > 0
         for at, job in pending.jobs.items():
             if job.row is None:
                 continue  # it ended before
-            self._late.pop(job.row, None)
             job.tree_nodes = pending.tree_nodes or job.tree_nodes
             job.length = int(pending.progress.length_B[at])
-            if pending.progress.status_B[at] in (RUNNING, PAUSED):
-                self._late[job.row] = job, pending, at
-            else:
+            job.steps_seen = int(pending.progress.steps_B[at])
+            ended = pending.progress.status_B[at] not in (RUNNING, PAUSED)
+            if ended or time.perf_counter() - job.delivered_at > PACE / 2:
                 self._take(job, pending, at)
 
-    def _deliver(self) -> None:
-        """Deliver new parts of running texts: the first token at once, then several steps together."""
-        late, self._late = self._late, {}
-        for row, (job, pending, at) in late.items():
-            if job.row != row:
-                continue
-            steps = pending.progress.steps_B[at] - job.steps
-            if job.token_ids and steps < self._chunk_steps / 2:
-                self._late[row] = job, pending, at
-            else:
-                self._take(job, pending, at)
+    def _time(self, pending: Pending) -> None:
+        """Note how long its steps took: since the chunk before it ended, or since it was dispatched."""
+        now = time.perf_counter()
+        steps_B, running = pending.progress.steps_B, pending.jobs.items()
+        taken = max(int(steps_B[at]) - job.steps_seen for at, job in running)
+        if pending.group and taken > 0:
+            kind = pending.group, pending.rows
+            seconds = max(1e-6, now - max(pending.dispatched, self._looked)) / taken
+            self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
+        self._looked = now
 
     def _take(self, job: Job, pending: Pending, at: int) -> None:
         delta = job.take(pending.progress, at)
@@ -425,6 +423,7 @@ class Scheduler:
                 tell([job], TooCostly(job.guide.error))
                 return
         if delta.token_ids or delta.parts or delta.ending:
+            job.delivered_at = time.perf_counter()
             job.deliver(delta)
 
 

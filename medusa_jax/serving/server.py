@@ -1,16 +1,16 @@
 """A model that answers many requests at a time: a queue, and a thread that takes the turns."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medusa_jax.api import Model
-from medusa_jax.console import inform
-from medusa_jax.decoding.guides import GuideThreads
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.serving.batch import Batch, piece_for
-from medusa_jax.serving.job import Group, Job, make_job
+from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.echo import piece_for
+from medusa_jax.serving.guide_threads import GuideThreads
+from medusa_jax.serving.job import LIKELY, SCORING, Group, Job, make_job
+from medusa_jax.serving.log import log
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
@@ -44,6 +44,9 @@ class Server:
       max_new_tokens: most tokens of an answer; by default the context.
       more: `chunk_steps` and `piece`, for `Scheduler`.
 
+    Attributes:
+      preparing: requests of the port that wait for a thread that compiles their constraints.
+
     Example:
       with Server(model, slots=8) as server:
           for delta in server.submit(Request("def parse(", Options(max_new_tokens=50))):
@@ -72,7 +75,9 @@ class Server:
         self._wake = threading.Condition()
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
-            lambda: Batch(model, self._trees, self.most_new, piece), self._notify
+            lambda: Batch(model, self._trees, self.most_new, piece),
+            self._notify,
+            lambda: not (self.busy or self.waiting),
         )
         self._threads = GuideThreads(self._notify)
         self._scheduler = Scheduler(
@@ -84,7 +89,7 @@ class Server:
             **more,
         )
         self._inbox: list[Job] = []
-        self._prepared = 0
+        self.preparing = 0
         self._closing = self._changed = False
         self._failures = self._chunks = 0
         self._error: BaseException | None = None
@@ -164,38 +169,26 @@ class Server:
             self._wake.notify()
         return handles
 
-    @contextmanager
-    def preparing(self, n: int) -> Iterator[None]:
-        """Reserve n places of the queue for requests whose constraints are being compiled.
-
-        Raises:
-          Busy: fewer places are left.
-        """
-        with self._wake:
-            waiting = self.waiting + self._prepared
-            if n and waiting + n > self.queue:
-                raise Busy(f"{waiting} requests are waiting already")
-            self._prepared += n
-        try:
-            yield
-        finally:
-            with self._wake:
-                self._prepared -= n
-
     def warm_up(
-        self, most_tokens: int, groups: Sequence[tuple[bool, str]], *, wait: bool = True
+        self, most_tokens: int, groups: Sequence[Group] = LIKELY, *, wait: bool = True
     ) -> None:
-        """Compile the programs for texts of up to this many tokens, the smallest sizes first.
+        """Compile the programs for texts of up to this many tokens while no request is answered.
 
-        Requests are answered meanwhile, with the programs that are ready.
+        Small caches come first, and in these few rows and the first groups.
 
         Args:
-          groups: pairs: whether requests draft, and their acceptance rule or "auto".
           wait: return only when all programs are compiled.
         """
-        slots = self._scheduler.slot_sizes(most_tokens)
-        sizes = [(rows, n) for n in slots for rows in sorted(self._trees)]
-        self._compiler.plan(Programs(Group(*g), *size) for g in groups for size in sizes)
+        planned = [
+            (n, i + j, Programs(group, rows, n))
+            for n in self._scheduler.slot_sizes(most_tokens)
+            for j, rows in enumerate(sorted(self._trees))
+            for i, group in enumerate(groups)
+            if group != SCORING or j == 0  # it has no rows
+        ]
+        self._compiler.plan(
+            programs for *_, programs in sorted(planned, key=lambda p: p[:2])
+        )
         if wait:
             self._compiler.wait()
 
@@ -229,7 +222,7 @@ class Server:
             with self._wake:
                 self._error = error
                 self._take_inbox()
-            inform(f"error: decoding ended: {first_line(error)}")
+            log(f"error: decoding ended: {first_line(error)}")
             self._scheduler.fail(Stopped(f"decoding ended: {error}"))
             self._when_failed()
             if not isinstance(error, Exception):
@@ -251,6 +244,7 @@ class Server:
             while not (self._take_inbox() or self._changed or more):
                 if self._closing and not (self.busy or self.waiting):
                     return False
+                self._compiler.look_again()
                 self._wake.wait()
             self._changed = False
         return True
@@ -267,7 +261,7 @@ class Server:
             self._failures += 1
             if self._failures >= MOST_FAILURES:
                 raise
-            inform(f"warning: a step failed, its requests are lost: {first_line(error)}")
+            log(f"warning: a step failed, its requests are lost: {first_line(error)}")
             self._scheduler.restart(Stopped(f"a step failed: {first_line(error)}"))
             return True
         if self._scheduler.chunks > self._chunks:

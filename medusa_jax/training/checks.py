@@ -9,7 +9,6 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config, TrainConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.sharding import row_shards
-from medusa_jax.training.data import prepare
 from medusa_jax.training.partition import TABLE, trained_groups
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
@@ -36,7 +35,7 @@ LEAST = {
     "train.batch_size": 1, "train.accumulation": 1, "train.loss_chunk": 1,
     "train.log_every": 1, "train.eval_every": 1, "train.save_every": 1,
     "train.max_bad_steps": 1, "data.seq_len": 1, "train.steps": 0,
-    "model.add_layers": 0, "lora.rank": 0, "optim.lr": 0, "optim.warmup_steps": 0,
+    "model.add_layers": 0, "lora.rank": 0, "optim.lr": 0, "optim.warmup_steps": -1,
     "optim.weight_decay": 0, "optim.clip_norm": 0, "train.induction_weight": 0,
 }  # fmt: skip
 
@@ -57,7 +56,7 @@ def check(cfg: Config) -> None:
     for path, least in LEAST.items():
         if not (value := attrgetter(path)(cfg)) >= least:  # also refuses NaN
             raise UserError(f"{path} must be at least {least}, not {value}")
-    for path in ("optim.b1", "optim.b2", "lora.dropout"):
+    for path in ("optim.b1", "optim.b2", "lora.dropout", "data.held_out"):
         if not 0 <= (share := attrgetter(path)(cfg)) < 1:
             raise UserError(f"{path} must be from 0 to below 1, not {share}")
     for wrong, problem in _contradictions(cfg):
@@ -93,6 +92,10 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
             "places in every epoch",
         ),
         (
+            bool(data.held_out) and not data.eval_source and data.packing != "first_fit",
+            "data.held_out keeps whole samples: it needs data.packing first_fit",
+        ),
+        (
             bool(data.draft_vocab_from) and not cfg.heads.draft_vocab,
             "data.draft_vocab_from is set, but heads.draft_vocab is 0: heads score all tokens",
         ),
@@ -111,16 +114,14 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
 def settle(cfg: Config, arch: LlamaConfig, mesh: Mesh) -> Config:
     """The configuration of a run: a copy with the model's shape and the mesh's number of microbatches.
 
-    `data.cache_features` becomes the type of given hidden states, if `data.source` holds any.
-
     Raises:
       UserError: sizes that do not fit together.
     """
     model = dataclasses.replace(cfg.model, arch=arch)
     accumulation = microbatches_on(mesh, cfg.train)
     train = dataclasses.replace(cfg.train, accumulation=accumulation)
-    data = prepare.with_given_states(cfg.data, train.stage)
-    cfg = dataclasses.replace(cfg, model=model, train=train, data=data)
+    data = cfg.data
+    cfg = dataclasses.replace(cfg, model=model, train=train)
     check(cfg)
     shards = row_shards(mesh)
     if train.batch_size % (accumulation * shards):

@@ -1,6 +1,7 @@
-"""Dry run: the memory and traffic of a run, from shapes and the compiled step; nothing is read or computed."""
+"""Dry run: a sample of the text, then memory and traffic of a run from shapes and the compiled step."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from medusa_jax.sharding import (
 )
 from medusa_jax.training import checks
 from medusa_jax.training.data.hidden_store import batch_type, stored_width
+from medusa_jax.training.data.preview import preview
 from medusa_jax.training.data.rows import ROW
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
@@ -55,12 +57,15 @@ class Shapes(NamedTuple):
 def dry_run(cfg: Config) -> Json:
     """Print and return the requirements of a run: `sizes`, then `measure`.
 
-    With "counted" the step is not compiled. The shape is that of a local `model.path`, else
-    `cfg.model.arch`; nothing is downloaded.
+    The shape is that of a local `model.path`, else `cfg.model.arch`; nothing is downloaded. With local text
+    and a local tokenizer it prints a sample, its counted tokens marked.
 
     Raises:
       UserError: inconsistent sizes.
     """
+    tokenizer = cfg.model.tokenizer or cfg.model.path
+    if os.path.exists(cfg.data.source.split(",")[0].strip()) and is_here(tokenizer):
+        print(preview(cfg.data, tokenizer))
     shapes = step_shapes(cfg)
     report = sizes(shapes)
     print(f"stage {cfg.train.stage} in {cfg.train.dtype}, mesh {report['mesh']}")
@@ -74,8 +79,6 @@ def dry_run(cfg: Config) -> Json:
     print(f"batch                 {micro} x {rows} x {length} tokens per update")
     # Flushed, since compiling may take long.
     print(f"stored per device     {stored} = {total:.2f} GiB", flush=True)
-    if cfg.dry_run == "counted":
-        return report
     begin = time.monotonic()
     report = measure(cfg, shapes)
     sent = [f"{n / GIB:.2f} GiB {kind}" for kind, n in report["sent_bytes"].items()]

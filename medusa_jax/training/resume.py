@@ -25,12 +25,12 @@ FILE = "config.json"
 # order. Text and frozen weights are compared by content, so that files may move.
 FIXED = (
     "model.arch", "model.param_dtype", "model.quantise", "model.add_layers", "heads",
-    "lora.rank", "lora.alpha", "data.seq_len", "data.packing", "data.seed",
+    "lora.rank", "lora.alpha", "data.seq_len", "data.packing", "data.seed", "data.held_out",
     "optim.name", "optim.heads_name", "optim.moment_dtype",
     "train.stage", "train.batch_size", "train.seed",
 )  # fmt: skip
 # Fields without influence on training.
-FREE = ("workdir", "dry_run", "data.preview")
+FREE = ("workdir", "dry_run")
 # After a change of these, held-out scores are not comparable: the best score is reset.
 SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",

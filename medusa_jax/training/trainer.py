@@ -27,7 +27,7 @@ from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.data import prepare
+from medusa_jax.training.data import prepare, sources
 from medusa_jax.training.data.rows import Rows, batches, mix, read
 from medusa_jax.training.data.vocabulary import draft_vocab
 from medusa_jax.training.export import export
@@ -78,6 +78,8 @@ class Run:
     def __init__(self, cfg: Config):
         """Load and compile everything, and restore the newest checkpoint if the workdir has one."""
         checks.check(cfg)
+        for name in filter(None, [*sources.names(cfg.data.source), cfg.data.eval_source]):
+            sources.check_exists(name)  # before the model is read
         groups = trained_groups(cfg.train, cfg.lora)
         self.mesh = mesh = make_mesh(cfg.mesh)
         setup = load_setup(cfg.model, cfg.heads, cfg.train, groups, mesh)
@@ -87,9 +89,8 @@ class Run:
         # Text, and the tokens that heads score.
         size = setup.arch.vocab_size
         source = (cfg.data, cfg.model, cfg.workdir, size)
-        texts, held_out_text = prepare.texts(*source), prepare.held_out_text(*source)
-        rows: Rows = mix(texts)
-        held_out: Rows | None = held_out_text
+        texts, held_out = prepare.texts(*source), prepare.held_out_texts(*source)
+        rows, evaluated = mix(texts), mix(held_out) if held_out else None
         self.checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
         resumed = self.checkpoints.latest is not None
         changed = resume.changes(cfg) if resumed else {}
@@ -109,8 +110,9 @@ class Run:
             given = (made_by, stage, setup.frozen, mesh)
             cache = features.Cache(cfg.data, cfg.workdir, *given)
             rows = mix([cache.rows(text, micro) for text in texts])
-            if held_out_text:
-                held_out = cache.rows(held_out_text, micro, cfg.data.eval_samples)
+            limit = cfg.data.eval_samples
+            if held_out:
+                evaluated = mix([cache.rows(text, micro, limit) for text in held_out])
         self.rows, self.content = rows, resume.contents(cfg.train.batch_size, rows, setup)
 
         # The state, fresh or restored; then the compiled step and the evaluation.
@@ -126,9 +128,9 @@ class Run:
         batch = batch_shapes(mesh, rows.row(0), micro, cfg.train.accumulation)
         self.step_fn = compile_step(step, self.state, setup.frozen, batch, mesh)
         self.evaluator: Evaluator | None = None
-        if held_out:
-            total = min(cfg.data.eval_samples, held_out.rows)
-            self.evaluator = Evaluator(stage, mesh, held_out, micro, total)
+        if evaluated:
+            total = min(cfg.data.eval_samples, evaluated.rows)
+            self.evaluator = Evaluator(stage, mesh, evaluated, micro, total)
 
     def restore(self, state: TrainState, changed: dict[str, str]) -> TrainState:
         """The state of the newest checkpoint; `changed` lists fields that differ from the last start."""
@@ -152,7 +154,7 @@ class Run:
         tokens = train.batch_size * self.cfg.data.seq_len
         self.log = RunLog(self.cfg.workdir, start, self.steps, tokens)
         if hosts.first():
-            self.log.open(train.curves, train.wandb, dataclasses.asdict(self.cfg))
+            self.log.open()
         last: Json = {}
         pending = None
         with closing(self.log), StopRequest() as stop_request:

@@ -46,6 +46,8 @@ class Nodes(Protocol):
     def mask_MM(self) -> ArrayLike: ...
     @property
     def ancestors_ML(self) -> ArrayLike: ...
+    @property
+    def copied_M(self) -> ArrayLike: ...
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,11 @@ class Tree:
         """Nodes copied from the text, by depth."""
         copied = [i for i, c in enumerate(self.choices, 1) if c[0] == COPIED]
         return np.array(copied, np.int32)
+
+    @property
+    def copied_M(self) -> np.ndarray:
+        """Whether each node is copied from the text."""
+        return self.rank_M == COPIED
 
     @cached_property
     def drafted(self) -> "Tree":

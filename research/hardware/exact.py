@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.weightless import random_backbone, random_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.registry import drafter_class, make_drafter
@@ -19,6 +18,7 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 from research.hardware.record import Record
+from research.weights import random_backbone, random_heads
 
 # Few tokens, so that random heads guess right at times.
 CONFIG = LlamaConfig(vocab_size=16, d_model=128, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32,

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.devices.platforms import platform
-from medusa_jax.evaluate.bandwidth import read_bandwidth
 from medusa_jax.evaluate.tables import device_facts
 from medusa_jax.model.product import product
+from research.bandwidth import read_bandwidth
 from research.hardware.record import Record
 
 PACKAGES = (

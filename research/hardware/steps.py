@@ -12,23 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model
-from medusa_jax.api.weightless import random_backbone, random_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import StepClock, run_steps
-from medusa_jax.evaluate.bandwidth import bytes_per_token, read_bandwidth
+from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.hlo.costs import kernels_of
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
+from research.bandwidth import read_bandwidth
+from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
 from research.hardware.record import Record
 from research.step_cost import GROWTH, N_HEADS
+from research.weights import random_backbone, random_heads
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
 DTYPE = jnp.dtype(jnp.bfloat16)

@@ -8,7 +8,6 @@ from files import write_lines
 from tiny import write_model
 
 from medusa_jax.commands import bench_race
-from medusa_jax.commands.bench_race import trained_tokens
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import race
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -48,28 +47,21 @@ def test_drafters_in_one_table(directory, prompts, tmp_path, capsys, monkeypatch
     assert list(rows) == ["plain", "medusa", "prompt_lookup", "copy"]
     assert [row["tree_nodes"] for row in rows.values()] == [1, 5, 3, 3]
     assert len(set(backbones)) == 1
-    plain, heads, lookup, copies = rows.values()
+    plain = rows["plain"]
     for field in ("mean_accepted_length", "speedup", "step_latency_ratio"):
         assert plain[field] == 1
     assert [row["divergences"] for row in rows.values()] == [0, 0, 0, 0]
-    assert [row["trained_tokens"] for row in rows.values()] == [0, None, 0, 0]
-    # Three heads of one 16 x 16 layer with bias in float32; a text of 1,024 tokens and its length.
-    assert (heads["parameter_bytes"], lookup["parameter_bytes"]) == (3 * 4 * 16 * 17, 0)
-    assert lookup["state_bytes"] == 4 * (1024 + 1) and copies["state_bytes"] == 0
     for row in rows.values():
         ideal = row["mean_accepted_length"] / row["step_latency_ratio"]
         assert row["difference"] == pytest.approx(row["speedup"] / ideal - 1)
     printed = capsys.readouterr().out
     assert (tmp_path / "race.md").read_text() in printed
-    assert (
-        "| medusa, cartesian:2,1 | 5 |" in printed
-        and (tmp_path / "race.png").stat().st_size > 1000
-    )
+    assert "| medusa, cartesian:2,1 | 5 |" in printed
 
 
 @pytest.mark.parametrize("command", [bench_race, batches])
 def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, command):
-    """Its first turns, as many of each category, through the template; --prompts stand as they are."""
+    """Its first turns, as many of each category, through the template; research's --prompts stand."""
     directory, path = tmp_path / "model", tmp_path / "questions.jsonl"
     write_model(directory)
     template = "{% for m in messages %}a {{ m.content }} the{% endfor %}"
@@ -98,30 +90,17 @@ def test_a_question_file_is_asked_of_every_table(tmp_path, monkeypatch, capsys, 
         "ourselves",
         lambda model, tree, options, **_: ends.update(ids=options.eos_ids),
     )
-    assert command.main([*flags, f"--questions={path}"]) == 2
+    through_template = "prompts" if command is bench_race else "questions"
+    assert command.main([*flags, f"--{through_template}={path}"]) == 2
     assert capsys.readouterr().err.endswith("enough\n")
     through = [tokenizer.encode(f"a {turn} the") for turn in ("a b c", "the cat")]
     assert asked["prompts"] == through
     if command is bench_race:
         assert tokenizer.eos_ids <= set(ends["ids"])
+        return
     assert command.main([*flags, f"--prompts={path}"]) == 2
     plain = [[tokenizer.bos_id, *tokenizer.encode(t)] for t in ("a b c", "the end")]
     assert asked["prompts"] == plain
-
-
-def test_training_costs_what_the_recipe_says():
-    config = {"train": {"batch_size": 4}, "data": {"seq_len": 640}}
-    assert trained_tokens({"step": 100, "config": config}) == 256_000
-    assert trained_tokens({"step": 100, "config": {}}) is None
-    went_on = {
-        "train": {"batch_size": 2, "heads_path": "first/export"},
-        "data": {"seq_len": 640},
-    }
-    second = {"step": 50, "config": went_on, "start": {"step": 100, "config": config}}
-    assert trained_tokens(second) == 256_000 + 64_000
-    assert (
-        trained_tokens({"step": 50, "config": went_on}) is None
-    )  # the first run's are unknown
 
 
 def test_a_drafter_may_name_its_tree(monkeypatch):

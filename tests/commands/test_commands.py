@@ -2,21 +2,22 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
 from files import write_lines
 
-from medusa_jax import progress
-from medusa_jax.api import device_tree
+import medusa_jax
+from medusa_jax import Options, progress
 from medusa_jax.commands import bench, calibrate, distill
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import fitting
+from medusa_jax.evaluate.fitting import MARGIN
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 from research import sweep, ties
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]
@@ -52,17 +53,20 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     for rung in (one, two):
         fastest = max(row["speedup"] for row in rung["rows"])
         chosen = {1: 1.0} | {row["nodes"]: row["speedup"] for row in rung["rows"]}
-        assert chosen[rung["nodes"]] >= max(1, fastest) / device_tree.MARGIN
+        assert chosen[rung["nodes"]] >= max(1, fastest) / MARGIN
     assert found["nodes"] == one["nodes"] == len(found["choices"]) + 1
     assert Tree.from_choices(found["growth"]).n_nodes == len(found["growth"]) + 1
     assert np.shape(evidence["head_accuracies"])[0] == 3
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
     printed, said = capsys.readouterr()
     assert "2 at a time" in printed
-    for stage in (f"writing: {len(PROMPTS)} of {len(PROMPTS)} prompts, ", "ranks: ",
-                  "four stages: text for 4 prompts, ", "choosing by batch size: 1 of 2 batch sizes, "):  # fmt: skip
-        assert stage in said
-    assert re.search(r"timing (\d+) trees: 1 of \d+ runs, \d+ (seconds|minutes) left", said)
+    assert "two stages: text for 4 prompts with its ranks, " in said
+    assert (
+        f"texts and their ranks: {len(PROMPTS)} of {len(PROMPTS)} texts, 0 seconds left"
+        in said
+    )
+    assert "trees for batch 1: " in said and "trees for batch 2: " in said
+    assert not out.with_name("tree.json.ranks").exists()
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}
 
@@ -149,3 +153,66 @@ def test_a_flag_is_declared_once():
     assert "at most\n" in text
     for wrong in ("--rows=0", "--names=b"):  # too few; no --out
         assert main([wrong]) == 2
+
+
+def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypatch):
+    """The ranks of whole batches of texts are kept, for the same settings only."""
+    directory, _ = files
+    model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
+    monkeypatch.setattr(fitting, "ROWS", 2)
+    write, written = fitting.own_texts, []
+
+    def own_texts(model, prompts, *given, **more):
+        written.append(len(prompts))
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return write(model, prompts, *given, **more)
+
+    monkeypatch.setattr(fitting, "own_texts", own_texts)
+    options, keep = Options(max_new_tokens=30), tmp_path / "ranks"
+    with pytest.raises(KeyboardInterrupt):
+        fitting.rank_texts(model, PROMPTS, options, keep)
+    found = fitting.rank_texts(model, PROMPTS, options, keep)
+    assert written == [2, 2, 2]
+    whole = fitting.rank_texts(model, PROMPTS, options)
+    assert [one.ranks_PK.tolist() for one in found] == [
+        one.ranks_PK.tolist() for one in whole
+    ]
+    fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
+    assert written == [2] * 7
+
+
+def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
+    directory, _ = files
+    model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
+    cost, timed = {1: 1.0, 2: 1.1, 3: 1.2, 4: 2.0, 5: 3.0, 6: 4.0}, []
+
+    class Clock:
+        def __init__(self, engines, variables, prompt, **how):
+            pass
+
+        def seconds(self, engine):
+            timed.append(engine.tree.n_nodes)
+            return cost[engine.tree.n_nodes]
+
+    monkeypatch.setattr(fitting, "StepClock", Clock)
+    order = Order([[0], [1], [0, 0], [2], [1, 0]])
+    tokens = {1: 1.0, 2: 1.6, 3: 2.2, 4: 2.3, 5: 2.4, 6: 2.5}
+    rounds = fitting.time_sizes(model, order, tokens, [1], 1, rounds=3)
+    assert sorted(set(timed)) == [1, 2, 3, 4, 5]  # two slower ones end it
+    rows = fitting.figures_of(rounds, tokens)
+    assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and fitting.fastest(rows) == 3
+    assert (
+        fitting.fastest([{"nodes": 2, "speedup": 2.0}, {"nodes": 4, "speedup": 2.03}]) == 2
+    )
+    assert (
+        fitting.fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fitting.fastest([]) == 1
+    )
+
+
+def test_figures_are_of_the_quieter_half_of_the_rounds():
+    """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
+    quiet = [(2, 1 + 0.1 * i, 1.0) for i in range(5)]
+    [row] = fitting.figures_of([*quiet, *[(2, 27.0, 9.0)] * 5], {2: 1.8})
+    assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
+    assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)

@@ -7,9 +7,9 @@ import resource
 import shutil
 import sys
 
+import children
 import jax
 import pytest
-from children import output_of
 from tiny import write_chat_model
 
 import medusa_jax
@@ -60,7 +60,7 @@ def test_text_and_one_line_of_measurements(decode):
     line = err.splitlines()[-1]
     assert re.match(
         r"20 tokens in \d+ steps, mean accepted length \d\.\d\d, \d+ tokens/s "
-        r"\(medusa, 4 nodes, greedy, lossless, float32, cpu",
+        r"\(raw text, medusa, 4 nodes, greedy, lossless, float32, cpu.*\), first token after \d",
         line,
     ), err
     facts = json.loads(decode("--prompt", "the cat", "--json")[1])
@@ -74,18 +74,9 @@ def test_json_has_the_documented_fields(decode):
     for name, kind in FIELDS.items():
         assert type(facts[name]) is kind, name
     assert facts["new_tokens"] == len(facts["token_ids"]) == 20
-    assert sum(facts["acceptance_histogram"]) == facts["steps"]
     counted = sum((i + 1) * n for i, n in enumerate(facts["acceptance_histogram"]))
-    assert counted == facts["new_tokens"] - 1
-    assert facts["mean_accepted_length"] == pytest.approx(
-        counted / facts["steps"], abs=1e-3
-    )
+    assert counted == facts["new_tokens"] - 1 == sum(facts["accepted_lengths"])
     assert (facts["drafter"], facts["tree_nodes"], facts["seed"]) == ("medusa", 4, 4)
-    assert (
-        facts["lossless"]
-        and facts["dtype"] == "float32"
-        and facts["acceptance"] == "greedy"
-    )
     plain = facts["autoregressive"]
     assert set(plain) == {"token_ids", "decode_seconds", "tokens_per_second"}
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
@@ -108,21 +99,11 @@ def test_show_drafts_colours_accepted_drafts_only(decode):
     assert coloured and {c for c, _ in coloured} <= {"32", "36", "34"}
     assert re.sub(r"\x1b\[\d+m", "", out) == plain
     assert "accepted drafts by tree depth" in err
-
-
-@pytest.mark.wide
-def test_tokens_are_copied_with_heads_and_without(decode):
-    said = ("--prompt", "in the hat, the cat in the hat", "--json", "--dtype", "float64")
-    plain = json.loads(decode(*said, tree="none")[1])
-    for heads, tree, by, nodes in (
-        ("heads", "chain:2+copy:3", "medusa+copy", 6),
-        ("none", "copy:3", "copy", 4),
-    ):
-        status, out, err = decode(*said, heads=heads, tree=tree)
-        assert status == 0, err
-        facts = json.loads(out)
-        assert facts["token_ids"] == plain["token_ids"]
-        assert (facts["drafter"], facts["tree_nodes"]) == (by, nodes)
+    said = ("--prompt", "in the hat, the cat in the hat", "--show_drafts")
+    for heads, tree in (("none", "copy:3"), (None, "chain:3")):
+        more = () if heads else ("--drafter", "prompt_lookup")
+        _, out, _ = decode(*said, *more, heads=heads or "none", tree=tree)
+        assert {c for c, _ in re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", out, re.S)} == {"4"}
 
 
 def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
@@ -135,11 +116,16 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [json.dumps(r, ensure_ascii=False) for r in records]
     file.write_text("\n".join([lines[0], "", *lines[1:]]) + "\n", encoding="utf-8")
-    status, out, err = decode("--prompts_file", file, "--json", "--dtype", "float64")
-    assert status == 0, err
-    got = [json.loads(line) for line in out.splitlines()]
+    flags = ("--prompts_file", file, "--dtype", "float64")
+    got, again = [], []
+    for size, answers in ((8, got), (3, again)):  # no size changes a text
+        status, out, err = decode(*flags, "--batch_size", size)
+        assert status == 0, err
+        answers += [json.loads(line) for line in out.splitlines()]
+    assert [g["token_ids"] for g in got] == [g["token_ids"] for g in again]
     assert [got[i]["new_tokens"] for i in (0, 1, 3)] == [20, 5, 20]
     assert [g["seed"] for g in got] == [0, 0, 8, 0]
+    assert "4 requests, 65 tokens in " in err and "accepted_lengths" not in got[0]
     alone = json.loads(decode("--prompt", "the cat", "--json", "--dtype", "float64")[1])
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
@@ -153,11 +139,12 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(
     file = tmp_path / "prompts.jsonl"
     file.write_text(json.dumps({"prompt_ids": [1, 5, 9]}) + "\n")
     got = [
-        json.loads(decode("--prompts_file", file, model=model)[1])
+        json.loads(decode("--prompts_file", file, "--show_drafts", model=model)[1])
         for model in (directory, bare)
     ]
     assert got[0]["token_ids"] == got[1]["token_ids"] and got[1]["text"] == ""
     assert sum(got[1]["accepted_lengths"]) == got[1]["new_tokens"] - 1
+    assert len(got[1]["draft_depths"]) == got[1]["new_tokens"]
     said = refused("--prompt", "a", model=bare)
     assert "holds no tokenizer" in said and "give prompts as token ids" in said
     said = refused("--prompts_file", file, "--stop", "x", model=bare)
@@ -191,21 +178,24 @@ def test_out_of_memory_is_one_line(decode, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "flag"), [("decode", "--show_drafts"), ("train", "--config")]
+    ("program", "given", "words"),
+    [
+        ("decode", ["--help"], "--show_drafts"),
+        ("train", ["--help"], "--config"),
+        ("decode", ["--prompt", "a", "--model", "nope"], "'nope' is not a directory"),
+    ],
 )
-def test_help_is_quick_and_imports_no_jax(program, flag):
+def test_help_and_errors_are_quick_and_import_no_jax(program, given, words):
     """CPU seconds, so that a busy machine plays no part."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     code = (
         "import atexit, runpy, sys; atexit.register(lambda: print('jax' in sys.modules)); "
+        f"sys.argv[1:] = {given!r}; runpy.run_path('{program}.py', run_name='__main__')"
     )
-    code += (
-        f"sys.argv[1:] = ['--help']; runpy.run_path('{program}.py', run_name='__main__')"
-    )
-    said = output_of(code)
-    assert flag in said and said.endswith("False\n")
+    done = children.run(sys.executable, "-c", code)
+    assert words in done.stdout + done.stderr and done.stdout.endswith("False\n")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
@@ -224,10 +214,10 @@ def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
     status, out, err = decode("--prompt", "the cat", "--chat", *flags)
     assert status == 0, err
     got = json.loads(out)
-    plain = json.loads(decode("--prompt", "uthe cat.a", *flags)[1])
+    plain = json.loads(decode("--prompt", "uthe cat.a", "--raw", *flags)[1])
     assert got["prompt_tokens"] == plain["prompt_tokens"]
     assert got["token_ids"] == plain["token_ids"]
-    bare = json.loads(decode("--prompt", "the cat", *flags)[1])
+    bare = json.loads(decode("--prompt", "the cat", "--raw", *flags)[1])
     assert got["token_ids"] != bare["token_ids"]
 
 
@@ -251,29 +241,7 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     flags = ("--tokenizer", chatty, "--dtype", "float64")
     [line] = decode("--prompts_file", file, *flags)[1].splitlines()
     text = "uin.athe hat</s>ua cat.a"
-    plain = json.loads(decode("--prompt", text, "--json", *flags)[1])
+    plain = json.loads(decode("--prompt", text, "--json", "--raw", *flags)[1])
     assert json.loads(line)["token_ids"] == plain["token_ids"]
     file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
-
-
-@pytest.mark.wide
-def test_a_file_larger_than_a_batch_keeps_texts_and_order(decode, tmp_path):
-    """Every batch size gives every request the same text: its number decides the draws."""
-    file = tmp_path / "requests.jsonl"
-    prompts = ["the cat", "in", "in", "abc, a hat", "e"]
-    lines = [
-        json.dumps({"prompt": p, "max_new_tokens": 6 + i}) for i, p in enumerate(prompts)
-    ]
-    file.write_text("\n".join(lines))
-    flags = ("--prompts_file", file, "--dtype", "float64", "--temperature", 1.1)
-    outcomes = []
-    for size in (2, 5):
-        status, out, _ = decode(*flags, "--batch_size", size)
-        got = [json.loads(line) for line in out.splitlines()]
-        assert status == 0 and len(got) == 5
-        assert all(g["new_tokens"] <= 6 + i for i, g in enumerate(got))
-        outcomes.append([g["token_ids"] for g in got])
-    assert outcomes[0] == outcomes[1]
-    # One seed and one prompt, but two requests: other noise, another text.
-    assert outcomes[0][1] != outcomes[0][2][:7]

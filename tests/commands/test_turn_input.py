@@ -13,7 +13,6 @@ import pytest
 from children import environment
 
 from medusa_jax.commands.turn_input import TurnInput
-from medusa_jax.errors import UserError
 
 READER = """
 from medusa_jax.commands.turn_input import TurnInput
@@ -88,18 +87,6 @@ def test_lines_that_come_at_once_are_one_turn(typed, term):
     """A terminal that does not mark what is pasted."""
     got = typed(b"one\ntwo\nthree\n", b"four\n", term=term)
     assert got == ["one\ntwo\nthree", "four"]
-
-
-@pytest.mark.parametrize(
-    ("mode", "words"),
-    [(os.O_WRONLY, "it is closed"), (os.O_RDONLY, "can't decode byte 0xff")],
-)
-def test_an_input_that_cannot_be_read(monkeypatch, tmp_path, mode, words):
-    (tmp_path / "bytes").write_bytes(b"a\n\xff\n")
-    with open(os.open(tmp_path / "bytes", mode), encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        with pytest.raises(UserError, match=f"cannot read standard input: .*{words}"):
-            TurnInput().read()
 
 
 def test_a_file_says_a_turn_a_line(monkeypatch, tmp_path, capsys):

@@ -220,6 +220,29 @@ def test_many_alternatives(printable, given, text):
     assert whole(made.guide(constraint_of(given), [2]), tokenizer, text)
 
 
+@pytest.mark.parametrize(
+    ("grammar", "refused"),
+    [
+        ('start: NAME "end"', 'NAME takes its longest match, so "end" never follows it'),
+        ('start: "x" | one "end!"\none: NAME', "NAME takes"),
+        ('start: "x"\n  | "<" /.*/ ">"', "/.*/ takes"),
+        ('start: NAME "!" DIGITS "!"\nDIGITS: /[0-9]+/', ""),
+        ('start: lead\nlead[lazy]: NAME "end"', ""),
+        ('start: NAME "end"?', ""),
+        ('%ignore / +/\nstart: NAME "end"', ""),
+        ('start: /[a-z]{3}/ "end"', ""),
+    ],
+)
+def test_terminals_that_never_end(printable, grammar, refused):
+    """Refused instead of answered up to the limit."""
+    given = constraint_of({"grammar": f"{grammar}\nNAME: /[a-z]+/"})
+    if refused:
+        with pytest.raises(UserError, match=re.escape(refused)):
+            printable[0].guide(given, [2])
+    else:
+        assert printable[0].guide(given, [2]).possible
+
+
 def test_alternatives_beyond_the_limit_are_refused(printable):
     """Not accepted, and their text ended before it is one of them."""
     words = [f"w{i}" for i in range(21000)]
@@ -269,6 +292,12 @@ TEXTS = [
         {"enum": [{"format": "path", "uniqueItems": False}, 7]},
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
         {"type": "integer", "maximum": 2**63 - 1, "default": 2**80},
+        {
+            "type": ["string", "array"],
+            "maxLength": 2**32,
+            "maxItems": 2**40,
+            "minItems": 2.0,
+        },
         {"oneOf": [kind | {"required": ["kind"]} for kind in KINDS]},
         {"oneOf": [*KINDS, {"type": "null"}], "description": "no object"},
         {"oneOf": [KINDS[0] | {"required": ["kind"]}, KINDS[1] | {"required": ["x"]}]},
@@ -297,6 +326,12 @@ def test_schemas_that_are_served(printable, schema):
     [
         ({"type": "integer", "maximum": 2**63}, "'maximum' has a number beyond 2^63"),
         ({"properties": {"a": {"const": -(2**64)}}}, "'const' has a number beyond 2^63"),
+        (
+            {"type": "string", "minLength": 2**32},
+            "no answer is as long as 'minLength' asks",
+        ),
+        ({"items": {"minItems": 1e12}}, "no answer is as long as 'minItems' asks"),
+        ({"pattern": "a{0,99999999999}"}, "regex parse error: error: decimal literal"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf takes any"),
     ],
 )

@@ -118,6 +118,20 @@ def test_recorded_lengths_end_with_the_text():
     assert expected[2:5] == [3, 2, 1]
 
 
+def check_copied(prompt, tokens, depths):
+    """Tokens of negative depths are those that a step could copy; returns their number."""
+    begins = [i for i, depth in enumerate(depths) if abs(depth) == 1]
+    for i in begins:
+        run = 1 + next(
+            (n for n, d in enumerate(depths[i + 1 :]) if abs(d) < 2), len(depths)
+        )
+        own = depths[i : i + run]
+        assert len({depth < 0 for depth in own}) == 1
+        if own[0] < 0:
+            assert tokens[i : i + run] == copied(prompt + tokens[:i], 3)[: len(own)]
+    return sum(depth < 0 for depth in depths)
+
+
 def test_copies_save_steps():
     """A small vocabulary, so that much repeats."""
     model = random_model(CONFIG, 3)
@@ -127,6 +141,10 @@ def test_copies_save_steps():
     for tree in (TREE, SPARED, TREE.drafted):
         progress = drafted(CONFIG, model, request, known, tree, 5)
         steps[tree] = np.asarray(progress.histogram_BL).sum()
+        n_copied = 0
+        for prompt, tokens, depths in zip(request.prompts, known, progress.depth_BO):
+            n_copied += check_copied(prompt, tokens, depths.tolist()[: len(tokens)])
+        assert bool(n_copied) == (tree != TREE.drafted)
     assert max(steps[TREE], steps[SPARED]) < steps[TREE.drafted]
 
 

@@ -16,6 +16,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import files
 from medusa_jax.distill.conversation import Converse
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
+from medusa_jax.distill.writer import Writer
 from medusa_jax.errors import UserError
 from medusa_jax.interop import answers
 from medusa_jax.interop.hf_writer import save_backbone
@@ -112,8 +113,7 @@ class Script:
     def __init__(self, tokenizer, lines):
         self.tokenizer, self.lines, self.asked = tokenizer, lines, []
 
-    def __call__(self, prompts, numbers, stops):
-        results = []
+    def __call__(self, prompts, numbers, stops, take):
         for i, (ids, number) in enumerate(zip(prompts, numbers)):
             stop = stops[i] if stops else ""
             self.asked.append(
@@ -121,15 +121,20 @@ class Script:
             )
             text, finish = self.lines[number].pop(0)
             said = [*self.tokenizer.encode(text), *([2] if finish == "stop" else [])]
-            results.append(
-                SimpleNamespace(token_ids=said, text=text, finish_reason=finish, steps=1)
-            )
-        return results
+            result = {"token_ids": said, "text": text, "finish_reason": finish, "steps": 1}
+            take(i, SimpleNamespace(**result))
 
 
 def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
     script = Script(tokenizer, lines)
-    return Converse(tokenizer, context, script, "", self_talk, turns), script
+    converse = Converse(tokenizer, context, script, "", self_talk, turns)
+
+    def talk(seeds):
+        found = {}
+        converse(seeds, lambda seed, record: found.update({seed.number: record}))
+        return [found[seed.number] for seed in seeds]
+
+    return talk, script
 
 
 def contents(record):
@@ -263,6 +268,55 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     assert f"{(counts > 0).sum()} of {len(counts)} tokens occur" in said
 
 
+def test_a_chat_model_answers_prompts_and_another_continues_them(
+    model, directory, tmp_path, monkeypatch
+):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    modes = []
+    monkeypatch.setattr(
+        distill, "answer", lambda flags, mode, seeds: modes.append(mode) or 0
+    )
+    for path in (model, directory):
+        assert (
+            distill.main(flags_for(path, tmp_path / "out", tmp_path / "prompts.jsonl")) == 0
+        )
+    assert modes == ["multi_turn", "continue"]
+
+
+@pytest.mark.parametrize("mode", ["multi_turn", "continue"])
+def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mode):
+    """Stopped inside its second batch, the run goes on after the last answer, to the same file."""
+    source, name = seeds, "messages.jsonl"
+    if mode == "continue":
+        source, name = tmp_path / "prompts.jsonl", "samples.jsonl"
+        texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
+        source.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    more = ("--limit=8", f"--mode={mode}")
+    assert distill.main(flags_for(model, whole, source, *more)) == 0
+    show, counts = Writer.show, []
+
+    def stop(self, current=0, answered=0):
+        show(self, current, answered)
+        counts.append(answered)
+        if sum(counts) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Writer, "show", stop)
+    assert distill.main(flags_for(model, out, source, *more)) == 130
+    assert (out / name).read_bytes().count(b"\n") == 6
+    asked = []
+    monkeypatch.setattr(Writer, "show", show)
+    answer = Writer.answer
+    monkeypatch.setattr(
+        Writer,
+        "answer",
+        lambda self, seeds, ended: asked.append(len(seeds)) or answer(self, seeds, ended),
+    )
+    assert distill.main(flags_for(model, out, source, *more)) == 0
+    assert asked == [2] and (out / name).read_bytes() == (whole / name).read_bytes()
+
+
 def test_continuations_are_counted_without_their_prompts():
     lines = [
         {"prompt_ids": [1, 2], "token_ids": [0, 3, 3]},
@@ -374,50 +428,22 @@ def test_heads_do_not_change_the_text(tmp_path, seeds):
     assert found["tree_nodes"] == 4 and found["mean_accepted_length"] >= 1
 
 
-def test_a_quantised_teacher_is_named(tmp_path, capsys):
-    distill.warn_if_quantised(str(tmp_path))
-    assert not capsys.readouterr().err
-    quantised = {"quantization_config": {"quant_method": "awq"}}
-    (tmp_path / "config.json").write_text(json.dumps(quantised))
-    distill.warn_if_quantised(str(tmp_path))
-    said = capsys.readouterr().err
-    assert "is quantised" in said
-
-
-def test_damaged_files_are_named(tmp_path):
-    (tmp_path / "settings.json").write_text("{")
-    with pytest.raises(UserError, match=r"settings\.json is damaged"):
-        files.check_settings(tmp_path, {})
-    (tmp_path / "samples.jsonl").write_text("{}\nx\n5\n")
-    three = [Seed(i) for i in range(3)]
-    with pytest.raises(UserError, match=r"samples\.jsonl is damaged: line 2 .* first 1"):
-        files.finished_lines(tmp_path / "samples.jsonl", 1, three, lambda *_: True)
-
-
-@pytest.mark.parametrize("mode", ["multi_turn", "continue"])
-def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys, mode):
-    """Each batch twice, as two processes at the same time would leave it, then all lines twice."""
+def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):
+    """Each line twice, as two processes at the same time would leave it; the file is unchanged."""
     flags = flags_for(model, tmp_path / "out", seeds, "--limit=8", "--max_turns=1")
-    name = "messages.jsonl"
-    if mode == "continue":
-        prompts = tmp_path / "prompts.jsonl"
-        texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
-        prompts.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
-        flags, name = flags_for(model, tmp_path / "out", prompts), "samples.jsonl"
     assert distill.main(flags) == 0
-    path = tmp_path / "out" / name
+    path = tmp_path / "out" / "messages.jsonl"
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
-    for written, bad in (
-        ([*lines[:4], *lines[:4], *lines[4:], *lines[4:]], 5),
-        (lines * 2, 9),
-    ):
+    for written, bad in (([*lines[:4], *lines[:4], *lines[4:]], 5), ([*lines, b"x\n"], 9)):
         path.write_bytes(b"".join(written))
         capsys.readouterr()
         assert distill.main(flags) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"line {bad} is not the answer" in said and f"first {bad - 1} lines" in said
         assert path.read_bytes() == b"".join(written)
-    path.write_bytes(b"".join(lines[:4]))  # as the sentence says
+    path.write_bytes(
+        b"".join([*lines[4:], *lines[:3], lines[3][:9]])
+    )  # the last one cut off
     assert distill.main(flags) == 0
     assert path.read_bytes() == whole

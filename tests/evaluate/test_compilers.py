@@ -7,8 +7,8 @@ import sys
 import pytest
 from children import output_of, run
 
-from medusa_jax.evaluate.compiled.targets import COMPILERS
-from medusa_jax.hlo import warnings
+from medusa_jax.evaluate.targets import COMPILERS
+from research.compiled import warnings
 
 pytestmark = pytest.mark.wide
 
@@ -49,7 +49,7 @@ LEFT = {"v5e": set(), "h100": {warnings.ONE_ROW, warnings.ROUNDS}}
 # One process, so that libtpu is loaded once; a line for each call.
 CHILD = """
 import json, sys
-from medusa_jax.commands.compile import main
+from research.compiled.command import main
 for call in json.loads(sys.argv[1]):
     if main([*call, "--json"]):
         sys.exit(1)
@@ -68,7 +68,7 @@ GPU = [
 
 
 def compiled(target, cases, tmp_path):
-    """The JSON objects of `compile` for these flags; skipped without the compiler."""
+    """The JSON objects of `research compile` for these flags; skipped without the compiler."""
     packages = COMPILERS["cuda" if target == "h100" else "tpu"]
     if not {d.name for d in importlib.metadata.distributions()} & {*packages}:
         pytest.skip(f"{' or '.join(packages)} is not installed")
@@ -78,7 +78,7 @@ def compiled(target, cases, tmp_path):
 
 
 def printed(calls):
-    """What `compile --json` prints for each of these calls."""
+    """What `research compile --json` prints for each of these calls."""
     printed = output_of(CHILD, json.dumps(calls), JAX_DISABLE_MOST_OPTIMIZATIONS="0")
     return [json.loads(line) for line in printed.splitlines()]
 
@@ -137,7 +137,7 @@ def test_a_training_step_gathers_kernels_whole_on_a_tpu(tmp_path):
     (tmp_path / "wide.py").write_text(wide.replace("= 256, 8, 2", "= 512, 16, 2"))
     path = str(tmp_path / "wide.py")
     lines = output_of(WINDOWED, path, JAX_DISABLE_MOST_OPTIMIZATIONS="0").splitlines()
-    ours, default = (line for line in lines if line.startswith("sent an update"))
+    ours, default = (line for line in lines if line.startswith("sent a step"))
     assert "all-gather" in ours and "collective-permute" not in ours
     assert "collective-permute" in default
 
@@ -146,7 +146,7 @@ MESHES = """
 import json
 import jax
 jax.config.update("jax_platforms", "cpu")
-from medusa_jax.evaluate.compiled.targets import find_target
+from medusa_jax.evaluate.targets import find_target
 from medusa_jax.sharding import make_mesh
 cases = [("v4:2x2x1", (1, -1, 1)), ("v4:2x2x2", (2, -1, 1)), ("v5p:4x4x4", (2, -1, 1))]
 meshes = [make_mesh(shape, find_target(name).devices) for name, shape in cases]
@@ -158,21 +158,6 @@ def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
     compiled("v5e", [], tmp_path)
     found = json.loads(output_of(MESHES).splitlines()[-1])
     assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
-
-
-def test_a_scatter_with_copies_is_named_on_a_tpu(tmp_path):
-    """Rows of a batch written by one scatter, as on other platforms: caches change their layout for it."""
-    compiled("v5e", [], tmp_path)
-    call = ["--for", "v5e", "--shape", str(tmp_path), *SMALL, "--context", "900", "--batch", "2"]  # fmt: skip
-    code = SCATTERED + CHILD
-    printed = output_of(code, json.dumps([call]), JAX_DISABLE_MOST_OPTIMIZATIONS="0")
-    assert names(json.loads(printed)) == [warnings.COPY, warnings.SCATTER]
-
-
-SCATTERED = """
-import medusa_jax.decoding.step as step, medusa_jax.model.cache as cache
-step.platform, cache.tpu = lambda: "cpu", lambda: None
-"""
 
 
 def test_a_training_step_on_a_gpu_without_cudnn(tmp_path):

@@ -5,9 +5,10 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import UserError
-from medusa_jax.evaluate.conversation import asked, find_template, turn_prompt
+from medusa_jax.evaluate.conversation import asked
 from medusa_jax.interop.answers import encode_conversation
 from medusa_jax.interop.chat import PLAIN
+from research.asking import find_template, turn_prompt
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +87,8 @@ def test_a_conversation_is_asked_up_to_its_last_question(model):
     assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
     assert asked(model, {"messages": messages[:3]}, "vicuna") == ids
     assert asked(model, {"prompt": "a b"}, "vicuna") == "a b"
+    first = turn_prompt(model, talk, [], "vicuna", 999)[0]
+    assert asked(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
+    assert asked(model, {"turns": ["the cat", "a b"]}) == "the cat"  # without a template
     with pytest.raises(UserError, match="without a user turn"):
         asked(model, {"messages": messages[1:2]}, "vicuna")

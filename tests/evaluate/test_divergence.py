@@ -1,4 +1,4 @@
-"""The tie report: three passes over one position, and which divergences rounding explains."""
+"""Where two texts diverge, the gap of the scores there, and the divergences that rounding explains."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,10 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from medusa_jax.api import Options
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
+from medusa_jax.evaluate.divergence import Divergence, padded
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.tree.tree import Tree
+from research import noise
 from research.rules import log_probabilities
 from research.tie_report import tie_report
 
@@ -42,35 +44,12 @@ def exact():
         return OneBackbone(jnp.float64)
 
 
-def padded(text):
-    tokens = np.zeros((1, 64), np.int32)
-    tokens[0, : len(text)] = text
-    return tokens
-
-
-def test_the_three_passes_are_one_in_float64(exact):
-    got = divergence.three_passes(TREE, exact.backbone, padded(TEXT), np.int32(len(TEXT)))
-    expected = forward_logits(exact.config, exact.params, TEXT)[-1]
-    for logits_V in np.asarray(got):
-        assert_close(logits_V, expected)
-
-
-def test_in_bfloat16_they_differ_a_little():
-    model = OneBackbone(jnp.bfloat16)
-    got = np.asarray(
-        divergence.three_passes(TREE, model.backbone, padded(TEXT), np.int32(len(TEXT)))
-    )
-    expected = forward_logits(model.config, model.params, TEXT)[-1]
-    assert np.abs(got - expected).max() > 0
-    assert_close(got, np.broadcast_to(expected, got.shape), 16, jnp.bfloat16)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_gap_and_position(exact, temperature):
     option = Options(temperature=temperature, seed=4)
     prompt, theirs = TEXT[:3], TEXT[3:]
     ours = [*theirs[:2], 9, 9]
-    found = divergence.find_divergence(exact, prompt, ours, theirs, option, 6, TREE)
+    found = divergence.find_divergence(exact, prompt, ours, theirs, option, 6)
     assert (found.position, found.ours, found.theirs) == (2, 9, 7)
     scores = forward_logits(exact.config, exact.params, TEXT[:5])[-1]
     if temperature:
@@ -79,31 +58,21 @@ def test_gap_and_position(exact, temperature):
         scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
     best = np.sort(scores)[-2:]
     assert_close(best[0] + found.gap, best[1])
-    # In float64 nothing excuses it.
-    assert_close(best[1] + found.noise_band, best[1])
-    assert not found.is_tie
-    assert (
-        divergence.find_divergence(exact, prompt, theirs, theirs, option, 6, TREE) is None
-    )
+    assert divergence.find_divergence(exact, prompt, theirs, theirs, option, 6) is None
 
 
-def test_a_text_that_ends_early_is_no_tie(exact):
+def test_a_text_that_ends_early_has_no_gap(exact):
     """Rounding moves scores; it does not end one text and not the other."""
     for ours, theirs in (([0, 7], [0, 7, 7]), ([0, 7, 7], [0, 7])):
-        found = divergence.find_divergence(
-            exact, TEXT[:3], ours, theirs, Options(), 0, TREE
-        )
+        found = divergence.find_divergence(exact, TEXT[:3], ours, theirs, Options(), 0)
         assert found.position == 2 and divergence.NO_TOKEN in (found.ours, found.theirs)
         assert found.facts() == {"position": 2, "gap": None}  # JSON has no infinity
-        assert not found.is_tie
 
 
 def test_the_gap_leaves_barred_tokens_out(exact, monkeypatch):
     """Every token of the text is barred."""
     monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
-    found = divergence.find_divergence(
-        exact, TEXT[:3], [0, 7, 9], [0, 7, 8], Options(), 0, TREE
-    )
+    found = divergence.find_divergence(exact, TEXT[:3], [0, 7, 9], [0, 7, 8], Options(), 0)
     scores = np.array(forward_logits(exact.config, exact.params, TEXT[:5])[-1])
     scores[TEXT[:5]] = -np.inf
     best = np.sort(scores)[-2:]
@@ -113,7 +82,7 @@ def test_the_gap_leaves_barred_tokens_out(exact, monkeypatch):
 def test_the_gap_is_of_penalised_logits(exact):
     """One new token, 0, is counted; the prompt's only by `repetition_penalty`."""
     option = Options(frequency_penalty=1.5, repetition_penalty=2.0, logit_bias={3: -4.0})
-    found = divergence.find_divergence(exact, TEXT[:3], [0, 7], [0, 8], option, 0, TREE)
+    found = divergence.find_divergence(exact, TEXT[:3], [0, 7], [0, 8], option, 0)
     scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
     scores[3] -= 4.0
     for token in {*TEXT[:3], 0}:
@@ -123,14 +92,21 @@ def test_the_gap_is_of_penalised_logits(exact):
     assert_close(best[0] + found.gap, best[1])
 
 
+def test_the_three_passes_are_one_in_float64(exact):
+    got = noise.three_passes(TREE, exact.backbone, padded(TEXT), np.int32(len(TEXT)))
+    expected = forward_logits(exact.config, exact.params, TEXT)[-1]
+    for logits_V in np.asarray(got):
+        assert_close(logits_V, expected)
+
+
 def test_the_report_counts_up_to_the_first_difference():
     class Model:
         dtype, tree = "float32", TREE
 
-    judged = divergence.Divergence(1, 7, 9, 0.0, 1.0, False)
+    judged, tie = Divergence(1, 7, 9, 0.0), noise.Noise(0.0, 1.0, False)
     plain = SimpleNamespace(new_tokens=2)
     compared = [
-        (name, SimpleNamespace(autoregressive=plain, divergence=where))
+        (name, (SimpleNamespace(autoregressive=plain, divergence=where), where and tie))
         for name, where in (("a", judged), ("b", None), ("c", judged))
     ]
     report = tie_report(Model(), Options(), compared)
@@ -140,7 +116,7 @@ def test_the_report_counts_up_to_the_first_difference():
 
 def test_what_counts_as_a_tie():
     def found(gap, band, cut=False):
-        return divergence.Divergence(0, 1, 2, gap, band, cut)
+        return noise.Noise(gap, band, cut)
 
     assert found(0.2, 0.1).is_tie and not found(0.21, 0.1).is_tie
     assert found(5.0, 0.0, cut=True).is_tie and found(0.0, 0.0).is_tie
@@ -157,22 +133,20 @@ def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, mo
         logits[:, 7], logits[:, 9] = 2.0, [1.75, 1.75 + moved, 1.75]
         return jnp.asarray(logits)
 
-    monkeypatch.setattr(divergence, "three_passes", passes)
-    option = Options(temperature=0.0)
-    found = divergence.find_divergence(
-        exact, TEXT[:3], [0, 7, 7, 9], [0, 7, 7, 7], option, 0, TREE
-    )
-    assert asked == [6, 5, 4, 3, 2, 1] and found.noise_band == 0.25
-    assert found.gap == 0.25 and found.is_tie
+    monkeypatch.setattr(noise, "three_passes", passes)
+    where = Divergence(3, 9, 7, 0.25)
+    found = noise.noise_at(exact, TEXT[:3], [0, 7, 7, 7], where, Options(), 0, TREE)
+    assert asked == [6, 5, 4, 3, 2, 1] and found.noise_band == 0.25 and found.is_tie
 
 
 def test_a_filters_cut_within_the_noise_is_told(exact, monkeypatch):
     """The passes disagree on whether a token is kept."""
     logits = np.zeros((3, 17))
     logits[:, 9], logits[:, 7] = 2.0, [2.0 + 1e-9, 2.0, 2.0 - 1e-9]
-    monkeypatch.setattr(divergence, "three_passes", lambda *_: jnp.asarray(logits))
+    monkeypatch.setattr(noise, "three_passes", lambda *_: jnp.asarray(logits))
     option = Options(temperature=1.0, top_k=1)
-    found = divergence.find_divergence(exact, [1], [9], [7], option, 0, TREE)
+    where = Divergence(0, 9, 7, 1.0)
+    found = noise.noise_at(exact, [1], [7], where, option, 0, TREE)
     assert found.at_cut and found.is_tie
 
 

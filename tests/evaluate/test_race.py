@@ -105,15 +105,6 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
     assert matches == [False, True, False, True] * 2
 
 
-@pytest.mark.usefixtures("x64")
-def test_steps_with_copies_are_timed_in_float64(tmp_path):
-    write_model(tmp_path)
-    heads = str(tmp_path / "heads")
-    wide = medusa_jax.load(str(tmp_path), heads, tree="chain:1", dtype="float64")
-    tree = Tree.from_choices([[0], [-1], [-1, -1]], [[0, 0], [1]])
-    assert min(step_seconds(wide, [tree], [4, 5], n_steps=2, rounds=1)) > 0
-
-
 def test_a_prompt_that_fills_the_context_is_refused(model):
     with pytest.raises(UserError, match=r"no room for a step of up to 2 tokens"):
         step_seconds(model, [Tree.chain(1)], [4] * (CONTEXT - 2))

@@ -15,7 +15,6 @@ from trees import WILD
 
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
-from medusa_jax.heads.registry import make_drafter
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -132,36 +131,3 @@ def test_the_block_is_bidirectional():
             after = run(params | {f"heads_{k}": head | {"layers_0": layer}})
             moved[k] = np.abs(after - before).max((1, 2, 3)) > 1e-4
         np.testing.assert_array_equal(moved, expected)
-
-
-def test_the_adaptation_layers_are_causal():
-    """The gradient of stage outputs at t by hidden states: all up to t, none beyond."""
-    backbone, drafter, params = problem("without auto-embedding")
-    hidden, *rest = family.random_rows(np.random.default_rng(0), B=1, T=6)
-
-    @jax.jit
-    def reach(hidden):
-        def features(hidden):  # of one head of each stage
-            return drafter.features(params, backbone, TextRows(hidden, *rest))[1:3, 0].sum(
-                -1
-            )
-
-        return jnp.abs(jax.jacrev(features)(hidden)[:, :, 0]).max(-1)
-
-    lower = np.tril(np.ones((6, 6), bool))
-    for stage in range(2):
-        np.testing.assert_array_equal(np.asarray(reach(hidden))[stage] > 1e-8, lower)
-
-
-def test_heads_read_their_stage():
-    llama = stored_base().llama.config
-    for n_heads, stages, expected in (
-        (4, 2, [0, 0, 1, 1]),
-        (4, 1, [0, 0, 0, 0]),
-        (4, 3, [0, 1, 2, 2]),
-        (4, 4, [0, 1, 2, 3]),
-        (5, 2, [0, 0, 1, 1, 1]),
-        (4, 0, [0, 0, 0, 0]),
-    ):
-        drafter = make_drafter(AmphistaConfig(n_heads=n_heads, stages=stages), llama)
-        assert [drafter.stage_of(k) for k in range(n_heads)] == expected

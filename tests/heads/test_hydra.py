@@ -4,7 +4,6 @@ from functools import cache
 
 import family
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
@@ -13,10 +12,9 @@ from family import drafter_of, numpy_lm_head, stored_base
 from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
-from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked, TextRows
+from medusa_jax.heads.drafter import DraftRequest, Ranked, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
-from medusa_jax.heads.state import grow_state
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -127,26 +125,6 @@ def test_a_tree_is_drafted_along_its_paths(fields, tree):
         assert_close(first[b, 0], logits_of([root[b]]))
 
 
-def test_no_loop_over_nodes_is_left_in_the_program():
-    """The drafted program has the same products whatever the width of the tree."""
-    backbone, drafter, params = problem(lm_head="own")
-    state = drafter.start(2, 64, jnp.float64)
-
-    def products(tree):
-        def run(params):
-            return drafter.propose(
-                params,
-                backbone,
-                state,
-                DraftRequest(jnp.zeros(2, jnp.int32), tree, family.by_logits),
-            )
-
-        return str(jax.make_jaxpr(run)(params)).count("dot_general")
-
-    # skip, linear, one more layer, LM head; per depth.
-    assert products(Tree.chain(3)) == products(Tree.cartesian([5, 4, 3])) == 3 * 4
-
-
 def test_tied_layers_are_one_layer_applied_again():
     backbone, tied, params = problem(n_layers=4, tie_layers=True)
     assert sorted(params["heads_0"]) == ["layers_0", "layers_1", "lm_head"]
@@ -161,25 +139,3 @@ def test_tied_layers_are_one_layer_applied_again():
         for d, p in ((tied, params), (loose, copies))
     ]
     np.testing.assert_array_equal(*features)
-
-
-def test_the_prefix_cache_holds_accepted_positions_only():
-    """What comes after n leaves no trace: another filling of it, the same later contexts."""
-    backbone, drafter, params = problem(**PLUS)
-    rng = np.random.default_rng(1)
-    hidden, tokens, positions, _ = family.random_rows(rng, T=8)
-    commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
-    contexts = []
-    for filling in (0.0, 50.0):
-        state = drafter.start(2, 64, jnp.float64)
-        first = np.where(np.arange(8)[None, :, None] < 3, hidden, filling)
-        new = Committed(first, tokens, tokens, positions, np.array([3, 3]))
-        state = commit(state, new)
-        np.testing.assert_array_equal(state.length_B, [3, 3])
-        more = Committed(hidden, tokens, tokens, positions + 3, np.array([2, 0]))
-        state = commit(state, more)
-        np.testing.assert_array_equal(state.length_B, [5, 3])
-        contexts.append(state.context_BSD)
-    np.testing.assert_array_equal(*contexts)
-    assert state.cache.layers[0][0].shape == (2, 2, 64, 6)
-    assert grow_state(state, 96).cache.slots == 96

@@ -1,10 +1,7 @@
 """Medusa heads: their parameters, what they propose, what they leave alone (starts: test_starts.py)."""
 
-import dataclasses
-
 import family
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
@@ -12,14 +9,10 @@ from family import stored_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_layers import silu
-from tiny import tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.heads.drafter import Committed, DraftRequest, Ranked
-from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.state import grow_state
-from medusa_jax.tree.tree import Tree
+from medusa_jax.heads.drafter import DraftRequest, Ranked
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -106,45 +99,3 @@ def test_proposals_are_the_ranks_of_each_heads_scores(kind):
             assert got[row, 1:].tolist() == expected
 
     check()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_deeper_than_the_tree_are_not_even_needed(kind):
-    backbone = stored_base()
-    drafter, params = heads_of(backbone, lm_head=kind)
-    hidden, root = np.ones((1, 16)), np.array([3])
-
-    def propose(params, tree):
-        return drafter.propose(
-            params, backbone, hidden, DraftRequest(root, tree, family.by_logits)
-        )
-
-    for depth in range(4):
-        few = {f"heads_{k}": params[f"heads_{k}"] for k in range(depth)}
-        made = jax.make_jaxpr(propose, static_argnums=1)(few, Tree.chain(depth))
-        per_head = {"own": 2, "shared": 1, "low_rank": 3}[kind]
-        wanted = per_head * depth + (kind == "shared" and depth > 0)
-        assert str(made).count("dot_general") == wanted
-
-
-def test_commit_keeps_the_last_accepted_row():
-    backbone = stored_base()
-    drafter, params = heads_of(backbone)
-    rng = np.random.default_rng(0)
-    state = drafter.start(4, 128, jnp.float32)
-    assert state.shape == (4, 16) and not np.asarray(state).any()
-    state = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
-    hidden = jnp.asarray(rng.standard_normal((4, 5, 16)), jnp.float32)
-    ids = jnp.zeros((4, 5), jnp.int32)
-    new = Committed(hidden, ids, ids, ids, jnp.array([0, 1, 3, 5]))
-    after = drafter.commit(params, backbone, state, new)
-    expected = [state[0], hidden[1, 0], hidden[2, 2], hidden[3, 4]]
-    np.testing.assert_array_equal(after, np.stack(expected))
-    assert grow_state(state, 256) is state
-
-
-def test_drafters_are_hashable_values():
-    config = tiny_arch()
-    one, two = (make_drafter(HeadsConfig(n_heads=2), config) for _ in range(2))
-    assert one == two and hash(one) == hash(two)
-    assert one != make_drafter(dataclasses.replace(one.heads, n_heads=3), config)

@@ -58,7 +58,7 @@ def test_eagle3_for_llama_8b():
         assert parameters(heads, llama) == 424_689_664
 
 
-FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("[!o]*.py"))
 DEMO = LlamaConfig(4096, 256, 5, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
 
 

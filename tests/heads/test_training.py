@@ -10,7 +10,7 @@ from tiny import random_params
 from training_setup import stage_of, tiny_config, training_arch
 
 from medusa_jax.heads.registry import DRAFTERS
-from medusa_jax.training import dry, losses
+from medusa_jax.training import losses
 
 NAMES = sorted(DRAFTERS)
 
@@ -56,24 +56,3 @@ def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
         params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
         last, grads = gradient(params)
     assert last < 0.97 * first
-
-
-def traced(step, state, frozen, batch, mesh):
-    """In the place of `compile_step`: the step in shapes, and some small program."""
-    jax.eval_shape(step, state, frozen, batch)
-    return jax.jit(lambda: 0).lower().compile()
-
-
-@pytest.mark.parametrize("name", thinned(NAMES, "eagle", "hydrapp"))
-def test_dry_run(name, capsys, monkeypatch):
-    """One of them is compiled, all are traced; the test above compiles the loss of each."""
-    if name != "amphista":
-        monkeypatch.setattr(dry, "compile_step", traced)
-    cfg, stage = made(name)
-    report = dry.dry_run(cfg)
-    frozen = {"backbone": jax.eval_shape(lambda: random_params(training_arch(), 0))}
-    shapes = jax.eval_shape(stage.init, jax.random.key(0), frozen)
-    assert report["trainable_parameters"] == family.count(shapes)
-    text = capsys.readouterr().out
-    assert f"trainable parameters  {family.count(shapes):,}" in text
-    assert "trained heads" in text

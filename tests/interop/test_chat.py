@@ -109,13 +109,6 @@ def test_shipped_templates(name, llama2, llama3):
     assert encode_conversation(tokenizer, TALK[1:], name)[1].count(1)
 
 
-def test_vicuna_brings_its_system_text(llama2):
-    source = template_source(llama2, "vicuna")
-    prompt, _ = render(source, TALK[1:2], llama2.special_texts, add_generation_prompt=True)
-    assert prompt.startswith("<s>A chat between a curious user and an artificial")
-    assert prompt.endswith("the user's questions. USER: Hello? ASSISTANT:")
-
-
 def test_template_with_marks_but_eos_outside(llama3):
     """The end-of-text token right after a marked span counts, the line break does not."""
     template = (
@@ -390,8 +383,6 @@ def test_rendered_as_in_transformers(name):
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
-        "{% set n = namespace(a=1) %}{% set n.__init__ = 1 %}",
-        "{{ namespace(_a=1) }}",
         "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
         "{{ none.x.y }}",
         "{{ raise_exception('roles!') }}",

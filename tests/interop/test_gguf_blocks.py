@@ -129,30 +129,13 @@ def test_a_copy_in_float32_differs_in_its_blocks_alone(file, tmp_path, monkeypat
     unpacked = float32.as_float32(str(file))
     assert float32.block_type(unpacked) == "F32"
     before, after = read_gguf(str(file)), read_gguf(unpacked)
-    assert before.metadata | {"general.file_type": 0} == after.metadata
+    assert before.values | {"general.file_type": 0} == after.values
     assert list(before.tensors) == list(after.tensors)
     for name, tensor in before.tensors.items():
         np.testing.assert_array_equal(tensor.unpacked(), after.tensors[name].unpacked())
     made = os.stat(unpacked).st_mtime_ns
     assert float32.as_float32(str(file)) == unpacked
     assert os.stat(unpacked).st_mtime_ns == made
-
-
-@pytest.mark.parametrize(
-    ("at", "what", "message"),
-    [
-        (0, b"GGML", "is no little-endian GGUF file"),
-        (4, struct.pack(">I", 3), "is no little-endian GGUF file"),
-        (8, struct.pack("<Q", 2**60), "is truncated or damaged"),
-        (16, struct.pack("<Q", 2**60), "is truncated or damaged"),
-    ],
-)
-def test_damaged_headers(at, what, message, file):
-    data = file.read_bytes()
-    file.unlink()
-    file.write_bytes(data[:at] + what + data[at + len(what) :])
-    with pytest.raises(UserError, match=message):
-        read_gguf(str(file))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.bandwidth import bytes_per_token, stored_as
+from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
 from medusa_jax.interop.hub import resolve
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")

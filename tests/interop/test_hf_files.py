@@ -152,7 +152,7 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
         ({"hidden_size": "absent"}, "does not say hidden_size"),
         ({"hidden_size": "4"}, "hidden_size should be a whole number from 1 on, not '4'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "'yarn' without factor"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "does not say factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
@@ -176,41 +176,6 @@ def test_unreadable_directories(tmp_path, model_dir):
     whole = (model_dir / "model.safetensors").read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     load_fails(tmp_path, r"model\.safetensors cannot be read as safetensors")
-
-
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: None, rf"key '{UP}' of shape \[48, 32\] is missing from .*copy"),
-        (
-            lambda x: x.T.copy(),
-            rf"'{UP}' in .* has shape \[32, 48\], .* asks for \[48, 32\]",
-        ),
-        (
-            lambda x: x.astype(np.int8),
-            rf"'{UP}' in .* is stored as int8; only float64.*quant",
-        ),
-    ],
-)
-def test_keys_that_do_not_fit(copy, change, message):
-    path, state = copy
-    state[UP] = change(state[UP])
-    state = {name: x for name, x in state.items() if x is not None}
-    save_file(state, path / "model.safetensors")
-    load_fails(path, message)
-
-
-def test_keys_without_a_place(copy):
-    path, state = copy
-    more = {"model.layers.0.mlp.extra.weight": state[UP]}
-    save_file(state | more, path / "model.safetensors")
-    load_fails(path, r"no place for: 'model\.layers\.0\.mlp\.extra\.weight'")
-    less = {k: v for k, v in state.items() if "layers.1." not in k}
-    save_file(less, path / "model.safetensors")
-    load_fails(path, r"weights hold 1 layers, config\.json says 2")
 
 
 @pytest.mark.parametrize(
@@ -263,8 +228,9 @@ def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
     assert hf.model_shape(str(path)).tie_embeddings  # all that is known
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(np.nan, "float32"), (np.inf, "bfloat16"), (-np.inf, "float16")]
+)
 def test_values_that_are_no_numbers(value, dtype, copy):
     path, state = copy
     name = "model.layers.1.mlp.up_proj.weight"
@@ -302,10 +268,7 @@ def test_broken_index(copy):
             "the shard 'no.safetensors', which is not",
         ),
         (dict.fromkeys(state, "../one.safetensors"), r"the shard '\.\./one\.safetensors'"),
-        (
-            good | {"more": "one.safetensors"},
-            "key 'more' is missing from .*one.safetensors",
-        ),
+        (good | {"more": "one.safetensors"}, "key 'more' is missing from the shards of"),
         ({}, "has no weight_map"),
         (good | {name: "two.safetensors"}, f"key '{name}' is both in"),
     ):
@@ -334,12 +297,6 @@ def test_impossible_combination_cannot_be_saved(tmp_path):
     )
     with pytest.raises(UserError, match="no Hugging Face model class"):
         save_backbone(str(tmp_path), config, init_params(config, jax.random.key(0)))
-
-
-def test_weights_may_be_read_by_whom_other_files_may(tmp_path):
-    save_backbone(str(tmp_path), TINY, init_params(TINY, jax.random.key(0)))
-    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
-    assert modes["model.safetensors"] == modes["config.json"]
 
 
 SHARDED = """

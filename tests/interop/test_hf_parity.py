@@ -10,11 +10,10 @@ import pytest
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 
 torch = pytest.importorskip("torch")
@@ -200,21 +199,6 @@ def test_bin_and_sharded_directories(models, tmp_path):
     check(sharded)
 
 
-def test_tied_checkpoint_may_hold_the_copy(models, tmp_path):
-    from safetensors.torch import save_file
-
-    model, directory = models("llama_tied")
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    save_file(state, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        (tmp_path / directory / "config.json").read_text()
-    )
-    _, params = hf.load_backbone(str(tmp_path), make_mesh())
-    assert "lm_head" not in params
-
-
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # How else the weights of a tied model are found.
 OTHER_KEYS = {
@@ -245,18 +229,6 @@ def test_greedy_text_of_other_keys(kind, models, tmp_path):
     with torch.no_grad():
         whole = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()
     assert list(result.token_ids) == whole[len(prompt) :]
-
-
-def test_random_parameters_reach_transformers(tmp_path):
-    """The other direction, from our initialisation, in bfloat16."""
-    config = LlamaConfig(V, 32, 2, 4, 2, 8, 48, 64)
-    params = init_params(config, jax.random.key(3))
-    save_backbone(str(tmp_path), config, params)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.dtype == torch.bfloat16
-    theirs = model.lm_head.weight.float().detach().numpy()
-    ours = np.asarray(params["lm_head"]["kernel"].astype(jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_array_equal(theirs, ours.T)
 
 
 # Greedy text of the decode loop against `transformers.generate`, on the parity models.

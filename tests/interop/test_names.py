@@ -4,18 +4,20 @@ import dataclasses
 import hashlib
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
 
 from medusa_jax.api import finding, load
-from medusa_jax.commands import decode, decode_run, requests
+from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
 from medusa_jax.errors import UserError
-from medusa_jax.interop import names
+from medusa_jax.interop.chat import is_chat_model
 from medusa_jax.interop.hf import load_backbone
 from medusa_jax.interop.hub import is_here, resolve
-from medusa_jax.interop.names import NAMES, NamedModel, file_of, is_chat_model, named
+from medusa_jax.interop.names import NAMES, NamedModel, file_of, named
+from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -31,6 +33,7 @@ def tiny(monkeypatch, tmp_path, byte_level_dir):
     metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
     tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
     metadata |= shape_metadata("llama") | {"tokenizer.chat_template": TEMPLATE}
+    metadata |= {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
     path = write(package / "tiny.gguf", metadata, tensors)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -39,7 +42,7 @@ def tiny(monkeypatch, tmp_path, byte_level_dir):
         "file": "tiny.gguf",
         "install": "pip install tiny-package",
     }
-    more = {"chat": True, "sampling": {"temperature": 0.5, "top_p": 0.75}}
+    more = {"sampling": {"temperature": 0.5, "top_p": 0.75}}
     row = NamedModel(**names, **more, sha256=digest, heads="tiny", drafter="medusa")
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
@@ -76,13 +79,28 @@ def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
         resolve("tyni")
 
 
-def test_which_models_speak(tiny, tmp_path):
-    assert is_chat_model("tiny") and is_chat_model("smollm2")
-    assert is_chat_model("path/to/SmolLM2-135M-Instruct.Q4_1.gguf")
-    assert is_chat_model("owner/Llama-3.2-1B-INSTRUCT/")
-    assert not is_chat_model("instruct/base-model") and not is_chat_model(None)
-    names.NAMES["tiny"] = dataclasses.replace(tiny, chat=False)
-    assert not is_chat_model("tiny")
+def test_which_models_speak(byte_level_dir):
+    """A chat template, and a name, metadata or an end of text that says so."""
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    assert not is_chat_model(tokenizer, "owner/Llama-3.2-1B-Instruct")  # no template
+    for name, origin, eos, speaks in [
+        ("owner/Llama-3.2-1B-INSTRUCT/", "", "", True),
+        ("path/to/m1.gguf", "Qwen2.5 Coder 0.5B Instruct AWQ", "", True),
+        ("m", "TinyLlama-1.1B-Chat", "", True),
+        (
+            "m",
+            "",
+            "<|im_end|>",
+            True,
+        ),  # as Qwen3's, which no name tells from its base model
+        ("instruct/base-model", "", "<|end_of_text|>", False),
+        (None, "", "", False),
+    ]:
+        tokenizer.chat_template, tokenizer.origin = TEMPLATE, origin
+        tokenizer.special_texts = {"eos_token": eos}
+        assert is_chat_model(tokenizer, name) == speaks, (name, origin, eos)
+        served = serve_run.chosen_template(SimpleNamespace(tokenizer=tokenizer), None, name)
+        assert served == ("" if speaks else "plain")
 
 
 def flags(*given, model="tiny"):
@@ -90,22 +108,34 @@ def flags(*given, model="tiny"):
 
 
 def test_chat_is_the_default_and_can_be_turned_off(tiny):
-    assert decode_run.chosen_template(flags()) == ""
-    assert decode_run.chosen_template(flags("--chat", "vicuna")) == "vicuna"
-    assert decode_run.chosen_template(flags("--chat", "none")) is None
-    other = flags(model="owner/base")
-    assert decode_run.chosen_template(other) is None
+    tokenizer = load_tokenizer(resolve("tiny"))
+    for given, template in [((), ""), (("--chat", "vicuna"), "vicuna"), (("--raw",), None)]:
+        assert decode_run.chosen_template(flags(*given), tokenizer) == template
+    assert decode_run.talks(flags()) and decode_run.talks(flags("--chat"))
+    assert not decode_run.talks(flags("--raw")) and not decode_run.talks(
+        flags("--prompt", "a")
+    )
 
 
-def test_sampling_is_the_names_where_flags_are_silent(tiny):
-    def chosen(*given, model="tiny"):
-        options = requests.shared_options(main.parse([*given, "--model", model]))
-        return options.temperature, options.top_p
-
-    assert chosen() == (0.5, 0.75)
-    assert chosen("--temperature", "0") == (0.0, 0.75)
-    assert chosen("--top_p", "1") == (0.5, 1.0)
-    assert chosen(model="owner/base") == (0.0, 1.0)
+def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
+    """By the name's row, else by the file; prompts stay greedy."""
+    row = {"temperature": 0.5, "top_p": 0.75}
+    assert requests.own_sampling("tiny") == row
+    assert requests.own_sampling(file_of("tiny")) == {"temperature": 0.9}
+    assert requests.own_sampling(None) == {}
+    (tmp_path / "m").mkdir()
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text('{"do_sample": true, "top_p": 0.8, "top_k": 20, "temperature": "hot"}')
+    assert requests.own_sampling(str(tmp_path / "m")) == {
+        "temperature": 1.0,
+        "top_p": 0.8,
+        "top_k": 20,
+    }
+    file.write_text('{"do_sample": false, "temperature": 0.7}')
+    assert requests.own_sampling(str(tmp_path / "m")) == {}
+    given = requests.shared_options(flags("--top_p", "1"), row)
+    assert (given.temperature, given.top_p) == (0.5, 1.0)
+    assert requests.shared_options(flags()).temperature == 0
 
 
 def test_heads_come_with_the_name(tiny, tmp_path):
@@ -124,12 +154,11 @@ def test_decode_by_name(tiny, capsys):
     given = ["--model", "tiny", "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
     assert decode.main(given) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["acceptance"] == "sampled" and facts["drafter"] == "none"
-    asked = {}
-    for chat in ("chatml", "none"):
-        assert decode.main([*given, "--chat", chat]) == 0
-        asked[chat] = json.loads(capsys.readouterr().out)["prompt_tokens"]
-    assert facts["prompt_tokens"] == asked["none"] + 2
+    assert facts["acceptance"] == "greedy" and facts["drafter"] == "none"
+    assert decode.main([*given, "--raw"]) == 0
+    raw = json.loads(capsys.readouterr().out)
+    assert facts["prompt_tokens"] == raw["prompt_tokens"] + 2
+    assert (facts["form"], raw["form"]) == ("chat", "raw text")
 
 
 def test_a_model_that_should_speak_but_has_no_template(
@@ -142,23 +171,9 @@ def test_a_model_that_should_speak_but_has_no_template(
     write(path, metadata | shape_metadata("llama"), tensors)
     given = ["--model", str(path), "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
     counts = []
-    for more in ([], ["--chat", "none"]):
+    for more in ([], ["--raw"]):
         assert decode.main([*given, *more]) == 0
         counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
     assert counts[0] == counts[1]
     assert decode.main([*given, "--chat"]) == 2
     assert "no chat template" in capsys.readouterr().err
-
-
-def test_a_question_goes_to_the_demo_where_the_package_is_missing(tiny, capsys):
-    asked = flags("--prompt", "Hi")
-    assert decode_run.give_way_to_demo(asked) == asked  # it is installed
-    names.NAMES["tiny"] = dataclasses.replace(tiny, package="no_such_package")
-    assert decode_run.give_way_to_demo(asked).model is None
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "pip install tiny-package; the bundled demo" in said
-    for more in (["--json"], ["--drafter", "heads"], ["--chat", "vicuna"]):
-        asked = flags("--prompt", "Hi", *more)
-        assert decode_run.give_way_to_demo(asked) == asked and not capsys.readouterr().err
-    for quiet in (flags(), flags("--prompts_file", "x.jsonl")):
-        assert decode_run.give_way_to_demo(quiet) == quiet

@@ -1,10 +1,9 @@
 """Published heads: found, recognised by their keys, read right or refused with a one-line error."""
 
-import json
+import re
 
 import huggingface_hub
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from closeness import assert_close
@@ -79,7 +78,7 @@ def test_heads_only(name, n_layers, tmp_path, capfd):
         assert (heads.drafter, heads.n_heads, heads.n_layers) == ("medusa", 5, n_layers)
         assert heads.lm_head == "own" and meta["medusa_num_heads"] == 2
         assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1]))
-    assert "holds 5 heads, its config.json says 2: 5 are read" in capfd.readouterr().err
+    assert "holds 5 heads, its config.json says 2" in capfd.readouterr().err
     few, params, _ = load(folder, n_heads=2)
     assert few.n_heads == 2 and set(params) == {"heads_0", "heads_1"}
 
@@ -93,68 +92,37 @@ def test_version_2_shares_the_lm_head(tmp_path):
     assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1], lm_head))
 
 
-@pytest.fixture
-def full_model(tmp_path):
-    """v1.0: backbone and heads in one directory; the state of the heads alone is returned too."""
-    params = jax.tree.map(np.float32, BASE)
-    save_backbone(str(tmp_path), LLAMA, params, "float32")
-    state = medusa_state(3, prefix="medusa_head.")
-    save_file(
-        load_file(tmp_path / "model.safetensors") | state, tmp_path / "model.safetensors"
-    )
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"medusa_num_heads": 3, "medusa_num_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path, state
-
-
-def test_full_model(full_model):
-    folder, state = full_model
-    heads, params, _ = load(folder)
+def test_full_model(tmp_path):
+    """v1.0: backbone and heads in one directory, which is a model whose fingerprint the heads know."""
+    save_backbone(str(tmp_path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
+    file, state = tmp_path / "model.safetensors", medusa_state(3, prefix="medusa_head.")
+    save_file(load_file(file) | state, file)
+    heads, params, _ = load(tmp_path)
     want = medusa_logits(state, HIDDEN[-1], prefix="medusa_head.")
     assert_close(our_logits(heads, params), want)
-    # The same directory is a model, and its heads know it.
-    config, backbone = hf.load_backbone(str(folder), make_mesh())
-    assert config.d_model == D
-    mark = fingerprint(config, backbone)
-    assert load(folder, fingerprint=mark)[0] == heads
-    fails(f"trained on the model with fingerprint {mark}, this one has 01", folder,
+    mark = fingerprint(*hf.load_backbone(str(tmp_path), make_mesh()))
+    assert load(tmp_path, fingerprint=mark)[0] == heads
+    fails(f"trained on the model with fingerprint {mark}, this one has 01", tmp_path,
           fingerprint="01")  # fmt: skip
 
 
-ADAPTER = "base_model.model.medusa_head."
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_adapter(kind, tmp_path):
-    """PEFT's directory: heads that it saves whole, alongside LoRA weights of the backbone."""
-    state = medusa_state(2, prefix=ADAPTER)
-    name = f"adapter_model.{kind}"
-    folder = write(tmp_path, state, name)
+def test_adapter(tmp_path):
+    """PEFT's directory: heads that it saves whole, its wrapper's names, LoRA weights of the backbone."""
+    prefix = "base_model.model.medusa_head."
+    state = medusa_state(2, prefix=prefix)
+    folder = write(tmp_path, state, "adapter_model.bin")
     heads, params, _ = load(folder)
-    want = medusa_logits(state, HIDDEN[-1], prefix=ADAPTER)
-    assert_close(our_logits(heads, params), want)
-    lora = {
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": np.zeros((2, D))
-    }
-    write(tmp_path, state | {k: np.float32(x) for k, x in lora.items()}, name)
-    fails(
-        "adapter_model.* holds heads and adapters of the backbone.*convert --to merged",
-        folder,
-    )
+    assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1], prefix=prefix))
+    inner = "modules_to_save.default."
+    named = {re.sub(r"(head\.\d+\.)", rf"\g<1>{inner}", key): x for key, x in state.items()}
+    named[f"{prefix}0.original_module.0.linear.weight"] = np.zeros((D, D), np.float32)
+    again, same, _ = load(write(tmp_path, named, "adapter_model.bin"))
+    assert again == heads
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    lora = {"base_model.model.model.norm.lora_A.weight": np.zeros((2, D), np.float32)}
+    write(tmp_path, state | lora, "adapter_model.bin")
+    fails("fingerprint of a base and the adapters in this file", folder, fingerprint="01")
     assert load(folder, allow_other_base=True)[0] == heads
-
-
-def test_adapter_with_the_wrappers_names(tmp_path):
-    inner = {
-        key.replace("medusa_head.0.", "medusa_head.0.modules_to_save.default."): x
-        for key, x in medusa_state(1, prefix=ADAPTER).items()
-    }
-    other = {f"{ADAPTER}0.original_module.0.linear.weight": np.zeros((D, D), np.float32)}
-    heads, params, _ = load(write(tmp_path, inner | other, "adapter_model.safetensors"))
-    assert heads.n_heads == 1
-    key = f"{ADAPTER}0.modules_to_save.default.0.linear.weight"
-    np.testing.assert_array_equal(params["heads_0"]["layers_0"]["kernel"], inner[key].T)
 
 
 def test_layers_that_are_one_module(tmp_path):
@@ -171,48 +139,24 @@ def test_layers_that_are_one_module(tmp_path):
         heads, params, _ = load(folder)
         assert heads.n_layers == 2
         assert_close(our_logits(heads, params), want)
-    write(tmp_path, less, "medusa_lm_head.safetensors", V13)
-    fails("holds 2 layers per head, its config.json says 1", tmp_path)
-
-
-def vllm_state(state, one=False):
-    names = {}
-    for key, x in state.items():
-        k, j, *rest = key.split(".")
-        name = (
-            f"blocks.{k}.layers.{j}.{rest[-1]}"
-            if "linear" in rest
-            else f"lm_heads.{k}.weight"
-        )
-        if not one or name in ("lm_heads.0.weight",) or "blocks" in name:
-            names[name] = x
-    return names
 
 
 def test_vllm(tmp_path):
-    state = medusa_state(3)
+    """Without biases; a draft vocabulary, most frequent token first, with a row of the LM heads for each of its
+    tokens or for all. The rest is in test_export_heads.py."""
+    state, names = medusa_state(3), {}
+    for key, x in state.items():
+        k, j, *rest = key.split(".")
+        block = f"blocks.{k}.layers.{j}.{rest[-1]}"
+        names[block if "linear" in rest else f"lm_heads.{k}.weight"] = x
     config = {"model_type": "medusa", "num_heads": 3, "num_hidden_layers": 1}
-    full = config | {"medusa_fc_bias": True}
-    heads, params, _ = load(write(tmp_path, vllm_state(state), "model.safetensors", full))
-    assert_close(our_logits(heads, params), medusa_logits(state, HIDDEN[-1]))
-
-    without = {key: x for key, x in vllm_state(state).items() if "bias" not in key}
+    without = {key: x for key, x in names.items() if "bias" not in key}
     zero = {k: x * (0 if "bias" in k else 1) for k, x in state.items()}
     heads, params, _ = load(write(tmp_path, without, "model.safetensors", config))
     assert_close(our_logits(heads, params), medusa_logits(zero, HIDDEN[-1]))
-
-    one = {
-        k: state["0.1.weight"] if k.endswith(".1.weight") else x for k, x in state.items()
-    }
-    shared = full | {"original_lm_head": True}
-    write(tmp_path, vllm_state(one, True), "model.safetensors", shared)
-    heads, params, _ = load(tmp_path)
-    assert_close(our_logits(heads, params), medusa_logits(one, HIDDEN[-1]))
-
-    # A draft vocabulary, most frequent token first: with a row of the LM heads for each of its tokens, or for all.
-    ids = np.array([9, 2, 5, 7])
+    ids, full = np.array([9, 2, 5, 7]), config | {"medusa_fc_bias": True}
     want = medusa_logits(state, HIDDEN[-1])[:, np.sort(ids)]
-    whole = vllm_state(state) | {"token_map": ids}
+    whole = names | {"token_map": ids}
     cut = {key: x[ids] if "lm_head" in key else x for key, x in whole.items()}
     for content in (whole, cut):
         heads, params, _ = load(write(tmp_path, content, "model.safetensors", full))
@@ -364,19 +308,9 @@ def test_eagle3_of_other_trainers(change, fields, name, tmp_path):
     assert_close(our_logits(heads, params)[:depth], want, 512)
 
 
-def test_tapped_layers_that_may_be_counted_from_their_end(tmp_path, capsys):
-    """Of 32 layers as SpecForge numbers them; read as vLLM does, with a note."""
-    for ids, noted in (([1, 15, 28], True), ([2, 16, 29], False)):
-        config = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": ids}
-        folder = write(tmp_path, renamed(eagle3_state()), "model.safetensors", config)
-        assert open_heads(str(folder)).heads.tap_layers == ",".join(map(str, ids))
-        assert ("paper's would be [2, 16, 29]" in capsys.readouterr().err) == noted
-
-
 # Refusals, one row for each mechanism. Keys and shapes that all layouts check are in test_heads_io.py.
 
 TAPPED = "eagle_aux_hidden_state_layer_ids"
-PARTS, LAYER = (SPECULATORS[n] for n in ("speculators_config", "transformer_layer_config"))
 FILES = {
     "medusa": (medusa_state(3), "medusa_lm_head.pt", V13),
     "hydra": (hydra_state(), "hydra_lm_head.pt", HYDRA),
@@ -387,81 +321,35 @@ FILES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "match", "changes"),
+    ("kind", "match", "fields", "tensors"),
     [
-        ("medusa", "holds 1 layers per head, its .* says 2", {"medusa_num_layers": 2}),
-        ("hydra", "hidden_state_offset 1 are not supported", {"hidden_state_offset": 1}),
-        ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}),
-        ("eagle", r"holds the layers \[0\], its .* says 2", {"num_hidden_layers": 2}),
-        ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}),
-        ("eagle3", "not known to have: 'mrope_section'", {"mrope_section": [1]}),
-        ("eagle3", "parallel_draft_step 2 is not supported", {"parallel_draft_step": 2}),
-        ("eagle3", "use_last_layernorm False is not",
-         {"eagle_config": {"use_last_layernorm": False}}),
-        ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}),
-        ("eagle3", "fc_norm should be true or false, not 1", {"fc_norm": 1}),
-        ("eagle3", r"\[3, 9, 20\] are not the layers of", {"eagle_config": {TAPPED: [3, 9, 20]}}),
-        ("eagle3", "ids .* are not the layers of", {"eagle_config": {TAPPED: [1, "x"]}}),
-        ("eagle3", "unknown field 'x' under eagle_config", {"eagle_config": {"x": 1}}),
-        ("eagle3", "rms_eps 1e-06, the model has 1e-05", {"rms_norm_eps": 1e-6}),
-        ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}),
-        ("eagle3", r"'midlayer.mlp.down_proj.weight' .* \[16, 28\]", {"intermediate_size": 20}),
-        ("speculators", "does not say norm_before_residual", {"norm_before_residual": ...}),
-        ("speculators", "only eagle3 is supported, not 'df", {"speculators_model_type": "df"}),
-        ("speculators", "with algorithm None", {"speculators_config": None}),
-        ("speculators", "layer_config should be an object", {"transformer_layer_config": 1}),
-        ("speculators", "not known to write: 'mask_token_id'", {"mask_token_id": 1}),
-        ("speculators", "unknown field 'verify' under spec",
-         {"speculators_config": PARTS | {"verify": 1}}),
-        ("speculators", "belongs above it: 'fc_norm'",
-         {"transformer_layer_config": LAYER | {"fc_norm": True}}),
-        ("speculators", "with a trained embedding", {"embed_requires_grad": True}),
-        ("speculators", r"should be a list of layers, not \[1.5\]", {TAPPED: [1.5]}),
-        ("speculators", "numbers from 0 to 1", {TAPPED: [0, 1, 9]}),
+        ("medusa", "holds 1 layers, its .* says 2", {"medusa_num_layers": 2}, {}),
+        ("medusa", r"key '1\.1\.weight' of .* is missing", {}, {"1.1.weight": None}),
+        ("hydra", "hidden_state_offset 1 are not supported", {"hidden_state_offset": 1}, {}),
+        ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}, {}),
+        ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}, {}),
+        ("eagle3", "not known to have: 'mrope_section'", {"mrope_section": [1]}, {}),
+        ("eagle3", "not known to have: 'x'", {"eagle_config": {"x": 1}}, {}),
+        ("eagle3", "parallel_draft_step 2 is not supported", {"parallel_draft_step": 2}, {}),
+        ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}, {}),
+        ("eagle3", "fc_norm should be true or false, not 1", {"fc_norm": 1}, {}),
+        ("eagle3", r"\[3, 9, 20\] are not the layers of", {TAPPED: [3, 9, 20]}, {}),
+        ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}, {}),
+        ("eagle3", "'d2t' is missing", {}, {"d2t": None}),
+        ("eagle3", "name different tokens", {}, {"t2d": ~eagle3_state()["t2d"]}),
+        ("eagle3", "some twice", {}, {"t2d": None, "d2t": -np.arange(len(IDS))}),
+        ("speculators", "does not say norm_before_residual", {"norm_before_residual": ...}, {}),
+        ("speculators", "only eagle3 is supported, not 'x", {"speculators_model_type": "x"}, {}),
+        ("speculators", "not known to write: 'mask_token_id'", {"mask_token_id": 1}, {}),
+        ("speculators", "with a trained embedding", {"embed_requires_grad": True}, {}),
+        ("speculators", "numbers from 0 to 1", {TAPPED: [0, 1, 9]}, {}),
     ],
 )  # fmt: skip
-def test_configurations_that_are_not_supported(kind, match, changes, tmp_path):
+def test_files_that_are_not_supported(kind, match, fields, tensors, tmp_path):
     state, name, config = FILES[kind]
-    config = {k: x for k, x in (config | changes).items() if x is not ...}
+    config = {k: x for k, x in (config | fields).items() if x is not ...}
+    state = {k: x for k, x in (state | tensors).items() if x is not None}
     fails(match, write(tmp_path, state, name, config))
-
-
-@pytest.mark.parametrize(
-    ("kind", "match", "changes"),
-    [
-        ("medusa", r"key '1\.1\.weight' of shape \[23, 16\] is missing", {"1.1.weight": None}),
-        ("hydra", r"'hydra_mlp\.1\.0.*missing", {"hydra_mlp.1.0.linear.weight": None}),
-        ("eagle", "no place for: 'layers.0.input_lay",
-         {"layers.0.input_layernorm.weight": np.zeros(D, np.float32)}),
-        ("eagle3", "no place for: 'fc.bias'", {"fc.bias": np.zeros(D)}),
-        ("eagle3", "'d2t' is missing", {"d2t": None}),
-        ("eagle3", "name different tokens", {"t2d": ~eagle3_state()["t2d"]}),
-        ("eagle3", "key 'd2t' in .* is float32", {"d2t": np.float32(IDS)}),
-        ("eagle3", "names tokens twice", {"t2d": None, "d2t": -np.arange(len(IDS))}),
-    ],
-)  # fmt: skip
-def test_tensors_that_do_not_fit(kind, match, changes, tmp_path):
-    state, name, config = FILES[kind]
-    state = {k: x for k, x in (state | changes).items() if x is not None}
-    fails(match, write(tmp_path, state, name, config))
-
-
-def test_a_gap_between_the_numbers_of_heads(tmp_path):
-    state = {k: x for k, x in medusa_state(3).items() if not k.startswith("1.")}
-    fails(
-        r"key '1\.0\.linear\.\w+' of .* is missing from .*medusa_lm_head\.pt",
-        write(tmp_path, state, "medusa_lm_head.pt", V13),
-    )
-
-
-def test_mixed_types_are_read(tmp_path):
-    state = medusa_state(3)
-    mixed = state | {
-        "0.0.linear.weight": state["0.0.linear.weight"].astype(ml_dtypes.bfloat16),
-        "1.1.weight": state["1.1.weight"].astype(np.float16),
-    }
-    heads, params, _ = load(write(tmp_path, mixed, "medusa_lm_head.pt", V13))
-    assert_close(our_logits(heads, params), medusa_logits(mixed, HIDDEN[-1]))
 
 
 # Where heads are looked for.
@@ -493,25 +381,15 @@ def test_from_the_hub_only_what_is_needed(tmp_path, monkeypatch):
 
 
 def test_other_things_are_no_heads(tmp_path):
-    def no_heads(path, match):
-        with pytest.raises(UserError, match=match) as info:
-            open_heads(str(path))
-        assert "\n" not in str(info.value)
-
     model = tmp_path / "model"
     write(model, {"model.norm.weight": normal(np.random.default_rng(0), D)},
           "model.safetensors", {"model_type": "llama"})  # fmt: skip
-    no_heads(model, "holds a model, not draft heads: give it to --model")
+    fails("holds a model, not draft heads: give it to --model", model)
     (model / "heads").mkdir()
     (model / "heads" / "heads.json").write_text("{}")
-    no_heads(model, f"a model with its heads: give --drafter {model}/heads")
+    fails(f"a model with its heads: give --drafter {model}/heads", model)
     (tmp_path / "empty").mkdir()
-    no_heads(
-        tmp_path / "empty", "holds no draft heads: --drafter takes heads that train.py"
-    )
-    no_heads(tmp_path / "absent" / "x" / "y", "is not a directory, hub id")
-    (tmp_path / "x.pt").write_bytes(b"no zip")
-    no_heads(tmp_path / "x.pt", "not in torch's zip format")
+    fails("holds no draft heads: --drafter takes heads that train.py", tmp_path / "empty")
 
 
 def test_our_own_by_directory_and_by_file(tmp_path):

@@ -12,8 +12,7 @@ from medusa_jax.model.dropout import dropout, random_words
 words_of = jax.jit(random_words, static_argnums=1)
 
 
-@pytest.mark.parametrize("rate", [0.05, 0.25, 0.5, 0.9])
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("rate", "traced"), [(0.05, False), (0.5, True), (0.9, False)])
 def test_the_share_of_zeros_and_the_mean(rate, traced):
     x = np.ones((400, 1000), np.float32)
     if traced:
@@ -36,7 +35,7 @@ def dropped(shape, *keys):
     return [np.asarray(is_dropped(shape, key)) for key in keys]
 
 
-@pytest.mark.parametrize("apart", [1, 2, 3, 64, 1000, 4096])
+@pytest.mark.parametrize("apart", [1, 2, 64, 4096])
 def test_entries_fall_one_by_one(apart):
     """No entry's fate tells of another's, along a row or from row to row."""
     (a,) = dropped((64, 4096), jax.random.key(0))
@@ -53,15 +52,6 @@ def test_keys_are_independent(apart):
         for b in fates[:i]:
             both = a[apart:] & b[: len(b) - apart]
             assert abs(np.mean(both) - 0.25) < 0.005
-
-
-def test_seeds_whose_first_words_are_neighbours():
-    """Their words must not be one sequence, moved by one place."""
-    one, next_one = (
-        np.asarray(words_of(np.array(seed, np.uint32), (1000,)))
-        for seed in ((5, 1), (6, 2))
-    )
-    assert np.mean(one[1:] == next_one[:-1]) < 0.01
 
 
 def test_each_byte_of_the_words_is_even():

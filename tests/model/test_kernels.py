@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from cases import wide
 from children import devices, output_of
-from closeness import assert_close
 
 from medusa_jax.model import attention, kernels, seams, tpu
 from medusa_jax.model.attention import CausalMask, attend_text
@@ -55,34 +54,24 @@ def test_the_platform_and_the_variable_choose(platform, monkeypatch):
     assert seams.attention_kernels() is None
 
 
-TREE, CUDNN = tpu.attend_tree, kernels.cudnn_cached
-
-
 @pytest.mark.parametrize(
-    "platform, asked, B, T, S, expected",
+    "platform, B, T, S, kernel",
     [
-        ("tpu", "", 2, 64, 1024, TREE),
-        ("tpu", "", 2, 64, 1000, None),  # whole tiles only
-        ("cuda", "", 2, 64, 1024, None),
-        ("cuda", "cudnn", 2, 64, 1024, CUDNN),
-        # Scores of 32 MiB, and a little less.
-        ("cuda", "", 2, 128, 1024, CUDNN),
-        ("cuda", "", 2, 128, 1000, None),
+        ("tpu", 2, 64, 1024, True),
+        ("tpu", 2, 64, 1000, False),  # whole tiles only
+        ("cuda", 8, 64, 1024, False),
         # One token a row: where the caches of a TPU are long.
-        ("tpu", "", 1, 1, 4096, None),
-        ("tpu", "", 8, 1, 1024, TREE),
-        ("tpu", "", 1, 1, 8192, TREE),
-        ("cuda", "cudnn", 8, 1, 4096, None),
+        ("tpu", 1, 1, 4096, False),
+        ("tpu", 8, 1, 1024, True),
     ],
 )
-def test_the_kernel_for_a_cache(platform, asked, B, T, S, expected, monkeypatch):
+def test_the_kernel_for_a_cache(platform, B, T, S, kernel, monkeypatch):
     """One device and 16 bits for all."""
-    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", asked)
     q = jax.ShapeDtypeStruct((B, T, 32, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((B, 8, S, 128), jnp.bfloat16)
+    expected = tpu.attend_tree if kernel else None
     assert kernels.for_cache(platform, q, k, T) is expected
     single = k.update(dtype=jnp.float32)
-    assert kernels.for_cache(platform, q, single, T) is None
     assert kernels.for_cache(platform, q.update(dtype=jnp.float32), single, T) is None
     monkeypatch.setattr(jax, "device_count", lambda: 4)
     assert kernels.for_cache(platform, q, k, T) is None
@@ -174,19 +163,6 @@ def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     run = jax.jit(jax.grad(total, (0, 1, 2)))
     exported = jax.export.export(run, platforms=["tpu"])(*shapes)
     assert exported.mlir_module().count("tpu_custom_call") == 3
-
-
-def test_cudnn_over_a_cache_is_our_own():
-    """Random visibility, two query heads on one key head."""
-    rng = np.random.default_rng(3)
-    q, k, v = (
-        rng.standard_normal(shape, np.float32)
-        for shape in ((2, 9, 4, 8), (2, 2, 40, 8), (2, 2, 40, 8))
-    )
-    mask = rng.integers(0, 2, (2, 9, 40)) > 0
-    mask[:, :, 0] = True
-    found = kernels.cudnn_cached(q, k, v, mask, implementation="xla")
-    assert_close(found, attention.attend(q, k, v, mask), roundings=64)
 
 
 ON_A_MESH = """

@@ -14,7 +14,7 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama, decoding_config, init_params
+from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.placing import prepare
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -142,29 +142,6 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
     assert_close(results[2], results[0])
 
 
-def test_no_hidden_state_depends_on_later_tokens_or_other_segments():
-    """By the gradient: which embeddings move which hidden states, over a packed row."""
-    config = tiny_arch()
-    params = random_params(config, 2)
-    llama = Llama(config, jnp.float64)
-    tokens = jnp.arange(9)[None]  # all different, so an embedding row is a position
-    segments = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0, 0]])
-    positions = jnp.array([[0, 1, 2, 0, 1, 2, 3, 0, 0]])
-
-    def hidden(embedding):
-        moved = params | {"embed_tokens": {"embedding": embedding}}
-        return llama.apply(
-            {"params": moved}, tokens, positions, segments, method="forward"
-        )[0]
-
-    jacobian = jax.jit(jax.jacrev(hidden))(
-        params["embed_tokens"]["embedding"]
-    )  # [T, D, V, D]
-    moves = np.abs(np.asarray(jacobian)).sum((1, 3))[:, :9] > 0
-    same = np.asarray(segments)[0][:, None] == np.asarray(segments)[0][None]
-    np.testing.assert_array_equal(moves, same & np.tril(np.ones((9, 9), bool)))
-
-
 def test_packed_segments_give_the_hidden_states_of_each_text_alone():
     config = tiny_arch(sliding_window=3, qk_norm=True)
     params = random_params(config, 3)
@@ -197,22 +174,3 @@ def test_remat_changes_no_gradient():
 
     grad = jax.jit(jax.grad(loss), static_argnums=1)
     assert_close(grad(params, True), grad(params, False))
-
-
-@pytest.mark.wide
-def test_dtypes():
-    """Logits in float32 at least; parameters stored as asked."""
-    config = tiny_arch(tie_embeddings=True)
-    init = jax.jit(init_params, static_argnums=(0, 2))
-    params = init(config, jax.random.key(0), jnp.bfloat16)
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
-    assert "lm_head" not in params
-    llama = Llama(config, jnp.bfloat16)
-    one = jnp.ones((1, 3), jnp.int32)
-
-    def run(params):
-        hidden = llama.apply({"params": params}, one, one, one, method="forward")
-        return hidden, llama.apply({"params": params}, hidden, method="lm_head")
-
-    hidden, logits = jax.eval_shape(run, params)
-    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)

@@ -13,9 +13,6 @@ from numpy_layers import numpy_layer
 from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.cpu import library
-from medusa_jax.decoding.state import Engine
-from medusa_jax.heads.medusa import Medusa
-from medusa_jax.heads.registry import make_drafter, no_drafter
 from medusa_jax.model import placing
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
@@ -111,17 +108,3 @@ def test_layers_of_one_native_call_give_the_same_streams():
     alone, wide, plain = run(native, raw)
     np.testing.assert_array_equal(alone, wide[..., :32])
     assert_close(wide, plain, roundings=256)
-
-
-def test_an_engine_taps_what_its_drafter_reads_and_nothing_else():
-    class Tapping(Medusa):
-        name = ""
-        taps = TAPS
-
-    config = tiny_arch()
-    heads = make_drafter(Medusa.Config(n_heads=2), config).heads
-    tapping = Tapping(heads, config)
-    engine = Engine(Llama(config), tapping, Tree.chain(2))
-    assert engine.llama.taps == engine.depth_only.llama.taps == TAPS
-    plain = dataclasses.replace(engine, drafter=no_drafter(config), tree=Tree.none())
-    assert plain.llama.taps == ()

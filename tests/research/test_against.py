@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from files import write_lines
 
-from medusa_jax.commands.prompts import questions_of
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.evaluate.race import Contender, Run
 from research import against as bench
+from research.asking import questions_of
 from research.peers import Setting, huggingface, llamacpp
 
 

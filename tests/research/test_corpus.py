@@ -1,13 +1,10 @@
 """The demo's corpus on a small budget: the documented command, its files, its promises."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from research.demo import corpus
 from research.demo.sources import distinct_lines
@@ -94,62 +91,3 @@ def test_prompts_are_cut_where_text_and_ids_agree(built, tokenizer):
         assert len(row["continuation_ids"]) == 256
         whole = row["prompt_ids"] + row["continuation_ids"]
         assert any(tokenizer.decode(whole) in text for text in held)
-
-
-def test_seeds_come_from_training_files(built, tokenizer):
-    rows = read(built / "seeds.jsonl")
-    assert len(rows) == TINY["seeds"]
-    names = json.loads((built / "corpus.json").read_text())["heldout_files"]
-    together = "\0".join(tokenizer.decode(ids) for ids in documents(built / "train"))
-    for row in rows:
-        assert row["file"] not in names and "continuation" not in row
-        assert 64 <= len(row["prompt_ids"]) <= 128
-        assert tokenizer(row["prompt"]).input_ids == row["prompt_ids"]
-        assert row["prompt"] in together
-
-
-def test_vocabulary_has_ordinary_id_zero(tokenizer):
-    assert len(tokenizer) == 512
-    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 511
-    assert 0 not in tokenizer.all_special_ids
-    assert tokenizer("!").input_ids == [0]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
-def test_round_trip_any_text(tokenizer, text):
-    if "<|endoftext|>" not in text:
-        ids = tokenizer(text).input_ids
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.eos_token_id not in ids
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(" \n\tax_.(0:\r é", max_size=60))
-def test_round_trip_code_like_text(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-def test_digits_are_single_tokens(tokenizer):
-    assert tokenizer.convert_ids_to_tokens(tokenizer("2024").input_ids) == list("2024")
-
-
-def test_line_break_and_indent_are_one_token(tokenizer):
-    (token,) = tokenizer.convert_ids_to_tokens(tokenizer("\n        ").input_ids)
-    assert token == "Ċ" + 8 * "Ġ"
-
-
-@pytest.mark.parametrize(
-    "flags, says",
-    [
-        (["--vocab", "100"], "from 258 to 65536"),
-        (["--root", "/no/such/place"], "not a directory"),
-        (["--heldout", "0.3", "--vocab", "20000"], "lower --vocab"),
-        (["--limit_mb", "0.000001"], "raise --limit_mb"),
-    ],
-)
-def test_bad_flags_end_with_one_line(flags, says, tmp_path, capsys):
-    assert corpus.main(["--out", str(tmp_path), "--limit_mb", "0.1", *flags]) == 2
-    error = capsys.readouterr().err
-    lines = [x for x in re.split(r"[\r\n]+", error) if x and "learning BPE" not in x]
-    assert len(lines) == 1 and says in lines[0]

@@ -1,14 +1,12 @@
 """What drafting and prefill cost, from shapes alone, against the figures of the literature."""
 
 import dataclasses
-import json
 
 import pytest
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.interop.shapes import SHAPES
 from research import draft_cost, prefill_cost
-from research.layers import extrapolated
 from research.scaling import mesh_for
 
 # Percent of one backbone pass, 7B, weights read once.
@@ -61,22 +59,6 @@ def test_a_draft_vocabulary_is_what_heads_read():
     assert costs["own"][0] - costs["shared"][0] > 0.8 * 4 * 3 * columns
 
 
-def test_the_tree_has_the_levels_of_the_published_one():
-    tree = draft_cost.paper_tree()
-    assert tree.n_nodes == 64 and tree.depth == 4
-    assert [len(tree.level(d)) for d in range(5)] == [1, 10, 28, 23, 2]
-    parents = [len({int(tree.parent_M[n]) for n in tree.level(d)}) for d in range(1, 5)]
-    assert parents == [1, 10, 10, 1]
-
-
-def test_command(monkeypatch, capsys, found):
-    monkeypatch.setattr(draft_cost, "measure", lambda *_, **__: found)
-    assert draft_cost.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
-    assert draft_cost.main([]) == 0
-    assert "| amphista, rank 256 | 0.64 B |" in capsys.readouterr().out
-
-
 # The memory of reading a prompt, from shapes alone.
 
 
@@ -93,39 +75,7 @@ def test_temporaries_do_not_grow_with_the_prompt():
     assert short < 2 * 512 * 4 * (3 * 256 + 12 * 128 + 2 * 4 * 512)
 
 
-def test_command_of_prefill(monkeypatch, capsys):
-    """A prompt that is no power of two, and a cache with room for the tree after it."""
-    monkeypatch.setitem(prefill_cost.SHAPES, "llama-7b", SMALL)
-    assert prefill_cost.main(["--tokens", "500", "--batch", "2", "--json"]) == 0
-    (row,) = (found := json.loads(capsys.readouterr().out))["rows"]
-    assert row["slots"] == 512
-    assert row["caches"] == 2 * (1 * 2 * 2 * 32 * 512 + 128) * 2
-    monkeypatch.setattr(prefill_cost, "measure", lambda *_: found)
-    assert prefill_cost.main([]) == 0
-    assert "| 500 | 512 |" in capsys.readouterr().out
-
-
 # `scaling`: figures of all layers from those of few; meshes that decoding can lie on.
-
-
-def of_layers(n):
-    """What a model of n layers may take: some for each layer, some once, some from the third on."""
-    sent = {"all-gather": 8.0 * n} | ({"all-reduce": 3.0} if n > 2 else {})
-    return {"total_bytes": 5 + 3 * n, "sent_bytes": sent, "stage": "medusa1"}
-
-
-def test_figures_lie_on_a_line():
-    asked = []
-    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, (2, 3))
-    assert asked == [2, 3] and found["total_bytes"] == of_layers(32)["total_bytes"]
-    assert found["sent_bytes"] == {"all-gather": 8.0 * 32, "all-reduce": 90.0}
-    assert found["stage"] == "medusa1"
-
-
-def test_all_layers_are_measured_where_that_is_asked():
-    asked = []
-    found = extrapolated(lambda n: asked.append(n) or of_layers(n), 32, None)
-    assert asked == [32] and found == of_layers(32)
 
 
 @pytest.mark.parametrize("shape", ["llama-7b", "llama-33b", "llama3.1-70b"])

@@ -8,72 +8,11 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import write_model
 
-from medusa_jax.commands import train
 from medusa_jax.cpu.library import library
 from medusa_jax.errors import UserError
-from research.family import report
 from research.family.command import main, refuse_other
 
 PROJECT = Path(__file__).parents[2]
-
-
-def found(lengths, drafter="x"):
-    """What one measured seed holds, for trees of 8 and 64 nodes."""
-    decoded = [
-        {
-            "nodes": nodes, "mean_accepted_length": length, "draft_share": 0.125,
-            "divergences": 0, "prompts": 4, "step_seconds": 1e-3, "draft_seconds": 1.25e-4,
-        }
-        for nodes, length in zip((8, 64), lengths)
-    ]  # fmt: skip
-    return {"drafter": drafter, "parameters": 2_050_000, "top1": [0.5, 0.25],
-            "top5": [0.75, 0.5], "chain": 1.625, "decoded": decoded}  # fmt: skip
-
-
-RUNS = {
-    "medusa": [found((1.5, 2.0)), found((1.7, 2.2))],
-    "hydra": [found((1.8, 1.9)), found((1.6, 2.1))],
-    "amphista": [found((1.9, 2.5)), found((1.9, 2.5))],
-}
-
-
-SPEEDS = {
-    name: [{"nodes": n, "speedup": 1.25, "step_latency_ratio": 1.5} for n in (8, 64)]
-    for name in RUNS
-}
-
-
-def test_table():
-    text = report.family_table(RUNS, SPEEDS)
-    assert "| medusa | 2.05 M | 0.500 0.250 | 0.750 0.500 | 1.625 ± 0.000 |" in text
-    row = "| medusa | 8 | 1.600 ± 0.141 | 12.5 ± 0.0% | 0 of 8 |"
-    assert row in text
-    assert text.count("| 64 |") == 6 and "| hydra | 64 | 1.50x | 1.25x |" in text
-    one = report.family_table({"medusa": RUNS["medusa"][:1]}, {"medusa": SPEEDS["medusa"]})
-    assert "| medusa | 8 | 1.500 | 12.5% |" in one
-
-
-def test_orders():
-    lines = report.orders(RUNS).splitlines()
-    assert lines == [
-        "- medusa < hydra with 8 nodes: undecided, 0.100 ± 0.283 in 2 seeds",
-        "- medusa < hydra with 64 nodes: does not hold, -0.100 ± 0.000 in 2 seeds",
-        "- medusa < amphista with 8 nodes: holds, 0.300 ± 0.141 in 2 seeds",
-        "- medusa < amphista with 64 nodes: holds, 0.400 ± 0.141 in 2 seeds",
-    ]
-    assert report.orders({"hydra": RUNS["hydra"]}) == ""
-    both = {"hydrapp": [found((1.8, 1.9))], "eagle": [found((1.9, 2.0))]}
-    assert "- hydrapp < eagle with 8 nodes: holds, 0.100 in 1 seed" in report.orders(both)
-
-
-def test_sigterm_ends_it_after_the_training_that_it_hit(tmp_path, monkeypatch):
-    """With the exit status of one who was stopped, and no word of a failure."""
-    trained = []
-    monkeypatch.setattr(train, "main", lambda arguments: trained.append(arguments) or 143)
-    args = f"--model=m --data=d --eval_data=e --calibration=c --out={tmp_path}"
-    with pytest.raises(SystemExit) as stopped:
-        main([*args.split(), "--drafters=medusa,hydra"])
-    assert stopped.value.code == 143 and len(trained) == 1
 
 
 def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
@@ -90,39 +29,6 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"no readable config.json"):
         refuse_other(tmp_path, asked)
-
-
-def test_curves_are_the_held_out_records_in_order(tmp_path):
-    records = [
-        {"step": 1, "kind": "train", "top1": [0.5, 0.0]},
-        {"step": 2, "kind": "train", "top1": [1.0, 0.5]},
-        {"step": 2, "kind": "eval", "top1": [0.1, 0.2], "loss": [1.0, 2.0]},
-        {"step": 4, "kind": "eval", "top1": [0.3, 0.2]},
-    ]
-    lines = "".join(json.dumps(r) + "\n" for r in records)
-    (tmp_path / "log.jsonl").write_text(lines)
-    expected = [
-        {"step": 2, "top1": [0.1, 0.2], "trained_top1": [0.75, 0.25]},
-        {"step": 4, "top1": [0.3, 0.2], "trained_top1": []},
-    ]
-    assert report.curve(tmp_path) == expected
-    assert report.curve(tmp_path / "nowhere") == []
-
-
-def test_convergence():
-    """Means over heads and seeds, what the last stretch gained, accuracy on training text."""
-
-    def records(*means):
-        return [
-            {"step": 5 * i, "top1": [m + 0.1, m - 0.1], "trained_top1": [m, m + 0.5]}
-            for i, m in enumerate(means, 1)
-        ]
-
-    text = report.convergence({"hydra": [records(0.2, 0.5), records(0.4, 0.5)]})
-    head, _, row = text.splitlines()
-    assert "step | 5 | 10 |" in head
-    assert row == "| hydra | 0.300 | 0.500 | 0.2000 ± 0.1414 | 0.750 |"
-    assert report.convergence({"hydra": [[]]}) == ""
 
 
 @pytest.mark.slow

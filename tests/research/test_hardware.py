@@ -1,6 +1,5 @@
 """A first day on hardware: every part in small, and nothing lost when it is stopped."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,8 +8,7 @@ import time
 import pytest
 from children import environment
 
-from research.hardware import command, summary
-from research.hardware.profile import figures
+from research.hardware import summary
 from research.hardware.record import Record, read_rows
 from research.hardware.steps import PLAN, rows_of
 
@@ -68,28 +66,6 @@ def test_a_cut_line_and_an_error_are_no_end(tmp_path):
     )
     text = summary.write_summary(tmp_path)
     assert "| steps | step | medusa 1 | ValueError: no / memory left |" in text
-
-
-def test_losses_are_compared_with_a_cpus(tmp_path):
-    def row(platform, kind, losses):
-        facts = {"config": "demo_medusa", "kind": kind, "attention": "library"}
-        return {"what": "stage", "platform": platform, "losses": losses} | facts
-
-    rows = [row("cpu", "float32", [[2.0], [4.0]]), row("gpu", "float32", [[2.0], [5.0]])]
-    [found] = summary.against_a_cpu([*rows, row("gpu", "bfloat16", [[2.0]])])
-    assert found["difference"] == 0.25
-
-
-def test_figures_of_a_profile():
-    """Two kernels at a time count once; six milliseconds of work, five busy, in two steps."""
-    found = figures([("b", 4e6, 2e6), ("a", 0, 2e6), ("b", 1e6, 2e6)], 2)
-    assert found["kernels"] == 1.5 and found["busy_ms"] == 2.5
-    assert found["longest"] == [["b", 2.0, 1.0], ["a", 1.0, 0.5]]
-
-
-def test_bad_parts_are_one_line(capsys, tmp_path):
-    assert command.main(["--parts=facts,step", f"--out={tmp_path}"]) == 2
-    assert "no part 'step'" in capsys.readouterr().err and os.listdir(tmp_path) == []
 
 
 def test_the_plan_has_every_trained_family():

@@ -1,12 +1,9 @@
 """What a dry run says of time: arithmetic against sums by hand, limits of a chip."""
 
-import dataclasses
-
 import pytest
 from training_setup import ROOT
 
 from medusa_jax.commands import train as cli
-from medusa_jax.devices.chips import find_chip
 from medusa_jax.training import dry
 from research import planning
 
@@ -53,16 +50,3 @@ ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
 )  # fmt: skip
 def test_arithmetic_of_a_token(name, more, billions):
     assert flops(name, *more) / 1e9 == pytest.approx(billions, rel=2e-3)
-
-
-def test_the_slowest_limit_counts():
-    chip = dataclasses.replace(
-        find_chip("a100"), flops=1e12, bandwidth=1e9, link=2e9, memory=4e9
-    )
-    report = {"flops": 16e12, "devices": 8, "argument_bytes": 1e9, "batch": (2, 8, 64)}
-    report |= {"total_bytes": 3e9, "sent_bytes": {"all-reduce": 3e9, "all-gather": 2e9}}
-    found = planning.predict(report, chip)
-    assert found == (2.0, 2.0, 5.0, True) and found.seconds == 5.0
-    assert not planning.predict(report | {"total_bytes": 5e9}, chip).fits
-    said = "\n".join(planning.lines(report))
-    assert "2.79 GiB all-reduce + 1.86 GiB all-gather" in said and "too small" not in said

@@ -8,7 +8,6 @@ from files import read_lines, write_lines
 from tiny import write_model
 from tokenizers import Tokenizer, processors
 
-from medusa_jax.evaluate import race
 from research import questions as bench
 
 QUESTIONS = [
@@ -110,21 +109,3 @@ def test_rows_by_category_and_overall(out):
     assert len(facts["sha256"]) == 64 and facts["options"]["max_new_tokens"] == 16
     table = (out / "results.md").read_text()
     assert table.count("| medusa, chain:2 | 3 |") == 7 and "| +0.0% |" in table
-
-
-def test_a_token_too_many_shows_in_the_difference(directory, out, monkeypatch):
-    """The relation is checked: tokens that no step made do not pass."""
-    found, figures = [], race.figures
-
-    def watched(own, plain):
-        found.append(figures(own, plain))
-        for run in own if own is not plain else ():
-            run.texts[0].append(0)
-        return figures(own, plain)
-
-    monkeypatch.setattr(race, "figures", watched)
-    out = out / "again"
-    out.mkdir()
-    assert bench.main(arguments(directory, out, limit=1)) == 0
-    (row,) = json.loads((out / "results.json").read_text())["rows"]
-    assert row["difference"] == pytest.approx(2 / found[-1]["tokens"])

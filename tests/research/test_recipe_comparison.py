@@ -1,14 +1,12 @@
 """The study on a tiny model: every kind of variant runs, is measured and is not run twice."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
 from tiny import write_model
 
 from medusa_jax.model import quantise
-from medusa_jax.training import trainer
 from medusa_jax.training.data.rows import write_tokens
 from research.recipes import command, figures, text, variants
 
@@ -54,21 +52,6 @@ def test_arms_end_in_a_table(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "table.md").read_text() == said
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
-)
-def test_a_signal_ends_it_after_the_run_that_it_hit(tmp_path, monkeypatch, number, status):
-    runs = []
-    monkeypatch.setattr(
-        trainer, "train", lambda cfg: runs.append(cfg.workdir) or {"stopped": number}
-    )
-    flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
-    two = [{"share": 0.5}, {"share": 0.5}]
-    with pytest.raises(SystemExit) as stopped:
-        variants.train_variant(flags, 0, two, tmp_path / "arm", tmp_path)
-    assert stopped.value.code == status and runs == [str(tmp_path / "arm" / "run0")]
-
-
 def test_every_arm_names_fields_that_exist(tmp_path):
     from medusa_jax.commands.train import override
     from medusa_jax.training.partition import trained_groups
@@ -86,12 +69,3 @@ def test_every_arm_names_fields_that_exist(tmp_path):
                     override(cfg, field, value)
             assert "heads" in trained_groups(cfg.train, cfg.lora), name
             assert cfg.model.quantise in ("", *quantise.KINDS)
-
-
-def test_bad_input(tmp_path, capsys):
-    args = [f"--original={tmp_path}", f"--out={tmp_path}/out"]
-    assert command.main(args) == 2
-    assert "no tokens.npy" in capsys.readouterr().err
-    write_tokens(tmp_path, [np.arange(9)])
-    assert command.main([*args, "--variants=medusa3"]) == 2
-    assert "unknown variant 'medusa3'" in capsys.readouterr().err

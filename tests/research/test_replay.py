@@ -64,7 +64,7 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     heads = str(directory / "heads")
     model = medusa_jax.load(str(directory), heads, dtype="float64", tree="none")
     options = Options(max_new_tokens=NEW, temperature=temperature)
-    from medusa_jax.evaluate.recording import rank_texts
+    from medusa_jax.evaluate.fitting import rank_texts
 
     fitted = rank_texts(model, ["a hat", "the", "cat and"], options)
     tree = order_by_steps(fitted, GROWTH, copies=True).tree(NODES)

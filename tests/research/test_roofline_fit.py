@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.evaluate.roofline import operators, predict
+from medusa_jax.evaluate import roofline
 from medusa_jax.interop.shapes import SHAPES
 from research import roofline as measure
 
@@ -17,13 +17,13 @@ TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 def test_the_timed_products_are_those_that_are_counted():
     """FLOPs by XLA and bytes by shapes; every group, and linear layers once for all lengths."""
     found = list(measure.cases(TINY, (2,), (8, 12), (3,), 4))
-    assert {c.operator.group for c in found} == set(operators.GROUPS)
+    assert {c.operator.group for c in found} == set(roofline.GROUPS)
     alike = [(c.operator.name, c.phase, c.queries) for c in found if c.phase != "prefill"]
     assert alike.count(("up", "tree", 3)) == 1 and alike.count(("qk", "tree", 3)) == 2
     for case in found:
         function, shapes = measure.product_of(TINY, case, "float32")
         first, second = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
-        if case.operator.group != operators.ATTENTION:
+        if case.operator.group != roofline.ATTENTION:
             first = {"kernel": first}
         lowered = jax.jit(function).lower(first, second)
         assert lowered.cost_analysis()["flops"] == case.operator.flops, case
@@ -32,9 +32,9 @@ def test_the_timed_products_are_those_that_are_counted():
 
 
 def test_a_fit_finds_the_roof_that_timings_were_made_from():
-    true = predict.Roof(3e13, 7e11, 4e-6)
-    made = [operators.linear("x", "g", rows, 4096, 4096) for rows in (1, 8, 64, 512, 4096)]
-    made += [operators.linear("x", "g", 8, n, n) for n in (64, 128, 256)]
+    true = roofline.Roof(3e13, 7e11, 4e-6)
+    made = [roofline.linear("x", "g", rows, 4096, 4096) for rows in (1, 8, 64, 512, 4096)]
+    made += [roofline.linear("x", "g", 8, n, n) for n in (64, 128, 256)]
     records = [
         {"flops": o.flops, "bytes": o.bytes, "seconds": true.seconds(o)} for o in made
     ]
@@ -64,9 +64,9 @@ def test_command_measures(tmp_path, monkeypatch, capsys):
     measured = json.loads((tmp_path / "measured.json").read_text())
     assert {r["phase"] for r in measured["timings"]} == {"prefill", "decode", "tree"}
     assert all(r["seconds"] > 0 for r in measured["timings"])
-    assert set(measured["fits"]) == set(operators.GROUPS)
+    assert set(measured["fits"]) == set(roofline.GROUPS)
     # Predicted in the type that was timed: float32 moves twice what bfloat16 does.
-    halves = operators.block_operators(TINY, 1, 64, 1024)
+    halves = roofline.block_operators(TINY, 1, 64, 1024)
     for half, whole in zip(halves, measured["predicted"]["operators"], strict=True):
         assert whole["bytes"] == 2 * half.bytes and whole["flops"] == half.flops
     assert (tmp_path / "measured.png").exists()

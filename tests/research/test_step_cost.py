@@ -12,16 +12,10 @@ from cases import wide
 from tiny import tiny_arch
 
 from medusa_jax.api import weightless
-from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.hf_writer import config_to_hf
-from medusa_jax.interop.shapes import SHAPES
-from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree.files import load_tree_file, tree_of_size
-from medusa_jax.tree.tree import Tree
-from research import step_cost
+from research import step_cost, weights
 
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
@@ -40,8 +34,8 @@ def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)
     drafter = drafter_of("hydrapp", config)
     found = {
-        "backbone": weightless.random_backbone(config, jnp.bfloat16, storage),
-        "heads": weightless.random_heads(drafter, jnp.bfloat16, storage),
+        "backbone": weights.random_backbone(config, jnp.bfloat16, storage),
+        "heads": weights.random_heads(drafter, jnp.bfloat16, storage),
     }
     wanted = weightless.abstract_variables(config, drafter, jnp.bfloat16, storage)
     assert shapes_of(found) == shapes_of(wanted)
@@ -67,7 +61,7 @@ def live_bytes():
 def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     """Eight layers: while one is placed, the device holds what is done and that layer, no more."""
     config = replace(TINY, n_layers=8)
-    place = weightless.place_part
+    place = weights.place_part
     before, done, extra = 0, [], []
 
     def watched(config, part, *rest):
@@ -77,12 +71,10 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
         done.append(sum(x.nbytes for x in jax.tree.leaves(placed)))
         return placed
 
-    weightless.random_backbone(
-        TINY, jnp.float32, Storage()
-    )  # compiles, makes its constants
-    monkeypatch.setattr(weightless, "place_part", watched)
+    weights.random_backbone(TINY, jnp.float32, Storage())  # compiles, makes its constants
+    monkeypatch.setattr(weights, "place_part", watched)
     before = live_bytes()
-    weightless.random_backbone(config, jnp.float32, Storage())
+    weights.random_backbone(config, jnp.float32, Storage())
     assert len(extra) == 8 + 3 and max(extra) < 1000 < min(sorted(done)[-8:])
 
 
@@ -111,42 +103,3 @@ def test_the_command_measures_a_small_shape(tmp_path, monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     assert "| drafter | heads, GB | 8 nodes | 16 nodes |" in printed
-
-
-def lowered(config, name, tree, dtype):
-    """(the loop of steps for shapes alone, bytes of the backbone without its embedding table)."""
-    drafter = drafter_of(name, config)
-    variables = weightless.abstract_variables(config, drafter, dtype)
-    llama = Llama(decoding_config(config), dtype, shards=1)
-    engine = Engine(llama, drafter, tree)
-    state = weightless.abstract_state(engine, variables, step_cost.PROMPT)
-    backbone = {k: v for k, v in variables["backbone"].items() if k != "embed_tokens"}
-    read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backbone))
-    return decode_loop.lower(engine, variables, state, np.int32(1)), read
-
-
-@pytest.mark.wide
-def test_layers_of_7b_lower_from_shapes_alone():
-    """Two of the 32, with the tree of 64 nodes; nothing is allocated."""
-    before = live_bytes()
-    tree = tree_of_size(load_tree_file(step_cost.GROWTH), 64)
-    assert (tree.n_nodes, tree.depth) == (64, step_cost.N_HEADS)
-    config = replace(SHAPES["llama-7b"], n_layers=2)
-    program, read = lowered(config, "medusa", tree, jnp.bfloat16)
-    # Two layers of 202 million parameters and an LM head of 131 million, 2 bytes each.
-    assert read / 2 == pytest.approx(2 * 202.4e6 + 131.1e6, rel=1e-3)
-    assert "4096x1x22016xbf16" in program.as_text()
-    assert live_bytes() - before < 1e6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nodes", [1, 64])
-def test_the_whole_of_7b_compiles_and_reads_its_weights_once(nodes):
-    """In float32, which every backend computes in; the heads are Medusa's."""
-    tree = (
-        tree_of_size(load_tree_file(step_cost.GROWTH), nodes) if nodes > 1 else Tree.none()
-    )
-    program, read = lowered(SHAPES["llama-7b"], "medusa", tree, jnp.float32)
-    assert read == pytest.approx(4 * 6.607e9, rel=1e-3)
-    counted = program.compile().cost_analysis()["bytes accessed"]
-    assert read < counted < 1.25 * read

@@ -34,16 +34,6 @@ def test_bodies(http, content, kind, status, about):
         assert about in answer.json()["error"]["message"]
 
 
-def test_a_body_without_a_length_is_cut_off(http):
-    def parts():
-        for _ in range(200):
-            yield b" " * 10_000
-
-    kind = {"content-type": "application/json"}
-    answer = http.post("/v1/completions", content=parts(), headers=kind)
-    assert answer.status_code == 413
-
-
 def test_a_body_of_just_the_limit(other):
     """It is read, one byte more is not, with its length announced or not."""
     kind, limits = {"content-type": "application/json"}, Limits(body_bytes=20)

@@ -21,7 +21,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request, Server
-from medusa_jax.serving.job import Job
+from medusa_jax.serving.job import BASE, Group, Job
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
 CODE = [
@@ -75,7 +75,7 @@ def test_nothing_is_compiled_in_steady_state(port):
     """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
     that is answered meanwhile."""
     server, compiled = port.server, []
-    server.warm_up(95, [(True, "auto"), (False, "auto")], wait=False)
+    server.warm_up(95, [BASE, Group(False)], wait=False)
     *_, last = server.submit(Request("in the", Options(max_new_tokens=9)))
     assert last.ending.result.text == alone(port.model, "in the", max_new_tokens=9).text
     while server.warming_up:
@@ -109,7 +109,7 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
         fields["drafts"] = False
     expected = expected_texts(model, asked)
     with serving(model, trees={2: TREE, SLOTS: Tree.chain(2)}) as port:
-        port.server.warm_up(model.config.max_position, [(True, "auto"), (False, "auto")])
+        port.server.warm_up(model.config.max_position, [BASE, Group(False)])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
         before, memory = alive(), resident()
@@ -135,7 +135,7 @@ def test_rate_of_static_batches(n_clients, capsys):
     expected, rounds = expected_texts(model, asked), []
     # With this many clients, hardly any other number of rows is busy.
     with serving(model, trees=dict.fromkeys((1, SLOTS), model.tree)) as port:
-        port.server.warm_up(128, [(True, "auto")])
+        port.server.warm_up(128, [BASE])
         for _ in range(1 + ROUNDS):  # the first warms up
             static = static_rate(model, asked)
             rounds.append((static, apart(port.url, n_clients, ROUND, asked, 0.0)))

@@ -5,29 +5,18 @@ import time
 
 import httpx2 as httpx
 import pytest
-from fake_batch import FakeBatch, InPlace
 from served import ASKED, NAME, TREE, Port, alone, ask_app
-from test_turns import PIECE, TREES, Client, finish
 
 from medusa_jax import Options
-from medusa_jax.serving import Request, Server, Stopped, programs, scheduler
+from medusa_jax.serving import Request, Server, Stopped, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import make_app
+from medusa_jax.serving.job import Group
 from medusa_jax.serving.server import MOST_FAILURES
-
-CALLS = ["fit", "begin", "next_tokens", "read", "insert", "run"]
 
 
 class Lost(Exception):
     """The device is gone."""
-
-
-@pytest.fixture
-def turns(monkeypatch):
-    monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    return scheduler.Scheduler(
-        None, programs=InPlace(), trees=TREES, most_new=300, chunk_steps=3, piece=PIECE
-    )
 
 
 def fail_at(batch, call, number, monkeypatch):
@@ -41,58 +30,6 @@ def fail_at(batch, call, number, monkeypatch):
         return true(*given)
 
     monkeypatch.setattr(batch, call, raising)
-
-
-def step_until_lost(turns):
-    for _ in range(200):
-        try:
-            turns.step()
-        except Lost:
-            return
-    raise AssertionError("nothing raised")
-
-
-def told(clients):
-    """How often each got an error instead of an answer."""
-    return [sum(isinstance(delta, Stopped) for delta in c.deltas) for c in clients]
-
-
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("call", CALLS)
-def test_everybody_is_told_whatever_raised(turns, call, number, monkeypatch):
-    """Also the request that was about to get its row; each once."""
-    clients = [Client(turns, [n] * (40 if n == 2 else 9), 60) for n in range(1, 7)]
-    fail_at(turns._batch, call, number, monkeypatch)
-    step_until_lost(turns)
-    turns.fail(Stopped("the device is gone"))
-    assert told(clients) == [1] * 6
-    assert turns.busy == turns.waiting == 0
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_those_that_wait_are_answered_by_new_rows(turns, call, monkeypatch):
-    clients = [Client(turns, [n] * (40 if n == 2 else 9), 60) for n in range(1, 9)]
-    fail_at(turns._batch, call, 2, monkeypatch)
-    step_until_lost(turns)
-    lost = len(turns.on_device) + sum(told(clients))
-    turns.restart(Stopped("a step failed"))
-    finish(turns)
-    assert 0 < sum(told(clients)) == lost < len(clients)
-    for client, stopped in zip(clients, told(clients)):
-        if not stopped:
-            client.check()
-
-
-def test_a_client_that_cannot_be_told_keeps_nobody_from_it(turns):
-    clients = [Client(turns, [n], 60) for n in range(1, 7)]
-    turns.step()
-
-    def broken(delta):
-        raise RuntimeError("its event loop is closed")
-
-    clients[0].job.deliver = broken
-    turns.fail(Stopped("the device is gone"))
-    assert told(clients) == [0, 1, 1, 1, 1, 1]
 
 
 @pytest.fixture
@@ -148,6 +85,29 @@ def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
     assert server.failed
 
 
+def test_a_slow_compilation_delays_neither_a_stream_nor_the_end(server, monkeypatch):
+    list(server.submit(Request("in the", Options(max_new_tokens=3))))
+    true, begun, over = Batch.compile, threading.Event(), threading.Event()
+
+    def compile(self, group, n_rows, slots):
+        if group.logprobs:
+            begun.set()
+            over.wait(60)
+        true(self, group, n_rows, slots)
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    waits = server.submit(Request("in the", Options(max_new_tokens=3, logprobs=1)))
+    assert begun.wait(10)
+    before, gaps = time.monotonic(), []
+    for _ in server.submit(Request("in the", Options(max_new_tokens=60))):
+        gaps.append(time.monotonic() - before)
+        before = time.monotonic()
+    waits.cancel()
+    server.close()
+    assert len(gaps) > 1 and max(gaps) < 1 and time.monotonic() - before < 1
+    over.set()
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_what_cannot_be_compiled_costs_only_who_needs_it(
     server, planned, monkeypatch, capfd
@@ -164,9 +124,9 @@ def test_what_cannot_be_compiled_costs_only_who_needs_it(
 
     monkeypatch.setattr(Batch, "compile", compile)
     if planned:
-        server.warm_up(9, [(True, "typical"), (False, "typical")])
+        server.warm_up(9, [Group(True, "typical"), Group(False, "typical")])
         assert not server.warming_up
-        assert capfd.readouterr().err.count("compiling ahead ends here: out of memory") == 1
+        assert capfd.readouterr().err.count("compiling ahead ends here") == 1
     else:
         with pytest.raises(Stopped, match="out of memory"):
             list(server.submit(Request("in the", acceptance="typical")))

@@ -79,16 +79,14 @@ class Page:
 def test_the_same_text_with_and_without_drafts(page):
     page.until(lambda: "medusa" in page.one("#about").text)
     page.ask("in the hat", 60)
-    page.until(lambda: page.answers("done"))
-    [drafted] = page.answers("done")
+    page.until(lambda: len(page.answers("done")) == 2)
+    drafted, plain = page.answers("done")
     assert len(page.all(".answer .d1")) > 3 and page.all(".answer .d2")
     assert "60 tokens" in drafted.text and "accepted length" in drafted.text
-    page.one("#plain").click()
-    page.until(lambda: len(page.answers("done")) == 2)
-    plain = page.answers("done")[1]
     assert page.text(plain) == page.text(drafted) != ""
     assert not plain.find_elements("css selector", ".d")
     page.until(lambda: "the same text" in plain.text)
+    assert "x as fast" in drafted.text
 
 
 def test_coloured_tokens_stream_and_stop(page, port):
@@ -107,9 +105,11 @@ def test_coloured_tokens_stream_and_stop(page, port):
 
 
 def test_a_conversation_survives_a_reload(page, http):
+    page.one("#plain").click()
+    for name, value in (("system", "a cat"), ("top_p", 0.9), ("top_k", 20)):
+        page.set(name, value)
     page.ask("in the hat", 7)
     page.until(lambda: page.answers("done"))
-    assert not page.one("#plain").is_selected()
     before = page.one("#log").get_attribute("innerHTML")
     said = page.source(0)
     page.one("#question").send_keys("half a quest")
@@ -120,9 +120,16 @@ def test_a_conversation_survives_a_reload(page, http):
     assert page.one("#limit").get_attribute("value") == "7"
     page.one("#question").send_keys("ion\n")
     page.until(lambda: len(page.answers("done")) == 2)
-    turns = [("user", "in the hat"), ("assistant", said), ("user", "half a question")]
+    assert not page.one("#plain").is_selected()
+    turns = [
+        ("system", "a cat"),
+        ("user", "in the hat"),
+        ("assistant", said),
+        ("user", "half a question"),
+    ]
     messages = [{"role": role, "content": text} for role, text in turns]
     asked = {"messages": messages, "temperature": 0.7, "seed": 1, "max_tokens": 7}
+    asked |= {"top_p": 0.9, "top_k": 20}
     answer = http.post("/v1/chat/completions", json=asked).json()
     assert page.source(1) == answer["choices"][0]["message"]["content"]
     page.one("#clear").click()

@@ -1,5 +1,7 @@
 """The port itself: its key, its metrics."""
 
+import re
+
 from served import ASKED, counted
 
 
@@ -21,22 +23,50 @@ def test_a_key(other):
 
 
 def test_metrics_count_what_was_done(http):
-    by_label = ['calls_total{endpoint="completions",status="200"}']
-    by_label += ['answers_total{finish_reason="length"}']
-    totals = ["prompt_tokens", "reused_tokens", "generated_tokens", "answers", "steps"]
-    names = [f"{name}_total" for name in [*totals, "calls"]] + by_label
-    spans = ("queue", "first_token", "between_tokens")
-    names += [f"{name}_seconds_count" for name in spans]
-    before = [counted(http, f"medusa_{name}") for name in names]
+    """Under vLLM's names where it has one; no metric has a `_created` series."""
+    names = [
+        'medusa_calls_total{endpoint="completions",status="200"}',
+        "vllm:prompt_tokens_total",
+        "medusa_reused_tokens_total",
+        "vllm:generation_tokens_total",
+        'vllm:request_success_total{finished_reason="length"}',
+        "medusa_steps_total",
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_time_per_output_token_seconds_count",
+    ]
+    before = [counted(http, name) for name in names]
     answer = http.post("/v1/completions", json=ASKED | {"n": 2}).json()
-    after = [counted(http, f"medusa_{name}") for name in names]
-    steps = sum(choice["medusa"]["steps"] for choice in answer["choices"])
-    reused = sum(choice["medusa"]["reused_tokens"] for choice in answer["choices"])
+    after = [counted(http, name) for name in names]
+    own = [choice["medusa"] for choice in answer["choices"]]
+    steps, accepted, reused = (
+        sum(one[name] for one in own)
+        for name in ("steps", "accepted_drafts", "reused_tokens")
+    )
     read = answer["usage"]["prompt_tokens"]
     assert answer["usage"]["total_tokens"] == read + 120
     grown = [new - old for old, new in zip(before, after, strict=True)]
-    assert grown == [2 * read, reused, 120, 2, steps, 1, 1, 2, 2, 2, 2]
-    assert counted(http, "medusa_slots ") == 3 and counted(http, "medusa_busy_slots") == 0
+    expected = [1, 2 * read, reused, 120, 2, steps, steps, accepted, accepted, 2, 2, 2, 2]
+    assert grown == expected and accepted > 0
+    said = http.get("/metrics").text
+    assert "_created" not in said
+    assert counted(http, "medusa_slots ") == 3
+    assert counted(http, "vllm:num_requests_running") == 0
+
+
+def test_the_log(other, capfd):
+    """A line for what is refused, whole or streamed, and for every call only if asked for."""
+    for log_all in (False, True):
+        for more in ({"n": 0}, {}, {"stream": True}):
+            other("POST", "/v1/completions", log_all=log_all, json=ASKED | more)
+    said = [line[9:] for line in capfd.readouterr().err.splitlines() if "POST" in line]
+    refused = "POST /v1/completions 400: 'n' should be from 1 to 16, not 0, after "
+    assert [line.startswith(refused) for line in said] == [True, True, False, False]
+    assert all(re.search(r"200: \d+ \+ 60 tokens, the first", line) for line in said[2:])
 
 
 def test_what_breaks_is_told_and_counted(port, http, monkeypatch):

@@ -1,264 +1,277 @@
-"""Who gets which row and when, on a batch that runs no model (`fake_batch.py`)."""
+"""Who gets which row and when; programs that are not ready; a device that fails."""
 
 import random
+from itertools import pairwise
+from types import SimpleNamespace
 
+import jax
 import pytest
-from fake_batch import FakeBatch, InPlace, solo
+import turns
+from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 
 from medusa_jax import Options, Tree
-from medusa_jax.api import StoppingText
-from medusa_jax.decoding.generate import Request as DecodeRequest
-from medusa_jax.serving import Request, room, scheduler
-from medusa_jax.serving.job import Job
-from medusa_jax.serving.request import Handle
+from medusa_jax.serving import Request, Stopped, batch, room, scheduler
+from medusa_jax.serving.job import BASE, Group
+from medusa_jax.serving.programs import Programs
 
-TREES = {1: Tree.chain(3), 2: Tree.chain(2), 4: Tree.none()}
-PIECE = 16
-# Some texts begin alike, and some go on as another one did.
-STARTS = [[7] * 20, [7] * 20 + [8] * 9, [9, 8, 7], list(range(1, 46))]
+pytestmark = pytest.mark.usefixtures("x64")
+SLOTS = 128  # of the smallest cache, so that texts outgrow it
+STARTS = ["in the hat", "the cat and in the hat, " * 5, "abc"]
 
 
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    def decode(self, ids, skip_special=True):
-        return "".join(chr(ord("a") + i % 26) for i in ids)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return turns.load_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def turns(monkeypatch):
-    monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    return scheduler.Scheduler(
-        None, programs=InPlace(), trees=TREES, most_new=300, chunk_steps=3, piece=PIECE
-    )
+def make(model, monkeypatch):
+    """A scheduler with these programs, which complains where something runs that is not ready."""
+    monkeypatch.setattr(batch, "LEAST_SLOTS", SLOTS)
+
+    def make(programs=None, trees=TREES):
+        made = turns.scheduler_of(model, trees, programs or InPlace())
+        device = made._batch
+
+        def checked(true):
+            def call(*given):
+                group = getattr(given[0], "group", None) or given[1]
+                known = made._room.programs.known
+                assert known(Programs(group, device.rows, device.slots))
+                return true(*given)
+
+            return call
+
+        for name in ("read", "run"):
+            monkeypatch.setattr(device, name, checked(getattr(device, name)))
+        return made
+
+    return make
 
 
-class Client:
-    """A request that was added, and what came back."""
-
-    def __init__(self, turns, prompt, n, drafts=True, acceptance="auto", **options):
-        self.deltas, self.handle = [], Handle(lambda: None)
-        self.solo, drafted = (
-            solo(prompt, n),
-            Request(prompt, Options(n, **options), 0, drafts, acceptance),
+@pytest.fixture(scope="module")
+def pool(model):
+    """Requests that come again and again, with their solo results; half go on where another ended."""
+    jax.config.update("jax_enable_x64", True)
+    rng, asked = random.Random(0), []
+    for i in range(12):
+        limit, temperature = rng.choice([1, 5, 20, 60, 90]), rng.choice([0, 0.8])
+        options = Options(limit, temperature, seed=i)
+        prompt = rng.choice(STARTS)[: rng.randrange(3, 120)]
+        asked.append(
+            Request(model.encode(prompt), options, i % 3, drafts=rng.random() < 0.7)
         )
-        text = StoppingText(Letters(), drafted.options.stop)
-        self.job = Job(
-            drafted, DecodeRequest([prompt], [n]), text, self.handle, self.deltas.append
-        )
-        turns.add(self.job)
-
-    @property
-    def token_ids(self):
-        return [i for delta in self.deltas for i in delta.token_ids]
-
-    @property
-    def ended(self):
-        return bool(self.deltas and self.deltas[-1].ending)
-
-    def check(self):
-        """All of the text, once, and one end after it."""
-        text = Letters().decode(self.solo)
-        [stop] = self.job.options.stop or [None]
-        if stop is not None and stop in text:
-            text = text[: text.index(stop)]
-        else:
-            assert self.token_ids == self.solo
-        assert "".join(delta.text for delta in self.deltas) == text
-        assert [bool(delta.ending) for delta in self.deltas].index(True) == len(
-            self.deltas
-        ) - 1
+    results = alone(model, asked)
+    for i, result in enumerate(results):
+        prompt = [*asked[i].prompt, *result.token_ids, 5]
+        asked.append(Request(prompt, Options(20, seed=i), i, drafts=rng.random() < 0.7))
+    return list(zip(asked, results + alone(model, asked[12:])))
 
 
-def take_turn(turns):
-    """One turn, in which whatever runs waits for one piece of a prompt at most."""
-    before = turns._batch.tokens_read
-    more = turns.step()
-    assert turns._batch.tokens_read - before <= PIECE
-    return more
-
-
-def finish(turns):
-    for _ in range(2000):
-        if not take_turn(turns):
-            assert turns.busy == turns.waiting == 0
-            return
-    raise AssertionError("it does not end")
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_whatever_comes_and_goes(turns, seed, monkeypatch):
-    """Every text is that of a solo run; the batch itself sees that no start is taken for another."""
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
+    """Texts are those of solo runs, whatever programs are ready and whoever leaves; no start is taken for another."""
     monkeypatch.setattr(room, "PATIENCE", [3, 64][seed % 2])
     rng, clients = random.Random(seed), []
+    programs = Delayed(rng, 60 if seed > 1 else 2)
+    taken = make(programs)
     for _ in range(150):
-        if rng.random() < 0.25:
-            earlier = [c for c in clients if c.ended]
-            prompt = list(rng.choice(STARTS))[: rng.randrange(1, 46)]
-            if earlier and rng.random() < 0.5:  # a conversation goes on
-                before = rng.choice(earlier)
-                prompt = [*before.job.prompt, *before.token_ids, 5]
-            stop = (Letters().decode(solo(prompt, 9)[7:]),) if rng.random() < 0.2 else ()
-            n, drafts = rng.choice([1, 5, 20, 60]), rng.random() < 0.6
-            logprobs = rng.choice([None, None, 2])
-            clients.append(
-                Client(turns, prompt[-120:], n, drafts, stop=stop, logprobs=logprobs)
-            )
+        if rng.random() < 0.2:
+            request, expected = rng.choice(pool)
+            clients.append((Client(taken, model, request), expected))
         if clients and rng.random() < 0.03:
-            rng.choice(clients[-4:]).handle.cancel()
-        take_turn(turns)
-        answered = [row.job for row in turns._rows if row.job]
+            rng.choice(clients[-4:])[0].handle.cancel()
+        taken.step()
+        programs.a_turn_later()
+        answered = [row.job for row in taken._rows if row.job]
         assert not any(job.handle.cancelled for job in answered)
-    finish(turns)
-    for client in clients:
+    finish(taken, programs)
+    for client, expected in clients:
         if not client.handle.cancelled:
-            client.check()
-    assert len({rows for rows, _ in turns._batch.runs}) > 1
-    reused = [c.deltas[-1].ending.reused_tokens for c in clients if c.ended]
+            client.check(expected)
+    reused = [c.deltas[-1].ending.reused_tokens for c, _ in clients if c.ended]
     assert max(reused) > 20
 
 
-def test_as_many_rows_as_are_busy(turns):
-    batch = turns._batch
-    long = Client(turns, [1], 900 // 3)
-    turns.step()
-    assert batch.rows == 1
-    others, alone = [], 0
-    for n_rows in (2, 4):
-        others.append(Client(turns, [2], 6))
-        turns.step()
-        assert batch.rows == n_rows
-    while batch.rows > 1:
-        assert not long.ended
-        alone += turns.busy == 1
-        turns.step()
-    assert all(client.ended for client in others)
-    assert alone > room.PATIENCE / 2  # a request may come soon
+def all_of(group, slots):
+    return {Programs(group, rows, slots): 0 for rows in TREES}
 
 
-@pytest.mark.parametrize("patience", range(1, 6))
-def test_a_smaller_cache_holds_what_the_host_has_not_seen(turns, patience, monkeypatch):
-    """Slots are given up while a text grows beyond what is left, a chunk before the host knows."""
-    monkeypatch.setattr(room, "PATIENCE", patience)
-    Client(turns, [2] * 40, 2)
-    finish(turns)
-    growing = Client(turns, [1] * 3, 60)
-    finish(turns)
-    growing.check()
+def asked(prompt, n, **fields):
+    return Request([5] * prompt, Options(n), **fields)
 
 
-def test_a_chunk_has_one_rule(turns):
-    """That of every row which steps in it: the batch complains otherwise."""
-    rules = ("auto", "typical", "sampled", "rejection")
-    clients = [Client(turns, [3], 40, acceptance=rule) for rule in rules]
-    finish(turns)
-    for client in clients:
-        client.check()
-
-
-@pytest.mark.parametrize(
-    ("n_clients", "away", "share"), [(8, 0, 0.93), (8, 2, 0.88), (20, 0, 0.99)]
-)
-def test_rows_are_hardly_ever_empty(monkeypatch, n_clients, away, share):
-    """Each client asks again this many steps after it was answered: a step is of use to nearly every
-    row."""
-    monkeypatch.setattr(scheduler, "Batch", FakeBatch)
-    turns = scheduler.Scheduler(
-        None, programs=InPlace(), trees={8: Tree.chain(2)}, most_new=300, piece=PIECE
-    )
-    rng, clients, all_clients = random.Random(0), [], []
-    steps, come_back = turns._batch.steps, [0] * n_clients
-    for _ in range(250):
-        come_back += [len(steps) + away for client in clients if client.ended]
-        clients = [client for client in clients if not client.ended]
-        for at in [at for at in come_back if at <= len(steps)]:
-            come_back.remove(at)
-            clients.append(Client(turns, [len(clients)], rng.choice([16, 64, 128])))
-            all_clients.append(clients[-1])
-        turns.step()
-    assert sum(steps[20:]) / (8 * len(steps[20:])) > share
-    # Pieces of a text that goes on are of 4 steps or more, however short the chunks are.
-    taken = [
-        sum(depth == 0 for _, depth in delta.parts)
-        for client in all_clients
-        for delta in client.deltas[1:-1]
+def test_nobody_waits_for_another_ones_programs(model, make):
+    """Neither for a place, nor for the next step: whatever else is asked for meanwhile."""
+    programs = Delayed(random.Random(0), 2)
+    programs.left = all_of(BASE, SLOTS)
+    programs.most_turns = 10**6
+    taken = make(programs)
+    victims = [Client(taken, model, asked(3, 25))]
+    others = [
+        Client(taken, model, asked(3, 9, drafts=False)),
+        Client(taken, model, asked(200, 9)),
+        Client(taken, model, asked(3, 200)),  # outgrows the slots
     ]
-    assert min(taken) == 4
+    victims.append(Client(taken, model, asked(4, 25)))
+    for _ in range(150):
+        taken.step()
+    check(model, victims)
+    assert [client.ended for client in others] == [False] * 3 and taken._parked
+    programs.most_turns, programs.left = 2, dict.fromkeys(programs.left, 1)
+    finish(taken, programs)
+    check(model, others)
 
 
-def test_a_long_prompt_is_read_between_steps(turns):
-    """Those that run get a chunk after every piece, also where short prompts came before it."""
-    Client(turns, [1], 250)
-    turns.step()
-    Client(turns, [2], 9)
-    Client(turns, [4] * 100, 9)
-    for _ in range(9):
-        steps = len(turns._batch.steps)
-        take_turn(turns)
-        assert len(turns._batch.steps) > steps
-    assert turns._batch.tokens_read >= 100
+def test_a_request_without_programs_is_told(model, make):
+    programs = Delayed(random.Random(0), 2)
+    programs.left = {Programs(BASE, 2, SLOTS): 0}
+    failing = [(Group(True, "typical"), 2, SLOTS), (BASE, 2, 2 * SLOTS)]
+    programs.failing = {Programs(*one) for one in failing}
+    taken = make(programs, {2: turns.TREE})
+    lost = [asked(3, 9, acceptance="typical"), asked(3, 200), asked(150, 9)]
+    lost = [Client(taken, model, request) for request in lost]
+    answered = Client(taken, model, asked(3, 9))
+    finish(taken, programs)
+    check(model, [answered])
+    for client in lost:
+        assert "out of memory" in str(client.deltas[-1])
 
 
-def test_what_plain_decoding_wrote_is_no_start_for_drafts(turns):
-    """The drafter has read the prompt alone; without drafts all of it is reused."""
-    prompt = [6] * 12
-    first = Client(turns, prompt, 10, drafts=False)
-    finish(turns)
-    more = [*prompt, *first.token_ids, 5, 4]
-    reused = []
-    for drafts in (False, True, True):
-        client = Client(turns, more, 8, drafts)
-        finish(turns)
-        reused.append(client.deltas[-1].ending.reused_tokens)
-    assert reused == [20, 11, 23]
+@pytest.mark.parametrize("step", [0.001, 0.03, 0.2])
+def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
+    """Slow steps are shown one by one, fast ones together: no more often than a reader can see."""
+    now, came, taken = [1.0], [], make()
+    taken._chunk_steps = 8
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(scheduler, "time", clock)
+    client, true_look = Client(taken, model, asked(3, 200)), taken._look
+
+    def look(pending):
+        steps_B = pending.progress.steps_B
+        now[0] += step * (int(steps_B[client.job.row]) - client.job.steps_seen)
+        true_look(pending)
+
+    monkeypatch.setattr(taken, "_look", look)
+    while not client.ended:
+        taken.step()
+        came += [now[0]] * (len(client.deltas) - len(came))
+    gaps = [b - a for a, b in pairwise(came[2:-1])]
+    assert scheduler.PACE / 2 <= max(gaps) <= max(1.5 * scheduler.PACE, 2.01 * step)
+    assert min(gaps) >= min(scheduler.PACE / 2, step) - 1e-6
 
 
-def test_which_text_is_given_up(turns):
-    """None where a row's whole text goes on, else the one that has been there the longest."""
-    clients = [Client(turns, [n] * 9, 10 * n) for n in (1, 2, 3, 4)]
-    finish(turns)
-    known = [list(row.cached) for row in turns._rows]
-    Client(turns, [*clients[2].job.cached(999)[0], 5], 3)
-    finish(turns)
-    Client(turns, [9] * 9, 3)
-    finish(turns)
-    begins = [row.cached[0] for row in turns._rows]
-    assert begins == [9, 2, 3, 4]
-    for n in (1, 3):
-        assert list(turns._rows[n].cached) == known[n]
+def test_as_many_rows_as_are_busy(model, make, monkeypatch):
+    monkeypatch.setattr(room, "PATIENCE", 8)
+    taken = make()
+    long = Client(taken, model, asked(3, 90))
+    others = [Client(taken, model, asked(3, 6)) for _ in range(2)]
+    seen = []
+    while not long.ended:
+        taken.step()
+        seen.append(taken._batch.rows)
+    assert {*seen} == {2, 3} and seen[-1] == 2
+    check(model, [long, *others])
 
 
-@pytest.mark.parametrize("n", range(10, 18))
-def test_the_last_slots_of_an_ended_row_are_others_to_write(turns, n):
-    """It ends where the cache is full, or shortly before, and another one takes its steps."""
-    trees = {2: Tree.chain(3)}  # a step of the other writes as much as any
-    turns = scheduler.Scheduler(
-        None, programs=InPlace(), trees=trees, most_new=300, chunk_steps=3, piece=PIECE
-    )
-    full = Client(turns, [2] * 14, n)
-    turns.step()
-    Client(turns, [1] * 3, 25)
-    while not full.ended:
-        turns.step()
-    turns.step()
-    assert turns._batch.slots == 32
-    again = Client(turns, [*full.job.cached(999)[0], 5], 2)
-    finish(turns)
-    again.check()
+def test_first_come_first_served_and_one_piece_between_steps(model, make, monkeypatch):
+    """Those that run wait for one piece of a prompt at most."""
+    taken, read, most = make(), [0], []
+    device = taken._batch
+    true_read, true_run = device.read, device.run
 
+    def reading(row):
+        read[0] += device.next_tokens(row)
+        return true_read(row)
 
-def test_first_come_first_served(turns):
-    clients, order = [Client(turns, [n], 40) for n in range(1, 9)], []
+    def running(*given):
+        most.append(read[0])
+        read[0] = 0
+        return true_run(*given)
+
+    monkeypatch.setattr(device, "read", reading)
+    monkeypatch.setattr(device, "run", running)
+    clients = [Client(taken, model, asked(n, 25)) for n in (3, 150, 4, 3, 90, 5)]
+    order = []
     while len(order) < len(clients):
-        turns.step()
+        taken.step()
         order += [n for n, c in enumerate(clients) if c.deltas and n not in order]
     assert order == sorted(order)
+    assert max(most) == turns.PIECE and sum(n > 0 for n in most) > 4
 
 
-def test_those_that_cannot_step_together_take_turns(turns):
+def test_those_that_cannot_step_together_take_turns(model, make, monkeypatch):
+    taken, groups = make(), []
+    true = taken._batch.run
+
+    def running(wanted_B, group, *rest):
+        groups.append(group)
+        return true(wanted_B, group, *rest)
+
+    monkeypatch.setattr(taken._batch, "run", running)
     for drafts in (True, False):
-        Client(turns, [3], 60, drafts)
-    for _ in range(8):
-        turns.step()
-    kinds = [drafts for _, drafts in turns._batch.runs]
-    assert kinds[1:] == [not kind for kind in kinds[:-1]]
+        Client(taken, model, asked(3, 60, drafts=drafts))
+    for _ in range(9):
+        taken.step()
+    assert groups[1:] == [Group(not group.drafts) for group in groups[:-1]]
+
+
+def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
+    """The drafter has read the prompt alone; without drafts all of it is reused."""
+    taken, prompt = make(), model.encode("the cat in the hat and the other cat")
+    [first] = run(taken, {0: [Request(prompt, Options(30), drafts=False)]}, model)
+    more, reused = [*prompt, *first.result.token_ids, 5, 4], []
+    for drafts in (False, True, True):
+        [client] = run(taken, {0: [Request(more, Options(8), drafts=drafts)]}, model)
+        reused.append(client.deltas[-1].ending.reused_tokens)
+    n = len(prompt)
+    assert reused == [n + 28, n - 1, n + 31]
+
+
+class Lost(Exception):
+    """The device is gone."""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("call", ["fit", "begin", "next_tokens", "read", "insert", "run"])
+def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatch):
+    """Also the request that was about to get its row; each once. Those that wait are answered by new rows."""
+    for going_on in (False, True):
+        taken, left = make(), [number]
+        clients = [Client(taken, model, asked(n, 25)) for n in (3, 150, 4, 5, 6)]
+        true = getattr(taken._batch, call)
+
+        def raising(*given, left=left, true=true):
+            left[0] -= 1
+            if left[0] == 0:
+                raise Lost("out of memory")
+            return true(*given)
+
+        monkeypatch.setattr(taken._batch, call, raising)
+        with pytest.raises(Lost):
+            for _ in range(200):
+                taken.step()
+        if going_on:
+            lost = len(taken.on_device) + sum(client.stopped for client in clients)
+            taken.restart(Stopped("a step failed"))
+            finish(taken)
+            assert 0 < sum(client.stopped for client in clients) == lost < len(clients)
+            check(model, [client for client in clients if not client.stopped])
+        else:
+            # One that cannot be told keeps nobody else from it.
+            clients[-1].job.deliver = None
+            taken.fail(Stopped("the device is gone"))
+            assert [client.stopped for client in clients] == [1] * 4 + [0]
+            assert taken.busy == taken.waiting == 0
+
+
+def test_the_smallest_loss_of_text(model, make):
+    """A row whose whole text goes on is taken first, else the one that was used least recently."""
+    taken = make(trees={3: Tree.none()})
+    clients = run(taken, {0: [asked(n, 4) for n in (9, 20, 40)]}, model)
+    texts = [[*c.request.prompt, *c.result.token_ids] for c in clients]
+    run(taken, {0: [Request([*texts[1], 5], Options(3))]}, model)
+    run(taken, {0: [Request([7] * 9, Options(3))]}, model)
+    begins = [row.cached[:1].tolist() for row in taken._rows]
+    assert begins == [[7], [5], [5]]

@@ -308,16 +308,26 @@ def eagle3_model(config, state, base, streams, following):
     return eagle3_logits(state, streams, following, config)
 
 
-def eagle(path, base, hidden, following, lm_head):
-    """The EAGLE authors' class: model/cnets1.py, sizes from config.json, with load_state_dict."""
-    config, state = config_of(path), torch_state(path / "pytorch_model.bin")
+def eagle(path, base, hidden, following, lm_head, engine=""):
+    """EAGLE-1 with load_state_dict in its authors' model/cnets1.py; vLLM's and SGLang's models/llama_eagle.py."""
+    config = config_of(path)
+    if engine:
+        state = load_file(path / "model.safetensors")
+        names = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
+        assert config["architectures"] == [names[engine]]
+        # Of the attention, in both.
+        assert not (config.get("bias", False) or config.get("attention_bias", False))
+        biased = engine == "sglang"
+    else:
+        state = torch_state(path / "pytorch_model.bin")
+        biased = config.get("bias", True)
     for field in ("hidden_size", "vocab_size", "rms_norm_eps", "rope_theta"):
         assert config[field] == base[field]
     assert config["num_hidden_layers"] == 1
     D, V = config["hidden_size"], config["vocab_size"]
     wanted = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)}
     wanted |= layer_shapes(config, "layers.0")
-    if config.get("bias", True):
+    if biased:
         wanted["fc.bias"] = (D,)
     strict(state, wanted)
     return eagle_logits(state, hidden, following, lm_head)

@@ -45,7 +45,7 @@ def drafter_of(heads, backbone, seed=0):
 
 # Sizes at which baselines, which have no heads, show everything they do.
 SMALL = {
-    "prompt_lookup": {"tokens": 4, "matches": 5},
+    "prompt_lookup": {"tokens": 4},
     "lookahead": {"window": 4, "ngram": 4, "guesses": 3},
     "draft_model": {"gamma": 3},
 }

@@ -149,7 +149,7 @@ def texts_of(progress: Progress) -> list[list[int]]:
 def check_counts(progress: Progress) -> None:
     """What the counters of a finished batch always satisfy."""
     histogram = np.asarray(progress.histogram_BL)
-    n_new, depth = np.asarray(progress.n_new_B), np.asarray(progress.depth_BO)
+    n_new, depth = np.asarray(progress.n_new_B), np.abs(progress.depth_BO)
     appended = (histogram * np.arange(1, histogram.shape[1] + 1)).sum(1)
     np.testing.assert_array_equal(appended, n_new - 1)
     np.testing.assert_array_equal(histogram.sum(1), np.asarray(progress.steps_B))

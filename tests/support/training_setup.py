@@ -46,13 +46,7 @@ def training_arch(**fields) -> LlamaConfig:
 
 def tiny_config(data: str, stage: str = "backbone", **train) -> Config:
     """16 steps of 8 rows of 16 tokens, everything logged."""
-    values = {
-        "stage": stage,
-        "batch_size": 8,
-        "steps": 16,
-        "loss_chunk": 8,
-        "curves": False,
-    }
+    values = {"stage": stage, "batch_size": 8, "steps": 16, "loss_chunk": 8}
     values |= {"log_every": 1, "eval_every": 8, "save_every": 4}
     values |= {"dtype": "float32", "remat": False}
     return Config(

@@ -44,6 +44,10 @@ class TreeArrays:
         """Nothing is copied in it."""
         return self
 
+    @property
+    def copied_M(self) -> jax.Array:
+        return self.rank_M < 0
+
     @classmethod
     def of(cls, tree: Tree, max_rank: int = 9) -> "TreeArrays":
         names = ("parent_M", "depth_M", "rank_M", "mask_MM", "ancestors_ML")

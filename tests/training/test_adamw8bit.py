@@ -9,7 +9,6 @@ import optax
 import pytest
 from closeness import assert_close
 from jax.sharding import PartitionSpec as P
-from test_trainer import records, run
 from training_setup import abstract_batch, groups_of, stage_of, tiny_config, training_arch
 
 from medusa_jax.config import OptimConfig
@@ -75,24 +74,6 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
     # A quarter but for the smallest matrices, which stay in float32.
     assert sizes["adamw8bit", "float32"] < 0.3 * full
     assert sizes["adamw", "bfloat16"] == pytest.approx(0.75 * full, rel=0.01)
-
-
-def curve(tokens, workdir, name, dtype="float32"):
-    cfg = tiny_config(tokens, steps=40, save_every=30)
-    cfg.model.arch = training_arch(d_model=64, d_ff=64, head_dim=32)
-    cfg.optim.name, cfg.optim.moment_dtype, cfg.optim.lr = name, dtype, 5e-3
-    run(cfg, workdir)
-    return [r["loss"][0] for r in records(workdir)]
-
-
-@pytest.mark.slow
-def test_its_loss_curve_is_adamws(tokens, tmp_path):
-    plain = curve(tokens, tmp_path / "plain", "adamw")
-    assert plain[-1] < 0.8 * plain[0]
-    for name, dtype, most in (("adamw8bit", "float32", 0.05), ("adamw", "bfloat16", 0.02)):
-        other = curve(tokens, tmp_path / (name + dtype), name, dtype)
-        assert other != plain
-        np.testing.assert_allclose(other, plain, atol=most)
 
 
 def step_temporaries(cfg):

@@ -1,13 +1,8 @@
 """Rows: nothing lost, nothing twice, no target across a sample's border."""
 
-import os
-import shutil
-
 import jax
 import numpy as np
 import pytest
-from cases import thinned
-from damages import ARRAY_DAMAGES, DAMAGES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_setup import VOCAB, write_tokens
@@ -16,8 +11,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import shift_left
 from medusa_jax.training import losses
-from medusa_jax.training.data.rows import ARRAYS, TokenRows, batches, first_fit, mix
-from medusa_jax.whole_files import checksum, write_json
+from medusa_jax.training.data.rows import TokenRows, batches, first_fit, held_out, mix
 
 
 @settings(max_examples=60, deadline=None)
@@ -162,40 +156,23 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     assert mix(texts[:1]) is texts[0]
 
 
-@pytest.fixture
-def summed(tmp_path):
-    """A token directory with the checksums of its arrays."""
-    path = tmp_path / "tokens"
-    write_tokens(path)
-    np.save(path / "counted.npy", np.ones(4000, bool))
-    write_json(
-        path / "report.json", {"crc32": {name: checksum(path / name) for name in ARRAYS}}
-    )
-    return path
-
-
-@pytest.mark.parametrize(
-    "kind", [*thinned(ARRAY_DAMAGES, "cut", "rows zeroed", "another rank"), "missing"]
-)
-@pytest.mark.parametrize("name", ARRAYS)
-def test_a_damaged_array_is_one_sentence(summed, name, kind):
-    damages = ARRAY_DAMAGES | {"missing": os.remove}
-    damages[kind](summed / name)
-    with pytest.raises(UserError, match=name) as error:
-        open_rows(summed, "concat")
-    assert "\n" not in str(error.value)
-
-
-def test_damage_to_the_checksums_themselves(summed):
-    for spoil in DAMAGES.values():
-        kept = shutil.copy(summed / "report.json", summed / "kept")
-        spoil(summed / "report.json")
-        with pytest.raises(UserError, match=r"delete .*tokens, so that it is made again"):
-            open_rows(summed, "concat")
-        shutil.move(kept, summed / "report.json")
-    assert open_rows(summed, "concat").rows
-    (summed / "report.json").unlink()  # as of a directory that another program wrote
-    assert open_rows(summed, "concat").rows
+def test_held_out_samples_are_in_no_training_row(tmp_path):
+    """Every sample is in one part, evenly spread."""
+    write_tokens(tmp_path, n=600)
+    np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32))
+    cfg = DataConfig(seq_len=40, packing="first_fit", held_out=0.2)
+    parts = [
+        TokenRows(str(tmp_path), cfg, 600, part=part) for part in ("train", "held out", "")
+    ]
+    ids = []
+    for part in parts:
+        batch = part.batch(0, part.rows)
+        ids.append(set(batch["tokens"][batch["segment_ids"] > 0].tolist()))
+    train, held, every = ids
+    assert train | held == every and not train & held
+    assert 0.1 < len(held) / len(every) < 0.3
+    assert np.flatnonzero(held_out(6, 1 / 3)).tolist() == [1, 4]
+    assert held_out(2, 0.05).sum() == 1 and not held_out(1, 0.05).any()
 
 
 # The input pipeline: what a step reads is a function of its number.

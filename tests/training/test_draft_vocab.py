@@ -1,144 +1,17 @@
 """Heads that learn to score some of the tokens: what teaches them, and which tokens they are."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from cases import wide
-from closeness import assert_close
 from test_trainer import records, run
-from training_setup import VOCAB, stage_of, tiny_config, training_arch
+from training_setup import VOCAB, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, TextRows
-from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import losses
-from medusa_jax.training.data.vocabulary import draft_vocab, read_counts
-
-IDS = np.sort(np.random.default_rng(7).permutation(VOCAB)[:40]).astype(np.int32)
-
-
-def random_batch(B=2, T=18):
-    rng = np.random.default_rng(0)
-    return {
-        "tokens": rng.integers(0, VOCAB, (B, T), np.int32),
-        "positions": np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
-        "segment_ids": np.repeat([[1] * 12 + [2] * (T - 12)], B, 0).astype(np.int32),
-        "counted": rng.random((B, T)) < 0.9,
-    }
-
-
-def moved(init, *args):
-    """What `init` starts with, away from there: many parts of it are zero."""
-    rng = np.random.default_rng(3)
-    start = jax.jit(init)(*args)
-    return jax.tree.map(lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), start)
-
-
-pair_mask = jax.jit(losses.pair_mask, static_argnums=2)
-pair_counts = jax.jit(losses.pair_counts, static_argnums=1)
-
-
-def pairs_inside(batch, offset):
-    """Row and position of every pair that counts and whose label is chosen, and where among IDS."""
-    mask = pair_mask(batch["counted"], batch["segment_ids"], offset)
-    b, t = np.nonzero(np.asarray(mask))
-    labels = np.asarray(batch["tokens"])[b, t + offset]
-    chosen = np.isin(labels, IDS)
-    return b[chosen], t[chosen], np.searchsorted(IDS, labels[chosen])
-
-
-@pytest.mark.parametrize("lm_head", ["shared", *wide("own", "low_rank")])
-def test_tokens_outside_teach_nothing_and_are_misses(lm_head):
-    """Labels and the teacher's distribution over the chosen tokens alone, by hand.
-
-    A hidden state to come near is there for every pair, whichever token the backbone wrote from it.
-    """
-    arch = training_arch()
-    whole = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
-    backbone = vocabulary.narrowed(whole, jnp.asarray(IDS))
-    heads = HeadsConfig(n_heads=3, lm_head=lm_head, rank=4, draft_vocab=len(IDS))
-    drafter = make_drafter(heads, arch)
-    params = moved(drafter.init, jax.random.key(2), backbone)
-    batch = random_batch()
-    counts = pair_counts(batch, (2, 3, 4))
-    rows = losses.rows(batch)
-    pairs = [pairs_inside(batch, k + 2) for k in range(3)]
-    marks = batch["counted"], batch["segment_ids"]
-    every = [np.nonzero(np.asarray(pair_mask(*marks, k + 2))) for k in range(3)]
-
-    def plain(params):
-        """(loss, pairs right of each head), one gather a head."""
-        hidden = whole.forward(*rows)
-        features = drafter.features(params, whole, TextRows(hidden, *rows))
-        teacher = jax.nn.softmax(whole.lm_head(hidden)[..., IDS])
-        total, right = 0.0, []
-        for k, (b, t, place) in enumerate(pairs):
-            if lm_head == "shared":
-                logits = whole.lm_head(features[k])[..., IDS]
-            else:
-                own = params[f"heads_{k}"]["lm_head"]
-                kernel = own["kernel"] if lm_head == "own" else own["down"] @ own["up"]
-                logits = features[k] @ kernel
-            logp = jax.nn.log_softmax(logits)[b, t]
-            hard = -logp[np.arange(len(place)), place].sum()
-            soft = -(teacher[b, t + k + 1] * logp).sum()
-            b, t = every[k]
-            apart = optax.losses.huber_loss(features[k, b, t], hidden[b, t + k + 1])
-            near = 0.3 * apart.mean(axis=-1).sum()
-            total += 0.8 ** (k + 1) * (0.1 * hard + 0.7 * soft + near) / counts[k]
-            right.append((jnp.argmax(logp, axis=-1) == place).sum())
-        return total, right
-
-    def streamed(params):
-        targets = losses.HeadTargets(0.1, teacher_weight=0.7, feature_weight=0.3)
-        objective = losses.HeadObjective(drafter, 5, 0.8, targets)
-        inputs = losses.StepInputs(batch, counts)
-        return losses.head_loss(params, backbone, objective, inputs)
-
-    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
-    by_hand = jax.jit(jax.value_and_grad(plain, has_aux=True))
-    (expected, right), expected_grads = by_hand(params)
-    assert_close((value, grads), (expected, expected_grads))
-    inside = np.array([len(place) for _, _, place in pairs])
-    assert (inside < counts).all() and (inside > 0).all()
-    np.testing.assert_array_equal(sums.scored, inside)
-    np.testing.assert_array_equal(sums.top1, right)
-
-
-def joint_stage(draft_vocab, **arch):
-    cfg = tiny_config("", "medusa2", teacher_weight=0.5)
-    cfg.model.arch, cfg.lora.rank, cfg.lora.dropout = training_arch(**arch), 2, 0.0
-    cfg.heads = HeadsConfig(n_heads=2, lm_head="shared", draft_vocab=draft_vocab)
-    return stage_of(cfg)
-
-
-@pytest.mark.wide
-def test_adapters_learn_through_the_shared_lm_head():
-    """A vocabulary of all tokens is none: the same loss, and the same gradient in adapters."""
-    batch, ids = random_batch(), jnp.asarray(np.arange(VOCAB, dtype=np.int32))
-    arch = training_arch(tie_embeddings=True)
-    frozen = {"backbone": init_params(arch, jax.random.key(1))}
-    group = {vocabulary.GROUP: {"ids": ids}}
-    found = []
-    for n, more in ((0, {}), (VOCAB, group)):
-        stage = joint_stage(n, tie_embeddings=True)
-        given = frozen | more
-        params = moved(stage.init, jax.random.key(0), given)
-        counts = pair_counts(batch, stage.offsets)
-        inputs = losses.StepInputs(batch, counts, None, 0.5)
-        found.append(
-            jax.jit(jax.value_and_grad(lambda p: stage.loss(p, given, inputs)[0]))(params)  # noqa: B023
-        )
-    assert_close(*found)
-    assert np.abs(found[0][1]["lora"]["lm_head"]["b"]).max() > 1e-4
+from medusa_jax.training.data.vocabulary import draft_vocab
 
 
 def few(tokens, model, stage="medusa1", **train):
@@ -199,12 +72,3 @@ def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
     assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
     with pytest.raises(UserError, match=r"ids of shape \[3\], draft_vocab is 4"):
         draft_vocab(HeadsConfig(draft_vocab=4), *given)
-
-
-def test_counts_that_are_none(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.npy cannot be read"):
-        read_counts(str(tmp_path / "missing.npy"), VOCAB)
-    for wrong in (np.zeros(VOCAB + 1, int), np.zeros(VOCAB)):
-        np.save(tmp_path / "x.npy", wrong)
-        with pytest.raises(UserError, match="not the counts of a vocabulary of 64"):
-            read_counts(str(tmp_path / "x.npy"), VOCAB)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.training.optim import dynamic_levels
-from medusa_jax.training.optim.dynamic_levels import magnitude, packed_zeros
+from medusa_jax.training.optim.dynamic_levels import magnitude
 
 pack, unpack = (
     jax.jit(f, static_argnames="signed")
@@ -62,24 +62,3 @@ def test_packing_is_the_nearest_level_of_the_block(signed, seed, spread):
     # Everything is scaled to values up to 1.
     eps = np.finfo(np.float32).eps
     np.testing.assert_allclose(np.abs(restored / largest - unit), off, rtol=0, atol=4 * eps)
-
-
-@BOTH
-def test_the_start_is_what_packing_zeros_gives(signed):
-    codes, scale = packed_zeros((32, 512), signed)
-    expected, expected_scale = pack(jnp.zeros((32, 512)), signed)
-    np.testing.assert_array_equal(codes, expected)
-    np.testing.assert_array_equal(scale["scale"], expected_scale["scale"])
-    assert codes.dtype == expected.dtype
-
-
-@BOTH
-def test_no_table_is_read(signed):
-    """A gather would write an array of the parameters' size, and XLA looks up constant positions
-    while it compiles, however many there are."""
-
-    def there_and_back(x):
-        return unpack(*pack(x, signed), signed)
-
-    text = jax.jit(there_and_back).lower(jnp.zeros((64, 512))).as_text()
-    assert "multiply" in text and "gather" not in text

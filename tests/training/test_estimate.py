@@ -4,16 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import stage_of, tiny_config, training_arch
+from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.sharding import make_mesh
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.trainer import Evaluator
 from medusa_jax.tree.growth import MISS
 
 
@@ -74,20 +71,3 @@ def test_a_tree_is_counted_on_rows_it_was_not_grown_from():
     """Each row repeats a different pattern: what fits its positions fits no other row."""
     rows = np.arange(8)[:, None, None] + np.zeros((8, 50, 3), int)
     assert estimate.accepted_lengths(rows)["accepted_length_tree"] == 1
-
-
-def test_every_evaluation_has_both(tokens):
-    cfg = tiny_config(tokens, "medusa1")
-    stage = stage_of(cfg)
-    frozen = {"backbone": init_params(cfg.model.arch, jax.random.key(0))}
-    params = {"heads": stage.init(jax.random.key(1), frozen)["heads"]}
-    rows = TokenRows(tokens, cfg.data, 64, shuffle=False)
-    record = Evaluator(stage, make_mesh(), rows, 8, 20)(params, frozen)
-    assert 1 <= record["accepted_length_chain"] <= record["accepted_length_tree"] <= 4
-    batch = rows.batch(0, 20)
-    ranks = np.asarray(jax.jit(stage.ranks)(params, frozen, batch))
-    assert estimate.accepted_lengths(ranks) == {
-        name: x for name, x in record.items() if name.startswith("accepted_length")
-    }
-    backbone = tiny_config(tokens)
-    assert stage_of(backbone).ranks is None

@@ -5,13 +5,13 @@ import os
 import shutil
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
 from closeness import assert_close
 from damages import ARRAY_DAMAGES
 from filelock import FileLock
@@ -109,17 +109,6 @@ def test_eight_bits_keep_small_values_next_to_large_ones(tokens, tmp_path, froze
     wide[0, 0], wide[1, 1, 0] = 0, 3e3
     stored = hidden_store.encode("float8", wide, 16)
     assert within_eight_bits(hidden_store.decode(stored, 16, jnp.float32), wide, 16)
-
-
-def test_streams_of_inner_layers_are_kept_with_them(tokens, tmp_path, frozen):
-    """EAGLE-3's, four times as wide."""
-    cfg = config(tokens, tmp_path, "bfloat16")
-    cfg.heads = Eagle3Config(n_heads=2)
-    stored = cached(cfg, frozen).batch(0, 4)["hidden"]
-    hidden = jax.jit(stage_of(cfg).hidden)
-    expected = np.asarray(hidden(frozen, rows_of(cfg).batch(0, 4)))
-    assert stored.shape == expected.shape == (4, 16, 4 * 16)
-    assert_close(stored.astype(np.float32), expected, 1, "bfloat16")
 
 
 def test_a_cached_step_does_not_run_the_backbone(tokens, tmp_path, frozen):
@@ -231,16 +220,13 @@ def test_held_out_rows_are_cached_only_as_far_as_they_are_read(tokens, tmp_path,
 
 
 @pytest.mark.usefixtures("shards")
-@pytest.mark.parametrize("file", ["hidden_00001.npy", "crc32_00001.npy"])
-@pytest.mark.parametrize("kind", thinned(ARRAY_DAMAGES, "cut", "rows zeroed", "row less"))
-def test_a_damaged_file_is_one_sentence(tokens, tmp_path, frozen, kind, file):
+@pytest.mark.parametrize("kind", ["emptied", "cut", "zeroed", "row less", "another type"])
+def test_a_damaged_file_is_one_sentence(tokens, tmp_path, frozen, kind):
     cfg = config(tokens, tmp_path)
     found = cached(cfg, frozen)
     expected = found.batch(0, found.rows)["hidden"]
-    ARRAY_DAMAGES[kind](tmp_path / "features" / os.path.basename(found.directory) / file)
-    with pytest.raises(
-        UserError, match=r"_00001\.npy .*(it|npy) and start again$"
-    ) as error:
+    ARRAY_DAMAGES[kind](Path(found.path(1)))
+    with pytest.raises(UserError, match=r"_00001\.npy ") as error:
         cached(cfg, frozen).batch(0, found.rows)
     assert "\n" not in str(error.value)
     os.remove(found.path(1))  # as it says

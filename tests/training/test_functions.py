@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
+from test_losses import pairs_of
 from tiny import random_params
 from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
-from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.registry import DRAFTERS, make_drafter
 from medusa_jax.interop.heads_io import open_heads
@@ -83,40 +83,20 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
 
     want, found = (jax.jit(jax.value_and_grad(f))(params) for f in (theirs, ours))
     assert_close(found, want, 512)
-
-
-@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "eagle3"))
-def test_the_loss_is_that_of_the_logits_of_the_features(name):
-    """Of one text a row, by NumPy: labels and teacher over what the heads score."""
-    cfg, functions, frozen, batch = problem(name)
-    params = jax.jit(functions.init)(jax.random.key(0), frozen)
-    hidden = jax.random.normal(
-        jax.random.key(1), (B, T, ARCH.d_model * (1 + len(functions.taps))), jnp.float64
+    # Its logits are those of its features.
+    marks = batch["segment_ids"], batch["positions"]
+    features = jax.jit(functions.features)(params, frozen, hidden, batch["tokens"], *marks)
+    _, sums = jax.jit(stage.loss)(
+        {"heads": params}, frozen, losses.StepInputs(batch, counts)
     )
-    tokens, counted = batch["tokens"], batch["counted"]
-    found = jax.jit(functions.loss)(params, frozen, hidden, tokens, counted)
-    features = jax.jit(functions.features)(params, frozen, hidden, tokens)
     ids = IDS if cfg.heads.draft_vocab else np.arange(VOCAB)
-    teacher = jax.nn.log_softmax(
-        np.asarray(hidden)[..., : ARCH.d_model]
-        @ frozen["backbone"]["lm_head"]["kernel"][:, ids]
-    )
-    teacher, want = np.asarray(teacher), 0.0
     for k in range(3):
-        logits = np.asarray(functions.logits(params, frozen, k, features[k]))
-        own = np.asarray(jax.nn.log_softmax(logits))
-        total, count = 0.0, 0
-        for b, t in np.ndindex(B, T - k - 2):
-            if counted[b, t + 1 : t + k + 3].all():
-                count += 1
-                [place] = np.flatnonzero(ids == tokens[b, t + k + 2]) if (
-                    tokens[b, t + k + 2] in ids
-                ) else [None]  # fmt: skip
-                if place is not None:
-                    soft = -np.exp(teacher[b, t + k + 1]) @ own[b, t]
-                    total += 0.3 * -own[b, t, place] + 0.7 * soft
-        want += cfg.train.lambda_decay ** (k + 1) * total / count
-    assert_close(found, np.float64(want), 512)
+        logp = jax.nn.log_softmax(functions.logits(params, frozen, k, features[k]))
+        b, t = pairs_of(batch, k + 2)
+        label = batch["tokens"][b, t + k + 2]
+        b, t, label = (x[np.isin(label, ids)] for x in (b, t, label))
+        place = np.searchsorted(ids, label)
+        assert_close(sums.nll[k], -np.asarray(logp)[b, t, place].sum(), 512)
 
 
 def test_heads_are_saved_for_their_backbone(tmp_path):
@@ -136,13 +116,3 @@ def test_heads_are_saved_for_their_backbone(tmp_path):
         HeadFunctions(functions.heads, wider).save(
             out, params, frozen, str(tmp_path / "model")
         )
-
-
-def test_heads_without_attention_over_the_text_learn_no_induction():
-    with pytest.raises(UserError, match="eagle and eagle3, not hydra"):
-        HeadFunctions(family.small_heads("hydra"), ARCH, TrainConfig(induction_weight=1.0))
-
-
-def test_a_backbone_that_trains_is_refused():
-    with pytest.raises(UserError, match="medusa1, not medusa2"):
-        HeadFunctions(family.small_heads("medusa"), ARCH, TrainConfig(stage="medusa2"))

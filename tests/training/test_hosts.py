@@ -18,7 +18,7 @@ from training_setup import command, write_config
 from medusa_jax import hosts
 from medusa_jax.errors import UserError
 
-STEPS = 40
+STEPS = 24
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def wait_for_step(workdir, step, processes):
 @pytest.fixture
 def arguments(tokens, tmp_path):
     """A run in which backbone and heads train, over all eight devices."""
-    fields = {"train.steps": STEPS, "train.save_every": 5, "train.eval_every": 20}
+    fields = {"train.steps": STEPS, "train.save_every": 5, "train.eval_every": 12}
     fields |= {"data.eval_source": tokens, "data.eval_samples": 10, "mesh": "1,-1,1"}
     fields |= {"optim.name": "adamw", "train.accumulation": 2, "train.batch_size": 16}
 
@@ -140,7 +140,7 @@ def test_two_processes_train_as_one(arguments, tmp_path):
     errors = ended(processes)
     assert [p.returncode for p in processes] == [0, 0], errors
     series, held_out = logged(whole), logged(whole, "eval")
-    assert sorted(series) == list(range(1, STEPS + 1)) and sorted(held_out) == [20, 40]
+    assert sorted(series) == list(range(1, STEPS + 1)) and sorted(held_out) == [12, 24]
 
     # One is lost: the other ends by itself, with a one-line error if a collective fails, else by JAX's service.
     processes = two(*arguments(cut))

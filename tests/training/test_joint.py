@@ -1,6 +1,5 @@
 """Backbone and heads trained together: equation 2, its strategies, what comes out."""
 
-import json
 import os
 from functools import partial
 
@@ -8,70 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
 from closeness import assert_close
-from test_losses import heads_problem
 from test_trainer import records, run
 from tiny import write_tokenizer
 from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
-from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, hf, own_heads, tokenizer_files
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.interop import heads_io, hf, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import losses
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
-from medusa_jax.training.setup import load_heads, more_layers
-
-
-def split_on(llama):
-    return lambda p: (p["heads"], Backbone(llama, p["backbone"]))
-
-
-@pytest.mark.parametrize("lm_head", ["shared", *wide("own")])
-def test_joint_loss_is_equation_2(lm_head):
-    """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read."""
-    _, backbone, drafter, heads, batch = heads_problem(lm_head=lm_head)
-    params = {"backbone": backbone.params, "heads": heads}
-    split = split_on(backbone.llama)
-    counts = losses.pair_counts(batch, (1, 2, 3, 4))
-
-    def streamed(params):
-        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
-        return losses.joint_loss(
-            params,
-            lambda p: split(p)[1],
-            split,
-            losses.HeadObjective(drafter, 5, 0.8),
-            inputs,
-        )
-
-    def plain(params):
-        heads, backbone = split(params)
-        hidden = backbone.forward(*losses.rows(batch))
-        features = drafter.features(heads, backbone, TextRows(hidden, *losses.rows(batch)))
-        logits = [backbone.lm_head(hidden)]
-        logits += [drafter.head_logits(heads, backbone, k, features[k]) for k in range(3)]
-        total = 0.0
-        for k, x in enumerate(logits):
-            mask = losses.pair_mask(batch["counted"], batch["segment_ids"], k + 1)
-            label = shift_left(batch["tokens"], k + 1)[..., None]
-            nll = -jnp.take_along_axis(jax.nn.log_softmax(x), label, -1)[..., 0]
-            weight = 1.0 if k == 0 else 0.3 * 0.8**k
-            total += weight * jnp.sum(nll * mask) / jnp.sum(mask)
-        return total
-
-    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
-    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
-    assert_close(value, expected)
-    assert sums.nll.shape == (4,)
-    assert_close(grads, expected_grads)
+from medusa_jax.training.setup import more_layers
 
 
 def test_lambda_0_rises_as_a_sine():
@@ -155,24 +106,6 @@ def test_heads_that_do_not_belong_are_refused(tokens, stage_1, tmp_path):
         run(cfg, tmp_path)
 
 
-def test_a_plain_description_of_heads_loads_their_first_stage(tokens, tmp_path):
-    """HeadsConfig(drafter="hydra") means what it trained: Hydra with its own fields' defaults."""
-    cfg = tiny_config(tokens, "medusa2")
-    params = init_params(cfg.model.arch, jax.random.key(3))
-    cfg.heads = HeadsConfig(drafter="hydra", n_heads=2)
-    drafter = make_drafter(cfg.heads, cfg.model.arch)
-    heads = drafter.init(jax.random.key(4), Backbone(Llama(cfg.model.arch), params))
-    base = own_heads.base_record(cfg.model.arch, fingerprint(cfg.model.arch, params))
-    recipe = {"steps": 7}
-    own_heads.save_heads(str(tmp_path), drafter.heads, heads, base=base, recipe=recipe)
-    loaded = load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
-    jax.tree.map(np.testing.assert_array_equal, loaded[0], heads)
-    assert loaded[1] == {"steps": 7}
-    cfg.heads = HeadsConfig(drafter="medusa", n_heads=2)
-    with pytest.raises(UserError, match=r"drafter='hydra'.*drafter='medusa'"):
-        load_heads(str(tmp_path), cfg.heads, cfg.model.arch, base, make_mesh())
-
-
 def test_an_export_keeps_the_models_own_ends(tmp_path):
     """With the tokenizer elsewhere: EOS ids of both, and the model's generation settings."""
     for name in ("model", "elsewhere"):
@@ -189,19 +122,6 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
     assert ids == {"bos_token_id": 1, "eos_token_id": [2, 7, 9]}
     assert (out / "generation_config.json").read_text() == theirs.read_text()
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
-
-
-@pytest.mark.wide
-def test_native_heads_from_scratch(tokens, tmp_path):
-    """No model.path: backbone and heads grow up together, here with Muon and wsd."""
-    cfg = tiny_config(tokens, "native", steps=60, save_every=60, lambda_0=1.0)
-    cfg.optim.schedule, cfg.optim.heads_lr_multiplier = "wsd", 1.0
-    run(cfg, tmp_path)
-    log = records(tmp_path)
-    assert log[-1]["lm_loss"] < 0.8 * log[0]["lm_loss"]
-    assert np.mean(log[-1]["loss"]) < 0.95 * np.mean(log[0]["loss"])
-    recipe = json.loads((tmp_path / "export" / "recipe.json").read_text())
-    assert recipe["config"]["train"]["stage"] == "native"
 
 
 def test_added_layers_change_nothing_until_they_have_learnt():

@@ -1,5 +1,6 @@
 """Which pairs count, and that the streamed loss is the plain one, gradients included."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -12,6 +13,7 @@ from tiny import random_heads, random_params
 from training_setup import training_arch
 
 from medusa_jax.config import HeadsConfig
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
@@ -132,12 +134,13 @@ def test_logits_are_taken_of_what_counts_only(answers, walked):
     assert_close(found, both(plain))
 
 
-def heads_problem(K=3, T=12, B=2, lm_head="own"):
+def heads_problem(K=3, T=12, B=2, lm_head="own", draft_vocab=0):
     arch = training_arch()
     llama = Llama(arch)
     stored = jax.tree.map(np.float32, random_params(arch, 1, scale=1.0))
     backbone = Backbone(llama, stored)
-    drafter = make_drafter(HeadsConfig(n_heads=K, lm_head=lm_head, rank=4), arch)
+    heads = HeadsConfig(n_heads=K, lm_head=lm_head, rank=4, draft_vocab=draft_vocab)
+    drafter = make_drafter(heads, arch)
     params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
     rng = np.random.default_rng(0)
     batch = {
@@ -149,64 +152,142 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
     return arch, backbone, drafter, params, batch
 
 
-@pytest.mark.parametrize(
-    ("lm_head", "targets", "scale"),
-    [
-        *wide(("own", {}, 1), ("shared", {}, 1)),
-        ("low_rank", {}, 1),
-        ("own", {"label_weight": 0.1, "teacher_weight": 0.7, "noise": 9.0}, 1),
-        # Features three times as large lie on both sides of where smooth-L1 becomes a line.
-        *wide(("shared", {"label_weight": 0.0, "feature_weight": 0.7}, 3)),
-    ],
-)
-def test_head_loss_is_equation_1(lm_head, targets, scale):
+def pairs_of(batch, ahead):
+    """Rows and positions t whose tokens t + 1 ... t + ahead all count, in the text of t."""
+    found = []
+    B, T = batch["tokens"].shape
+    for b, t in np.ndindex(B, T - ahead):
+        span = slice(t + 1, t + ahead + 1)
+        same = batch["segment_ids"][b, span] == (batch["segment_ids"][b, t] or -1)
+        if same.all() and batch["counted"][b, span].all():
+            found.append((b, t))
+    return np.array(found).T
+
+
+def plain_loss(
+    params, backbone, drafter, batch, targets, ids, lambda_0=None, original=None
+):
+    """Equations 1 and 2 with all logits at once, one gather a head.
+
+    Labels and the teacher's distribution are over the tokens `ids`; a hidden state to come near is there for
+    every pair.
+
+    Returns: the loss, and the pairs right of each head.
+    """
+    rows, tokens = losses.rows(batch), batch["tokens"]
+    hidden = backbone.forward(*rows)
+    features = drafter.features(params, backbone, TextRows(hidden, *rows))
+    teacher = jax.lax.stop_gradient(jax.nn.softmax(backbone.lm_head(hidden)[..., ids]))
+    state = jax.lax.stop_gradient(hidden)
+    total, right = 0.0, []
+    for k in range(drafter.n_heads):
+        b, t = pairs_of(batch, k + 2)
+        kernel = backbone.params["lm_head"]["kernel"][:, ids]
+        if drafter.heads.lm_head != "shared":
+            own = params[f"heads_{k}"]["lm_head"]
+            kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
+        apart = jnp.abs(features[k, b, t] - state[b, t + k + 1])
+        near = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1).sum()
+        loss = targets.feature_weight * near
+        label = tokens[b, t + k + 2]
+        inside = np.isin(label, ids)
+        logp = jax.nn.log_softmax(features[k] @ kernel)[b[inside], t[inside]]
+        place = np.searchsorted(ids, label[inside])
+        loss -= targets.label_weight * logp[np.arange(len(place)), place].sum()
+        loss -= targets.teacher_weight * (teacher[b, t + k + 1][inside] * logp).sum()
+        total += 0.8 ** (k + 1) * loss / len(b)
+        right.append((jnp.argmax(logp, axis=-1) == place).sum())
+    if lambda_0 is None:
+        return total, right
+    b, t = pairs_of(batch, 1)
+    q = jax.nn.log_softmax(backbone.lm_head(hidden))[b, t]
+    if original is None:
+        own = -q[np.arange(len(b)), tokens[b, t + 1]]
+    else:
+        p = jax.nn.log_softmax(original.lm_head(original.forward(*rows)))[b, t]
+        own = (jnp.exp(p) * (p - q)).sum(-1)
+    return own.mean() + lambda_0 * total, right
+
+
+EVERY = np.arange(64)
+FEW = np.sort(np.random.default_rng(7).permutation(64)[:40]).astype(np.int32)
+MIXED = {"label_weight": 0.1, "teacher_weight": 0.7}
+CASES = [
+    *wide(("own", {}, EVERY), ("shared", {}, EVERY)),
+    ("low_rank", {}, EVERY),
+    ("own", MIXED | {"noise": 9.0}, EVERY),
+    ("shared", MIXED | {"feature_weight": 0.3}, FEW),
+    *wide(("own", MIXED, FEW), ("low_rank", MIXED | {"feature_weight": 0.3}, FEW)),
+]
+
+
+@pytest.mark.parametrize(("lm_head", "targets", "ids"), CASES)
+def test_head_loss_is_equation_1(lm_head, targets, ids):
     """lambda_k = 0.8^k, each head's mean over its own pairs, head k on token t + k + 1.
 
-    A pair's terms: the text's token, the backbone's distribution at t + k, and smooth-L1 to the
-    backbone's hidden state there, a mean over D.
+    A token outside the draft vocabulary teaches nothing and is a miss.
     """
-    _, backbone, drafter, params, batch = heads_problem(lm_head=lm_head)
-    counts = np.asarray(losses.pair_counts(batch, (2, 3, 4)))
-    weights = losses.HeadTargets(**targets)
-
-    class Scaled(type(drafter)):
-        def features(self, *args):
-            return scale * super().features(*args)
-
-    drafter = Scaled(drafter.heads, drafter.llama)
-
-    def plain(params):
-        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        hidden = backbone.llama.apply({"params": backbone.params}, *rows, method="forward")
-        features = drafter.features(params, backbone, TextRows(hidden, *rows))
-        teacher = jax.nn.softmax(backbone.lm_head(hidden))
-        total = 0.0
-        for k in range(3):
-            logp = jax.nn.log_softmax(drafter.head_logits(params, backbone, k, features[k]))
-            terms = []
-            for b, t in np.ndindex(2, 12 - k - 2):
-                span = slice(t + 1, t + k + 3)
-                same = batch["segment_ids"][b, span] == batch["segment_ids"][b, t]
-                if not (same.all() and batch["counted"][b, span].all()):
-                    continue
-                apart = jnp.abs(features[k, b, t] - hidden[b, t + k + 1])
-                near = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
-                terms.append(
-                    -weights.label_weight * logp[b, t, batch["tokens"][b, t + k + 2]]
-                    - weights.teacher_weight * (teacher[b, t + k + 1] * logp[b, t]).sum()
-                    + weights.feature_weight * near
-                )
-            assert len(terms) == counts[k]
-            total += 0.8 ** (k + 1) * sum(terms) / len(terms)
-        return total
+    draft_vocab = len(ids) if len(ids) < 64 else 0
+    arch, whole, drafter, params, batch = heads_problem(lm_head=lm_head)
+    backbone = whole
+    if draft_vocab:
+        backbone = vocabulary.narrowed(whole, jnp.asarray(ids))
+        drafter = make_drafter(replace(drafter.heads, draft_vocab=draft_vocab), arch)
+        params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
+    targets = losses.HeadTargets(**targets)
+    counts = losses.pair_counts(batch, (2, 3, 4))
+    inputs = losses.StepInputs(batch, counts)
+    objective = losses.HeadObjective(drafter, 5, 0.8, targets)
 
     def streamed(params):
-        objective = losses.HeadObjective(drafter, 5, 0.8, weights)
-        inputs = losses.StepInputs(batch, counts)
-        return losses.head_loss(params, backbone, objective, inputs)[0]
+        return losses.head_loss(params, backbone, objective, inputs)
 
-    value, grads = jax.jit(jax.value_and_grad(streamed))(params)
+    def plain(params):
+        return plain_loss(params, whole, drafter, batch, targets, ids)
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
+    (expected, right), expected_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(
+        params
+    )
+    assert_close((value, grads), (expected, expected_grads))
+    np.testing.assert_array_equal(sums.top1, right)
+    labels = [np.isin(batch["tokens"][b, t + k + 2], ids) for k in range(3)
+              for b, t in [pairs_of(batch, k + 2)]]  # fmt: skip
+    np.testing.assert_array_equal(sums.scored, [x.sum() for x in labels])
+    np.testing.assert_array_equal(counts, [len(x) for x in labels])
+
+
+@pytest.mark.parametrize("kl", [False, True])
+def test_joint_loss_is_equation_2(kl):
+    """L_LM + lambda_0 sum_k 0.8^k L_k, and the gradients of all that both terms read.
+
+    L_LM is the cross-entropy, or the KL divergence from the backbone before training.
+    """
+    _, backbone, drafter, heads, batch = heads_problem(lm_head="shared")
+    rng = np.random.default_rng(0)
+    moved = jax.tree.map(
+        lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), backbone.params
+    )
+    params, original = {"backbone": moved, "heads": heads}, backbone if kl else None
+    targets, counts = losses.HeadTargets(), losses.pair_counts(batch, (1, 2, 3, 4))
+    objective = losses.HeadObjective(drafter, 5, 0.8)
+
+    def split(p):
+        return p["heads"], Backbone(backbone.llama, p["backbone"])
+
+    def streamed(params):
+        inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
+        backbone_of = lambda p: split(p)[1]  # noqa: E731
+        return losses.joint_loss(params, backbone_of, split, objective, inputs, original)
+
+    def plain(params):
+        heads, backbone = split(params)
+        given = drafter, batch, targets, EVERY, 0.3, original
+        return plain_loss(heads, backbone, *given)[0]
+
+    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
     expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
+    assert sums.nll.shape == (4,)
     assert_close((value, grads), (expected, expected_grads))
 
 
@@ -237,29 +318,6 @@ def test_noise_on_hidden_states_needs_a_key():
     bound = 6.0 / np.sqrt(clean.shape[1] * clean.shape[2])
     assert 0.95 * bound < np.abs(difference).max() <= bound * 1.001
     assert abs(difference.mean()) < 0.1 * bound
-
-
-def test_what_heads_learn_from_has_no_noise():
-    """Heads that do not look at hidden states lose the same: their teacher and what they are to
-    come near are the backbone's own."""
-    _, backbone, drafter, params, batch = heads_problem(lm_head="shared")
-    counts = losses.pair_counts(batch, (2, 3, 4))
-
-    class Blind(type(drafter)):
-        def features(self, params, backbone, rows):
-            ones_BTD = jnp.ones_like(rows.hidden_BTE)
-            return super().features(params, backbone, rows._replace(hidden_BTE=ones_BTD))
-
-    blind = Blind(drafter.heads, drafter.llama)
-
-    @partial(jax.jit, static_argnums=0)
-    def loss(noise):
-        targets = losses.HeadTargets(0.1, 0.7, noise, feature_weight=0.5)
-        objective = losses.HeadObjective(blind, 5, 1.0, targets)
-        inputs = losses.StepInputs(batch, counts, jax.random.key(0))
-        return losses.head_loss(params, backbone, objective, inputs)[0]
-
-    assert_close(loss(6.0), loss(0.0))
 
 
 # A chunk of logits is a sixteenth of a set: no head may hold one while another is walked.

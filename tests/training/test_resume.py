@@ -161,7 +161,7 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
             assert f"({name}: " in str(error) and "\n" not in str(error)
         setattr(owner, field, value)
     assert resume.changes(cfg) == {}
-    assert {name for name in said if said[name] == "free"} == {"dry_run", "data.preview"}
+    assert {name for name in said if said[name] == "free"} == {"dry_run"}
     refused = (
         "data.seed train.batch_size heads.n_heads data.seq_len optim.name model.arch.d_ff"
     )

@@ -1,14 +1,11 @@
 """The log of a run after a resume, its clock, and what else the records go to."""
 
-import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.log import curves
 from medusa_jax.training.log.run_log import RunLog, finite, read_log
 
 
@@ -52,90 +49,13 @@ def test_time_aside_does_not_count(tmp_path):
     assert log.rate > 10
 
 
-def test_curves_by_head():
-    records = [
-        {"step": 1, "kind": "train", "loss": [3.0, 4.0], "lm_loss": 2.0},
-        {"step": 5, "kind": "eval", "loss": [2.0, 3.0]},
-        {"step": 9, "kind": "train", "loss": [None, 2.0], "lm_loss": 1.5},
-    ]
-    found = curves.series(records, "train", ("loss", "lm_loss"))
-    assert np.isnan(found["head 1"][1].pop())
-    assert found == {
-        "head 1": ([1, 9], [3.0]),
-        "head 2": ([1, 9], [4.0, 2.0]),
-        "backbone": ([1, 9], [2.0, 1.5]),
-    }
-    assert curves.series(records, "eval", ("loss",))["head 2"] == ([5], [3.0])
-    assert curves.series(records[:1], "train", ("lr",)) == {}
-
-
-def test_a_picture_at_every_evaluation(tmp_path, capsys):
-    """A panel per logged figure, none empty; the run goes on without matplotlib."""
-    kept, save = [], curves.save_figure
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            curves, "save_figure", lambda f, path: kept.append(f) or save(f, path)
-        )
-        log = log_some(tmp_path, curves=True)
-        picture = (tmp_path / "curves.png").read_bytes()
-        assert picture.startswith(b"\x89PNG")
-        assert [len(axes.lines) > 0 for axes in kept[0].axes] == [True] * 4
-        log.train(6, {"loss": [5.0, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
-        log.close()
-    assert (tmp_path / "curves.png").read_bytes() != picture
-    assert "accepted_length_tree 1.6" in capsys.readouterr().err
-
-    def fails(*_):
-        raise UserError("drawing charts needs matplotlib")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curves, "draw_run", fails)
-        log_some(tmp_path, curves=True).close()
-    assert capsys.readouterr().err.count("no curves.png: drawing charts needs") == 1
-
-
-class FakeWandb:
-    """Records what a run is sent."""
-
-    def __init__(self):
-        self.starts, self.logged, self.finished = [], [], 0
-
-    def init(self, **options):
-        self.starts.append(options)
-        return SimpleNamespace(id=options["id"] or "abc", log=self.log, finish=self.finish)
-
-    def log(self, scalars, step):
-        self.logged.append((step, scalars))
-
-    def finish(self):
-        self.finished += 1
-
-
-def test_weights_and_biases_only_when_asked_for(tmp_path, monkeypatch):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    log_some(tmp_path).close()
-    assert not fake.starts
-    for _ in range(2):  # the second time it resumes
-        log_some(tmp_path, wandb="mine", config={"x": 1}).close()
-    assert [s["id"] for s in fake.starts] == [None, "abc"]
-    assert fake.starts[0]["project"] == "mine" and fake.starts[0]["config"] == {"x": 1}
-    assert fake.logged[0] == (1, {"train/loss/head_1": 1.0, "train/loss/head_2": 2.0,
-                                  "train/top1/head_1": 0.1, "train/top1/head_2": 0.2,
-                                  "train/lr": 0.1})  # fmt: skip
-    assert fake.finished == 2
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
-        opened(tmp_path, wandb="mine")
-
-
 def test_a_full_disk_is_one_sentence_and_closing_says_no_other(tmp_path):
     """The log's file and TensorBoard's, neither of which can be written any more."""
     log = opened(tmp_path)
     for sink in ("board", "file"):
         full = open("/dev/full", "wb" if sink == "board" else "w")  # noqa: SIM115
         if sink == "board":
-            log.sinks[0].writer._py_recordio_writer._writer = full
+            log.board.writer._py_recordio_writer._writer = full
         else:
             log.file = full
         with pytest.raises(UserError, match="could not be written: No space left on"):

@@ -1,7 +1,7 @@
 """Translate GGUF metadata and tensor names to Hugging Face's."""
 
 import math
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import numpy as np
@@ -14,38 +14,24 @@ from medusa_jax.model.blocks import Blocks
 # general.architecture -> model_type. Mistral's files say "llama".
 FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
-# GGUF name -> (Hugging Face name, dimensions: V vocabulary, D width, F mlp width, H head size,
-# Q all query heads, K all key heads).
-OUTSIDE_LAYERS = {
-    "token_embd.weight": ("model.embed_tokens.weight", "VD"),
-    "output_norm.weight": ("model.norm.weight", "D"),
+# GGUF's name of a module -> Hugging Face's, outside of the layers and in them.
+MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
 }
-OUTPUT = {"output.weight": ("lm_head.weight", "VD")}
 IN_LAYERS = {
-    "attn_norm.weight": ("input_layernorm.weight", "D"),
-    "attn_q.weight": ("self_attn.q_proj.weight", "QD"),
-    "attn_k.weight": ("self_attn.k_proj.weight", "KD"),
-    "attn_v.weight": ("self_attn.v_proj.weight", "KD"),
-    "attn_output.weight": ("self_attn.o_proj.weight", "DQ"),
-    "ffn_norm.weight": ("post_attention_layernorm.weight", "D"),
-    "ffn_gate.weight": ("mlp.gate_proj.weight", "FD"),
-    "ffn_up.weight": ("mlp.up_proj.weight", "FD"),
-    "ffn_down.weight": ("mlp.down_proj.weight", "DF"),
-}
-QKV_BIAS = {
-    "attn_q.bias": ("self_attn.q_proj.bias", "Q"),
-    "attn_k.bias": ("self_attn.k_proj.bias", "K"),
-    "attn_v.bias": ("self_attn.v_proj.bias", "K"),
-}
-OUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "D")}
-MLP_BIAS = {
-    "ffn_gate.bias": ("mlp.gate_proj.bias", "F"),
-    "ffn_up.bias": ("mlp.up_proj.bias", "F"),
-    "ffn_down.bias": ("mlp.down_proj.bias", "D"),
-}
-QK_NORM = {
-    "attn_q_norm.weight": ("self_attn.q_norm.weight", "H"),
-    "attn_k_norm.weight": ("self_attn.k_norm.weight", "H"),
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 
 # Llama 3.1's scaling of the rotary frequencies, stored as a divisor for each frequency.
@@ -68,39 +54,30 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     arch = file.text("general.architecture")
     if arch not in FAMILIES:
         raise UserError(
-            f"{file.path}: architecture {arch!r} is not supported (there are: "
+            f"{file.file}: architecture {arch!r} is not supported (there are: "
             f"{', '.join(FAMILIES)})"
         )
     if file.whole(f"{arch}.expert_count", 0):
-        raise UserError(f"{file.path}: a mixture of experts is not supported")
-    width = file.whole(f"{arch}.embedding_length")
-    heads = file.whole(f"{arch}.attention.head_count")
-    kv_heads = file.whole(f"{arch}.attention.head_count_kv", heads)
-    if not heads or not kv_heads or heads % kv_heads:
-        raise UserError(
-            f"{file.path}: {heads} query heads and {kv_heads} key/value heads do not fit"
-        )
-    head_dim = file.whole(f"{arch}.attention.key_length", width // heads)
-    value_dim = file.whole(f"{arch}.attention.value_length", head_dim)
-    rotated = file.whole(f"{arch}.rope.dimension_count", head_dim)
-    if not head_dim == value_dim == rotated or head_dim % 2:
-        raise UserError(
-            f"{file.path}: heads of {head_dim} keys and {value_dim} values, {rotated} of them "
-            "rotated, are not supported: all three must be equal and even"
-        )
+        raise UserError(f"{file.file}: a mixture of experts is not supported")
+    width = file.count(f"{arch}.embedding_length")
+    heads = file.count(f"{arch}.attention.head_count")
+    head_dim = file.count(f"{arch}.attention.key_length", width // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if file.count(f"{arch}.{name}", head_dim) != head_dim:
+            file.refuse(f"{arch}.{name}", f"{head_dim}, the size of a head")
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
         "architectures": [f"{FAMILIES[arch].capitalize()}ForCausalLM"],
         "model_type": FAMILIES[arch],
         "vocab_size": embedding.shape[0] if embedding else 0,
         "hidden_size": width,
-        "intermediate_size": file.whole(f"{arch}.feed_forward_length"),
-        "num_hidden_layers": file.whole(f"{arch}.block_count"),
+        "intermediate_size": file.count(f"{arch}.feed_forward_length"),
+        "num_hidden_layers": file.count(f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": file.count(f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": file.whole(f"{arch}.context_length"),
+        "max_position_embeddings": file.count(f"{arch}.context_length"),
         "rms_norm_eps": file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
@@ -118,17 +95,17 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:
     """`rope_scaling` of config.json."""
     key = f"{arch}.rope.scaling."
-    names = [n for n in (f"{key}factor", f"{arch}.rope.scale_linear") if n in file.metadata]
+    names = [n for n in (f"{key}factor", f"{arch}.rope.scale_linear") if n in file.values]
     # As in llama.cpp a factor without a type is linear, and 0 is none.
-    factor = file.number(names[0]) if names and file.metadata[names[0]] else 1.0
+    factor = file.number(names[0]) if names and file.values[names[0]] else 1.0
     kind = file.text(f"{key}type", "linear")
     kind = "none" if kind == "linear" and factor == 1 else kind
     divisors = file.tensors.get(FREQUENCY_DIVISORS)
     if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
-        raise UserError(f"{file.path}: rope scaling {kind!r} is not supported here")
+        raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
     for name, value in EXPECTED_SCALING.items():
-        if file.metadata.get(key + name, value) != value:
-            raise UserError(f"{file.path}: {key}{name} is only supported as {value}")
+        if file.values.get(key + name, value) != value:
+            raise UserError(f"{file.file}: {key}{name} is only supported as {value}")
     if divisors is not None:
         return _llama3_scaling(divisors, config)
     if kind != "yarn":
@@ -139,8 +116,8 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
     yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     yarn["original_max_position_embeddings"] = original
     for name in ("beta_fast", "beta_slow"):
-        yarn[name] = file.metadata.get(f"{key}yarn_{name}")
-    return yarn | {"attention_factor": file.metadata.get(f"{key}yarn_attn_factor")}
+        yarn[name] = file.values.get(f"{key}yarn_{name}")
+    return yarn | {"attention_factor": file.values.get(f"{key}yarn_attn_factor")}
 
 
 def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -167,59 +144,17 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 
 
-def named_tensors(file: GGUFFile, config: dict[str, Any]) -> dict[str, BlockTensor]:
-    """The tensors by their Hugging Face names.
+def hf_name(name: str) -> str:
+    """The Hugging Face name of a tensor; unknown names are unchanged.
 
-    Raises:
-      UserError: one is missing, of another shape than the metadata says, or unknown.
+    Example: "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight".
     """
-    sizes = {
-        "V": config["vocab_size"],
-        "D": config["hidden_size"],
-        "F": config["intermediate_size"],
-        "H": config["head_dim"],
-        "Q": config["head_dim"] * config["num_attention_heads"],
-        "K": config["head_dim"] * config["num_key_value_heads"],
-    }
-    named = {}
-    known = {FREQUENCY_DIVISORS}
-    for name, theirs, dimensions in _expected(config):
-        tensor = file.tensors.get(name)
-        if tensor is None:
-            raise UserError(f"{file.path}: tensor {name!r} is missing")
-        shape = tuple(sizes[letter] for letter in dimensions)
-        if tensor.shape != shape:
-            raise UserError(
-                f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, the metadata asks "
-                f"for {list(shape)}"
-            )
-        named[theirs] = tensor
-        known.add(name)
-    if unknown := sorted(file.tensors.keys() - known):
-        raise UserError(
-            f"{file.path}: this model has no place for tensor {unknown[0]!r} (of "
-            f"{len(unknown)} such)"
-        )
-    return named
-
-
-def _expected(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(GGUF name, Hugging Face name, dimensions) of every tensor of such a model."""
-    outside = OUTSIDE_LAYERS | ({} if config["tie_word_embeddings"] else OUTPUT)
-    for name, (theirs, dimensions) in outside.items():
-        yield name, theirs, dimensions
-    inside = dict(IN_LAYERS)
-    if config["model_type"] == "qwen2":
-        inside |= QKV_BIAS
-    if config["model_type"] == "qwen3":
-        inside |= QK_NORM
-    if config.get("attention_bias"):
-        inside |= QKV_BIAS | OUT_BIAS
-    if config.get("mlp_bias"):
-        inside |= MLP_BIAS
-    for i in range(config["num_hidden_layers"]):
-        for name, (theirs, dimensions) in inside.items():
-            yield f"blk.{i}.{name}", f"model.layers.{i}.{theirs}", dimensions
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    i, module, leaf = match.groups() if match else (None, "", "")
+    stem = MODULES.get(module) if i is None else IN_LAYERS.get(module)
+    if stem is None:
+        return name
+    return f"{stem}.{leaf}" if i is None else f"model.layers.{i}.{stem}.{leaf}"
 
 
 def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
@@ -228,8 +163,11 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
     llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head (i, i + H / 2).
     So for `llama` it reorders the rows of the query and key projections and their biases.
     """
-    part = tensor.name.split(".")[-2]
-    if config["model_type"] not in ("llama", "mistral") or part not in ("attn_q", "attn_k"):
+    part = tensor.name.split(".")[-2:-1]
+    if config["model_type"] not in ("llama", "mistral") or part not in (
+        ["attn_q"],
+        ["attn_k"],
+    ):
         return None
     rows = np.arange(tensor.shape[0]).reshape(-1, config["head_dim"] // 2, 2)
     return rows.swapaxes(1, 2).ravel()
@@ -239,13 +177,18 @@ def open_tensors(path: str) -> Tensors:
     """The tensors of a GGUF file by their Hugging Face names; they are read later.
 
     Raises:
-      UserError: as for `hf_config` and `named_tensors`.
+      UserError: as for `hf_config`.
     """
     file = read_gguf(path)
-    config = hf_config(file)
+    return hf_tensors(file, hf_config(file))
+
+
+def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
+    """`open_tensors` of an open file with this `hf_config`."""
     return {
-        name: _open_tensor(tensor, row_order(tensor, config))
-        for name, tensor in named_tensors(file, config).items()
+        hf_name(name): _open_tensor(tensor, row_order(tensor, config))
+        for name, tensor in file.tensors.items()
+        if name != FREQUENCY_DIVISORS
     }
 
 

@@ -3,24 +3,36 @@
 import hashlib
 import json
 import os
+from functools import lru_cache
 
 import filelock
 
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
-from medusa_jax.formats.gguf.architecture import hf_config, named_tensors
-from medusa_jax.formats.gguf.reader import read_gguf, split_files
+from medusa_jax.formats.gguf.architecture import hf_config, hf_tensors
+from medusa_jax.formats.gguf.reader import GGUFFile, read_gguf, split_files
 from medusa_jax.formats.gguf.vocabulary import (
     build_tokenizer,
     special_ids,
     token_texts,
     tokenizer_settings,
 )
-from medusa_jax.interop.tensors import GGUF_LINK, save_json
-from medusa_jax.whole_files import replacing
+from medusa_jax.interop.hf import locate
+from medusa_jax.interop.hf_config import parse_config
+from medusa_jax.interop.tensors import GGUF_LINK, check_keys, save_json
+from medusa_jax.model.placing import abstract_params
+from medusa_jax.whole_files import Json, replacing
 
+# Names of sampling options in GGUF metadata -> in generation_config.json.
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 # Part of every directory's name: raise it when a file would be converted differently.
-VERSION = 3
+VERSION = 4
 
 
 def make_directory(path: str, sha256: str = "") -> str:
@@ -35,7 +47,10 @@ def make_directory(path: str, sha256: str = "") -> str:
     Raises:
       UserError: a file that cannot be read, is damaged, or contains something unknown; the disk is full.
     """
-    digest = checksum(path)
+    try:
+        digest = checksum(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
     if sha256 and digest != sha256:
         raise UserError(
             f"{path} is not the file that is known by this name: its sha256 is {digest}, not "
@@ -70,19 +85,24 @@ def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
     sums = []
     for name in split_files(path):
-        try:
-            with open(name, "rb") as file:
-                sums.append(hashlib.file_digest(file, "sha256").hexdigest())
-        except OSError as error:
-            raise UserError(f"{name} cannot be read: {error.strerror or error}") from error
+        about = os.stat(name)
+        sums.append(_sha256(name, about.st_size, about.st_mtime_ns))
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _sha256(name: str, size: int, changed: int) -> str:
+    """The checksum of a file, computed once while its size and time of change stay the same."""
+    with open(name, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def convert(path: str, directory: str) -> None:
     """Write configuration and tokenizer of a GGUF file, after a check of its tensors' names and shapes."""
     file = read_gguf(path)
-    config = hf_config(file)
-    named_tensors(file, config)
+    config = hf_config(file) | {"_name_or_path": names_of(file)}
+    llama = parse_config(path, config)
+    check_keys(abstract_params(llama), hf_tensors(file, config), locate, path)
     ids = special_ids(file)
     if (n_tokens := len(token_texts(file))) > config["vocab_size"]:
         raise UserError(
@@ -92,4 +112,19 @@ def convert(path: str, directory: str) -> None:
     save_json(os.path.join(directory, "tokenizer.json"), tokenizer)
     save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
     save_json(os.path.join(directory, "config.json"), config | ids)
-    save_json(os.path.join(directory, "generation_config.json"), ids)
+    save_json(os.path.join(directory, "generation_config.json"), ids | sampling_of(file))
+
+
+def names_of(file: GGUFFile) -> str:
+    """The model's names in the file's metadata, such as "Qwen2.5 0.5B Instruct Qwen2.5 Instruct"."""
+    keys = ("name", "basename", "finetune")
+    return " ".join(str(file.values.get(f"general.{key}", "")) for key in keys).strip()
+
+
+def sampling_of(file: GGUFFile) -> Json:
+    """The sampling defaults in the file's metadata, as generation_config.json has them."""
+    found = {
+        own: file.values.get(f"general.sampling.{key}") for key, own in SAMPLING.items()
+    }
+    given = {own: value for own, value in found.items() if value is not None}
+    return given and {"do_sample": True} | given

@@ -13,11 +13,13 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
 
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.interop.fields import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -85,57 +87,12 @@ class BlockTensor:
 
 
 @dataclass(frozen=True)
-class GGUFFile:
-    """A file's metadata by key, and its tensors by name.
+class GGUFFile(Fields):
+    """A file's metadata by key, and its tensors by name."""
 
-    The getters of metadata return `default` where the file lacks the key.
-
-    Raises:
-      UserError: no such key and no default, or a value of another type.
-    """
-
-    path: str
-    metadata: dict[str, Any]
     tensors: dict[str, BlockTensor]
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0 on."""
-        value = self._get(key, default)
-        if type(value) is not int or value < 0:
-            raise self._wrong(key, "a count")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self._wrong(key, "a positive number")
-        return float(value)
-
-    def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self._wrong(key, "a string")
-        return value
-
-    def items(self, key: str, kind: type, default: list | None = None) -> list:
-        """A list of values of one type."""
-        value = self._get(key, default)
-        if not isinstance(value, list) or any(type(item) is not kind for item in value):
-            raise self._wrong(key, f"a list of {kind.__name__}")
-        return value
-
-    def _get(self, key: str, default: Any) -> Any:
-        value = self.metadata.get(key, default)
-        if value is None:
-            raise UserError(f"{self.path} does not say {key}")
-        return value
-
-    def _wrong(self, key: str, kind: str) -> UserError:
-        return UserError(
-            f"{self.path}: {key} should be {kind}, not {self.metadata[key]!r:.80}"
-        )
+    whole = partialmethod(Fields.count, least=0)
 
 
 def split_files(path: str) -> list[str]:
@@ -165,11 +122,11 @@ def read_gguf(path: str) -> GGUFFile:
         place = part.whole("split.no", 0), part.whole("split.count", 1)
         if place != (i, len(files)) and place != (0, 0):
             raise UserError(
-                f"{part.path} is file {place[0] + 1} of {place[1]} of a split model, which its name does not "
+                f"{part.file} is file {place[0] + 1} of {place[1]} of a split model, which its name does not "
                 "say: it should end in -00001-of-00003.gguf, for example"
             )
-        _add(tensors, part.tensors, part.path)
-    return GGUFFile(path, parts[0].metadata, tensors)
+        _add(tensors, part.tensors, part.file)
+    return GGUFFile(path, parts[0].values, tensors)
 
 
 def _add(table: dict[str, Any], entries: dict[str, Any], path: str) -> None:
@@ -184,20 +141,23 @@ def _read(path: str) -> GGUFFile:
     try:
         # Slicing a plain view costs a third of slicing a memmap.
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        return _parse(path, data)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is truncated: it is empty") from error
-    cursor = _Cursor(path, data)
-    magic = bytes(cursor.take(4, "the header"))
-    version = cursor.scalar("I", "the header")
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} is truncated or damaged: {first_line(error)}") from error
+
+
+def _parse(path: str, data: np.ndarray) -> GGUFFile:
+    """Read the bytes of a file; raises ValueError or KeyError where they are damaged."""
+    cursor = _Cursor(data)
+    magic, version = bytes(cursor.take(4, "the header")), cursor.scalar("I", "the header")
     # A big-endian file shows its version in the upper bytes.
     if magic != MAGIC or version not in VERSIONS:
         raise UserError(
             f"{path} is no little-endian GGUF file of version 2 or 3: it begins with {magic!r}, {version}"
         )
-    n_tensors = cursor.scalar("Q", "the header")
-    n_entries = cursor.scalar("Q", "the header")
+    n_tensors, n_entries = (cursor.scalar("Q", "the header") for _ in range(2))
     metadata: dict[str, Any] = {}
     for _ in range(n_entries):
         key = cursor.string("a metadata key")
@@ -215,12 +175,12 @@ def _read(path: str) -> GGUFFile:
 class _Cursor:
     """A place in the header that never runs over the file's end."""
 
-    def __init__(self, path: str, data: np.ndarray) -> None:
-        self.path, self.data, self.at = path, data, 0
+    def __init__(self, data: np.ndarray) -> None:
+        self.data, self.at = data, 0
 
     def take(self, size: int, what: str) -> np.ndarray:
         if size > len(self.data) - self.at:
-            raise UserError(f"{self.path} is truncated or damaged: it ends inside {what}")
+            raise ValueError(f"it ends inside {what}")
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -229,11 +189,7 @@ class _Cursor:
         return struct.unpack(f"<{code}", raw)[0]
 
     def string(self, what: str) -> str:
-        raw = self.take(self.scalar("Q", what), what).tobytes()
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.path} is damaged: {what} is no UTF-8 text") from error
+        return self.take(self.scalar("Q", what), what).tobytes().decode()
 
     def value(self, kind: int, key: str) -> Any:
         what = f"the metadata {key!r}"
@@ -242,15 +198,11 @@ class _Cursor:
         if kind == FLOAT32:
             # 1e-05, as its publisher wrote it, instead of 9.999999747378752e-06.
             return float(str(np.float32(self.scalar("f", what))))
-        if kind in SCALARS:
+        if kind != ARRAY:
             return self.scalar(SCALARS[kind], what)
-        of, count = (
-            (self.scalar(code, what) for code in "IQ") if kind == ARRAY else (kind, 0)
-        )
+        of, count = (self.scalar(code, what) for code in "IQ")
         if of == STRING:
             return [self.string(what) for _ in range(count)]
-        if of not in SCALARS:
-            raise UserError(f"{self.path} is damaged: {what} is of unknown type {of}")
         kind_of = np.dtype(SCALARS[of]).newbyteorder("<")
         return self.take(count * kind_of.itemsize, what).view(kind_of).tolist()
 
@@ -261,9 +213,7 @@ def _describe(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     what = f"the description of tensor {name!r}"
     dimensions = cursor.scalar("I", what)
     if not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise UserError(
-            f"{cursor.path} is damaged: tensor {name!r} has {dimensions} dimensions"
-        )
+        raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
     shape = tuple(cursor.scalar("Q", what) for _ in range(dimensions))[::-1]
     return name, shape, cursor.scalar("I", what), cursor.scalar("Q", what)
 
@@ -281,14 +231,13 @@ def _map_tensor(
     kind = package.GGMLQuantizationType(number)
     per_block, block_bytes = package.GGML_QUANT_SIZES[kind]
     if shape[-1] % per_block or not math.prod(shape):
-        raise UserError(
-            f"{path} is damaged: tensor {name!r} of shape {list(shape)} is not made of blocks of "
-            f"{per_block} ({kind.name})"
+        raise ValueError(
+            f"tensor {name!r} of shape {list(shape)} is not made of blocks of {per_block} ({kind.name})"
         )
     row = shape[-1] // per_block * block_bytes
     rows = math.prod(shape[:-1])
     if start + rows * row > len(data):
-        raise UserError(f"{path} is truncated or damaged: it ends inside tensor {name!r}")
+        raise ValueError(f"it ends inside tensor {name!r}")
     blocks = data[start : start + rows * row].reshape(rows, row)
     return BlockTensor(path, name, shape, kind, blocks, start)
 

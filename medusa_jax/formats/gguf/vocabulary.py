@@ -10,6 +10,7 @@ from typing import Any
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf.reader import GGUFFile
+from medusa_jax.interop.tokenizer import library_errors
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -134,28 +135,21 @@ def build_tokenizer(file: GGUFFile) -> Any:
     import tokenizers
 
     tokens = token_texts(file)
-    kinds = file.items("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
-    if len(kinds) != len(tokens):
-        raise UserError(
-            f"{file.path} is damaged: {len(tokens)} tokens and the types of {len(kinds)}"
-        )
+    kinds = _by_token(file, "token_type", int, tokens, [NORMAL] * len(tokens))
     kinds = [CONTROL if t in END_TEXTS else kind for t, kind in zip(tokens, kinds)]
     if (longest := max(map(len, tokens), default=0)) > LONGEST_TOKEN:
-        raise UserError(
-            f"{file.path} is damaged: a token has {longest} characters, at most {LONGEST_TOKEN} "
-            "are read"
-        )
+        raise UserError(f"{file.file} is damaged: a token has {longest} characters")
     model = file.text("tokenizer.ggml.model")
     if model not in ("gpt2", "llama"):
         raise UserError(
-            f"{file.path}: tokenizer kind {model!r} is not supported (there are: gpt2, llama)"
+            f"{file.file}: tokenizer kind {model!r} is not supported (there are: gpt2, llama)"
         )
-    try:
+    if model == "gpt2" and not file.values.get("tokenizer.ggml.pre"):
+        inform(
+            f"{file.file} does not say how its tokenizer splits text: as llama.cpp by default"
+        )
+    with library_errors(f"{file.file} is damaged: its tokenizer does not fit together"):
         if model == "gpt2":
-            if not file.metadata.get("tokenizer.ggml.pre"):
-                inform(
-                    f"{file.path} does not say how its tokenizer splits text: as llama.cpp by default"
-                )
             backend = _byte_level(file, tokens, _splitting(file))
         else:
             backend = _sentencepiece(file, tokens, kinds)
@@ -167,15 +161,19 @@ def build_tokenizer(file: GGUFFile) -> Any:
                     if its_kind == kind and token
                 ]
             )
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    # The library raises Exception, and BaseException for panics of its Rust code.
-    except BaseException as error:
-        problem = " ".join(str(error).split())
-        raise UserError(
-            f"{file.path} is damaged: its tokenizer does not fit together ({problem})"
-        ) from error
     return backend
+
+
+def _by_token(
+    file: GGUFFile, name: str, kind: type, tokens: list[str], default: list | None = None
+) -> list:
+    """A list of the metadata with an entry for each token."""
+    values = file.items(f"tokenizer.ggml.{name}", kind, default)
+    if len(values) != len(tokens):
+        raise UserError(
+            f"{file.file} is damaged: {len(tokens)} tokens and the {name} of {len(values)}"
+        )
+    return values
 
 
 def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
@@ -189,7 +187,7 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     adds_bos = sentencepiece or _splitting(file).adds_bos
     settings["add_bos_token"] = bool(
-        file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+        file.values.get("tokenizer.ggml.add_bos_token", adds_bos)
     )
     key = "tokenizer.chat_template"
     keys = {"default": key} | {n: f"{key}.{n}" for n in file.items(f"{key}s", str, [])}
@@ -214,16 +212,12 @@ def special_ids(file: GGUFFile) -> dict[str, Any]:
 
 def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
     """A token id of the metadata, None if the file has none."""
-    if (full := f"tokenizer.ggml.{key}") not in file.metadata:
+    if (full := f"tokenizer.ggml.{key}") not in file.values:
         number = SENTENCEPIECE_IDS.get(key, size)
-        sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"
+        sentencepiece = file.values.get("tokenizer.ggml.model") == "llama"
         return number if sentencepiece and number < size else None
-    key = full
-    number = file.whole(key)
-    if number >= size:
-        raise UserError(
-            f"{file.path} is damaged: {key} is {number}, of a vocabulary of {size}"
-        )
+    if (number := file.whole(full)) >= size:
+        file.refuse(full, f"the id of one of {size} tokens")
     return number
 
 
@@ -232,7 +226,7 @@ def _splitting(file: GGUFFile) -> Splitting:
     name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
         raise UserError(
-            f"{file.path}: pre-tokenizer {name!r} is not supported (there are: "
+            f"{file.file}: pre-tokenizer {name!r} is not supported (there are: "
             f"{', '.join(SPLITTINGS)})"
         )
     return SPLITTINGS[name]
@@ -242,12 +236,7 @@ def _byte_level(file: GGUFFile, tokens: list[str], splitting: Splitting) -> Any:
     """Byte-level byte-pair encoding, as in GPT-2."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    merges = []
-    for merge in file.items("tokenizer.ggml.merges", str):
-        left, blank, right = merge.partition(" ")
-        if not blank:
-            raise UserError(f"{file.path} is damaged: the merge {merge!r} is no pair")
-        merges.append((left, right))
+    merges = [tuple(m.split(" ", 1)) for m in file.items("tokenizer.ggml.merges", str)]
     model = models.BPE(_ids(tokens), merges, ignore_merges=splitting.whole_words)
     backend = Tokenizer(model)
     if splitting.normal_form:
@@ -268,11 +257,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = file.items("tokenizer.ggml.scores", float)
-    if len(scores) != len(tokens):
-        raise UserError(
-            f"{file.path} is damaged: {len(tokens)} tokens and the scores of {len(scores)}"
-        )
+    scores = _by_token(file, "scores", float, tokens)
     normal = {t: s for t, s, kind in zip(tokens, scores, kinds) if kind == NORMAL}
     merges = [
         (-score, token[:i], token[i:])
@@ -289,7 +274,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
         byte_fallback=True,
     )
     backend = Tokenizer(model)
-    prefixed = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = file.values.get("tokenizer.ggml.add_space_prefix", True)
     blanks = normalizers.Replace(" ", "▁")
     steps = [normalizers.Prepend("▁"), blanks] if prefixed else [blanks]
     backend.normalizer = normalizers.Sequence(steps)

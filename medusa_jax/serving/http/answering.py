@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +26,30 @@ T = TypeVar("T")
 COMPILER = ThreadPoolExecutor(1, "constraints")
 # Prompts are scored one at a time, since they share the device.
 SCORER = ThreadPoolExecutor(1, "scoring")
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy in front must not hold pieces back
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on one client.
+
+    Attributes:
+      body_bytes: size of a call's body.
+      seconds: time for an answer, waiting included.
+      read_seconds: time for a client to send its body, and to take a piece of a stream.
+      idle_seconds: time that a connection may be idle between requests.
+      connections: open connections; beyond it, calls get 503.
+    """
+
+    body_bytes: int = 1 << 20
+    seconds: float = 600.0
+    read_seconds: float = 30.0
+    idle_seconds: int = 30
+    connections: int = 500
 
 
 class Gone(Exception):
@@ -47,37 +72,32 @@ class Answering:
         self._handles: list[Handle] = []
 
     async def __aenter__(self) -> "Answering":
-        loop, call = asyncio.get_running_loop(), self._reply.call
+        """Submit the requests.
+
+        Raises:
+          Refused: the server does not take them.
+        """
+        server, loop, n = self._server, asyncio.get_running_loop(), len(self._requests)
 
         def deliver(index: int, delta: Delta | Stopped) -> None:
             # The loop may be closed before the server is.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._queue.put_nowait, (index, delta))
 
-        delivers = [partial(deliver, i) for i in range(len(self._requests))]
         constrained = any(request.options.constraint for request in self._requests)
-
-        def submit() -> None:
-            echoes = self._reply.echoes
-            for i, (text, request) in enumerate(zip(call.echo, self._requests)):
-                asked = self._server.model, text, request.prompt, request.options.logprobs
-                # Choices of one prompt share its scores.
-                echoes[i] = echoes.get(i - request.id) or echo_of(*asked)
-            if call.empty:
-                for each, request in zip(delivers, self._requests):
-                    n = len(request.prompt)
-                    none = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
-                    each(Delta("", [], [], [], [], Ending(none, 0.0, 0, 1)))
-                return
-            self._handles = self._server.submit_all(self._requests, delivers)
-            if self._left:
-                self._cancel()
-
-        executor = SCORER if call.echo else COMPILER if constrained else None
-        n = len(self._requests) if executor else 0
-        try:  # in a thread, since tokenising a long text takes time
-            with self._server.preparing(n):
+        executor = SCORER if self._reply.call.echo else COMPILER if constrained else None
+        submit = partial(self._submit, [partial(deliver, i) for i in range(n)])
+        n = n if executor else 0  # those that wait for a thread count as waiting
+        try:
+            if n and server.waiting + server.preparing + n > server.queue:
+                raise Busy(
+                    f"{server.waiting + server.preparing} requests are waiting already"
+                )
+            server.preparing += n
+            try:  # in a thread, since tokenising a long text takes time
                 await loop.run_in_executor(executor, submit)
+            finally:
+                server.preparing -= n
         except asyncio.CancelledError:  # `submit` may still be waiting for its thread
             self._left = True
             self._cancel()
@@ -93,6 +113,22 @@ class Answering:
 
     async def __aexit__(self, *_: object) -> None:
         self._cancel()
+
+    def _submit(self, delivers: list[Callable[[Delta | Stopped], None]]) -> None:
+        echoes, call = self._reply.echoes, self._reply.call
+        for i, (text, request) in enumerate(zip(call.echo, self._requests)):
+            asked = self._server.model, text, request.prompt, request.options.logprobs
+            # Choices of one prompt share its scores.
+            echoes[i] = echoes.get(i - request.id) or echo_of(*asked)
+        if call.empty:
+            for deliver, request in zip(delivers, self._requests):
+                n = len(request.prompt)
+                none = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
+                deliver(Delta("", [], [], [], [], Ending(none, 0.0, 0, 1)))
+        elif not self._left:
+            self._handles = self._server.submit_all(self._requests, delivers)
+            if self._left:
+                self._cancel()
 
     def _cancel(self) -> None:
         """Cancel the unfinished requests, if they were submitted."""
@@ -141,14 +177,14 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def within(seconds: float, work: Awaitable[T]) -> T:
-    """Return the result of `work`.
+async def within(seconds: float, work: Awaitable[T], spent: float = 0.0) -> T:
+    """Return the result of `work`; `spent` of the seconds have passed already.
 
     Raises:
       Refused: it took longer.
     """
     try:
-        return await asyncio.wait_for(work, seconds)
+        return await asyncio.wait_for(work, seconds - spent)
     except TimeoutError as error:
         message = f"no answer within {seconds:g} seconds"
         raise Refused(504, message, code="timeout") from error
@@ -161,65 +197,64 @@ class EventStream:
 
     Args:
       answering: already entered; the stream exits it.
-      seconds: time limit of the answer.
-      ended: called with the status at the end.
+      ended: called at the end with the status, and with the error or the counts of tokens.
     """
 
     def __init__(
         self,
         answering: Answering,
         reply: Reply,
-        seconds: float,
-        ended: Callable[[int], None],
+        limits: Limits,
+        ended: Callable[[int, str], None],
     ) -> None:
         self._answering, self._reply = answering, reply
-        self._seconds, self._ended = seconds, ended
+        self._limits, self._ended = limits, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 200
+        status, what = 503, str(ending())  # uvicorn ends, and its time to drain is over
         try:
-            await unless_gone(receive, self._stream(send))
+            error = await unless_gone(receive, self._stream(send))
+            status, what = (
+                (error.status, str(error)) if error else (200, self._reply.counts())
+            )
         except (Gone, OSError):
-            status = 499
-        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
-            status = 503
+            status, what = 499, "the client left"
+        except asyncio.CancelledError:
+            pass
         finally:
             await self._answering.__aexit__()
-            self._ended(status)
+            self._ended(status, what)
 
-    async def _stream(self, send: Send) -> None:
-        headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"cache-control", b"no-store"),
-            (b"x-accel-buffering", b"no"),  # a proxy in front must not hold pieces back
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _stream(self, send: Send) -> Refused | None:
+        """Send the events; return the error if one was the last.
+
+        Raises:
+          OSError: the client takes nothing.
+        """
+        error = None
 
         async def event(data: Any) -> None:
             text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
             body = f"data: {text}\n\n".encode(errors="replace")
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            sent = send({"type": "http.response.body", "body": body, "more_body": True})
+            await asyncio.wait_for(sent, self._limits.read_seconds)
 
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         try:
             for piece in self._reply.first():
                 await event(piece)
-            deadline = asyncio.get_running_loop().time() + self._seconds
-            deltas = self._answering.deltas()
-            while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        index, delta = await anext(deltas)
-                except StopAsyncIteration:
-                    break
-                except TimeoutError:
-                    message = f"no whole answer within {self._seconds:g} seconds"
-                    raise Refused(504, message, code="timeout") from None
-                await event(self._reply.piece(index, delta))
+            deltas, loop = self._answering.deltas(), asyncio.get_running_loop()
+            start, seconds = loop.time(), self._limits.seconds
+            while one := await within(seconds, anext(deltas, None), loop.time() - start):
+                await event(self._reply.piece(*one))
             for piece in self._reply.last():
                 await event(piece)
             await event("[DONE]")
-        except Refused as error:  # the status has already been sent
-            await event(error.body())
+        except Refused as refused:  # the status has already been sent
+            error = refused
         except asyncio.CancelledError:
-            await event(ending().body())
+            error = ending()
+        if error:
+            await event(error.body())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return error

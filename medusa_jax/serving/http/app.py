@@ -6,10 +6,10 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,6 +25,7 @@ from medusa_jax.serving.http.answering import (
     Answering,
     EventStream,
     Gone,
+    Limits,
     unless_gone,
     within,
 )
@@ -32,6 +33,7 @@ from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
+from medusa_jax.serving.log import log
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
@@ -47,27 +49,6 @@ PAGE_HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits on one client.
-
-    Attributes:
-      body_bytes: size of a call's body.
-      seconds: time for an answer, waiting included.
-      read_seconds: time for a client to send its body, and to receive a piece of the answer.
-      head_seconds: time for a client to send the head of a request after its first byte.
-      idle_seconds: time that a connection may be idle between requests.
-      connections: open connections; beyond it, the oldest that waits for its client is closed.
-    """
-
-    body_bytes: int = 1 << 20
-    seconds: float = 600.0
-    read_seconds: float = 30.0
-    head_seconds: float = 10.0
-    idle_seconds: int = 30
-    connections: int = 1000
-
-
 def make_app(
     server: Server,
     *,
@@ -76,6 +57,7 @@ def make_app(
     key: str = "",
     limits: Limits | None = None,
     hosts: Sequence[str] = (),
+    log_all: bool = False,
 ) -> Starlette:
     """Return the ASGI application of one server.
 
@@ -85,8 +67,9 @@ def make_app(
       key: clients must send it as `Authorization: Bearer KEY`; "" admits every client.
       hosts: allowed names in a request's `Host`, if any are given. Without a key, a page of another
         site could otherwise reach a local server by a name that resolves to it.
+      log_all: log every call; otherwise only those that are refused or fail.
     """
-    port = Port(server, name, template, key, limits or Limits())
+    port = Port(server, name, template, key, limits or Limits(), log_all)
     check = Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     return Starlette(
         routes=[
@@ -107,6 +90,25 @@ def make_app(
     )
 
 
+def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Server:
+    """Return the server of an application of `make_app` on given sockets (`run`).
+
+    Args:
+      drain: seconds that running answers have to end after SIGTERM.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        log_level="warning",
+        limit_concurrency=limits.connections,
+        timeout_graceful_shutdown=drain,
+        timeout_keep_alive=limits.idle_seconds,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+    return uvicorn.Server(config)
+
+
 def whole_page() -> str:
     """Return the chat page, with its style and scripts in place of the comments that name them."""
     folder = Path(__file__).parent
@@ -120,10 +122,16 @@ class Port:
     """The endpoints of one server."""
 
     def __init__(
-        self, server: Server, name: str, template: str, key: str, limits: Limits
+        self,
+        server: Server,
+        name: str,
+        template: str,
+        key: str,
+        limits: Limits,
+        log_all: bool,
     ) -> None:
         self._server, self._name, self._template = server, name, template
-        self._key, self._limits = key, limits
+        self._key, self._limits, self._log_all = key, limits, log_all
         self._metrics = Metrics(server)
         self._page = whole_page()
         self._vocabulary = Vocabulary(server.model.tokenizer)
@@ -169,52 +177,48 @@ class Port:
 
     async def completions(self, request: HttpRequest) -> Response | EventStream:
         """Answer `POST /v1/completions`."""
-
-        def read(body: Any) -> Call:
-            return completion_call(body, self._name, self._server.model, self._check_length)
-
-        return await self._counted("completions", request, read)
+        more = self._name, self._server.model, self._check_length
+        return await self._counted(request, lambda body: completion_call(body, *more))
 
     async def chat(self, request: HttpRequest) -> Response | EventStream:
         """Answer `POST /v1/chat/completions`."""
-
-        def read(body: Any) -> Call:
-            model, most = self._server.model, self._server.most_new
-            return chat_call(
-                body, self._name, model, self._template, most, self._check_length
-            )
-
-        return await self._counted("chat", request, read)
+        model, most = self._server.model, self._server.most_new
+        more = self._name, model, self._template, most, self._check_length
+        return await self._counted(request, lambda body: chat_call(body, *more))
 
     async def _counted(
-        self, endpoint: str, request: HttpRequest, read: Callable[[Any], Call]
+        self, request: HttpRequest, read: Callable[[Any], Call]
     ) -> Response | EventStream:
-        def count(status: int) -> None:
+        """Answer a call; count it and log it when it has ended."""
+        path, start = request.url.path, time.perf_counter()
+        endpoint = path.removeprefix("/v1/").removesuffix("/completions")
+
+        def ended(status: int, what: str) -> None:
             self._metrics.calls.labels(endpoint, str(status)).inc()
+            if self._log_all or (status >= 400 and status != 499):
+                took = time.perf_counter() - start
+                log(f"POST {path} {status}: {what}, after {took:.2f} s")
 
         try:
-            response = await self._answer(request, read, count)
+            return await self._answer(request, read, ended)
         except Refused as error:
-            count(error.status)
+            ended(error.status, str(error))
             raise
         except (Gone, ClientDisconnect):
-            count(499)
+            ended(499, "the client left")
             return Response(status_code=499)
         except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
-            count(503)
+            ended(503, str(ending()))
             raise ending() from None
-        except Exception:
-            count(500)
+        except Exception as error:
+            ended(500, f"{type(error).__name__}: {error}")
             raise
-        if not isinstance(response, EventStream):
-            count(200)
-        return response
 
     async def _answer(
         self,
         request: HttpRequest,
         read: Callable[[Any], Call],
-        count: Callable[[int], None],
+        ended: Callable[[int, str], None],
     ) -> Response | EventStream:
         self._check_key(request)
         seconds = self._limits.seconds
@@ -228,7 +232,7 @@ class Port:
         entered = within(seconds, answering.__aenter__())
         await unless_gone(request.receive, entered)
         if call.stream:
-            return EventStream(answering, reply, seconds, count)
+            return EventStream(answering, reply, self._limits, ended)
 
         async def collect() -> None:
             async for index, delta in answering.deltas():
@@ -240,7 +244,9 @@ class Port:
         finally:
             await answering.__aexit__()
         # In a thread, since the log-probabilities of a long answer take time.
-        return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+        response = await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+        ended(200, reply.counts())
+        return response
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""

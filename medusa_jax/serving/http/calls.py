@@ -15,7 +15,7 @@ from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
-from medusa_jax.serving.batch import MOST_BEST
+from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, Fields, Refused, Values
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
@@ -60,7 +60,7 @@ class Call:
       usage: end a stream with the counts of tokens.
       seed: of all choices; drawn if none was given.
       chat: whether it came to `/v1/chat/completions`.
-      calls: form of tool calls in the answer; None if it can only be text.
+      calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
       empty: whether no token is to be generated.
     """
@@ -70,7 +70,7 @@ class Call:
     usage: bool
     seed: int
     chat: bool
-    calls: CallForm | None = None
+    calls: tuple[CallForm, Sequence[str]] | None = None
     echo: Sequence[str] = ()
     empty: bool = False
 
@@ -162,7 +162,8 @@ def chat_call(
             options = ending_turns(model, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error
-    return _call(fields, model, [prompt], options, chat=True, calls=form)
+    calls = (form, list(tools.callable)) if form and tools else None
+    return _call(fields, model, [prompt], options, chat=True, calls=calls)
 
 
 def _options(

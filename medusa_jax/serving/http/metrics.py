@@ -1,7 +1,8 @@
-"""Counters for Prometheus, under our names and under vLLM's where the meaning is the same."""
+"""Counters for Prometheus, under vLLM's names where the meaning is the same, else under `medusa_`."""
 
 from collections.abc import Callable
 
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from medusa_jax.serving.request import Ending
@@ -16,86 +17,56 @@ class Metrics:
 
     def __init__(self, server: Server) -> None:
         self.registry = CollectorRegistry()
+        prometheus_client.disable_created_metrics()  # a `_created` series for each
 
-        def count(what: str, names: str, *labels: str) -> list[Counter]:
-            return [
-                Counter(name, what, labels, registry=self.registry)
-                for name in names.split()
-            ]
+        def count(name: str, what: str, *labels: str) -> Counter:
+            return Counter(name, what, labels, registry=self.registry)
 
-        def watch(what: str, names: str) -> list[Histogram]:
-            return [
-                Histogram(name, what, buckets=SECONDS, registry=self.registry)
-                for name in names.split()
-            ]
+        def watch(name: str, what: str) -> Histogram:
+            return Histogram(name, what, buckets=SECONDS, registry=self.registry)
 
-        def show(what: str, names: str, read: Callable[[], float]) -> None:
-            for name in names.split():
-                Gauge(name, what, registry=self.registry).set_function(read)
+        def show(name: str, what: str, read: Callable[[], float]) -> None:
+            Gauge(name, what, registry=self.registry).set_function(read)
 
-        [self.calls] = count(
-            "calls by endpoint and status", "medusa_calls", "endpoint", "status"
-        )
-        [self.cancelled] = count("choices that were not answered whole", "medusa_cancelled")
-        [self._answers] = count("ended choices", "medusa_answers", "finish_reason")
-        [self._success] = count("ended choices", "vllm:request_success", "finished_reason")
-        [self._steps] = count("decode steps by tokens appended", "medusa_steps", "appended")
-        self._prompt = count("tokens of prompts", "medusa_prompt_tokens vllm:prompt_tokens")
-        self._reused = count("tokens of prompts not computed again", "medusa_reused_tokens")
-        self._written = count(
-            "tokens written", "medusa_generated_tokens vllm:generation_tokens"
-        )
         spec = "vllm:spec_decode_num_"
-        self._drafts = count("steps that verified drafts", spec + "drafts")
-        self._drafted = count("drafted tokens", spec + "draft_tokens")
-        self._accepted = count("accepted drafts", spec + "accepted_tokens")
-        [self._accepted_at] = count(
-            "accepted drafts", spec + "accepted_tokens_per_pos", "position"
-        )
-        self._queue = watch(
-            "from arrival until the prompt is read",
-            "medusa_queue_seconds vllm:request_queue_time_seconds",
-        )
-        self._first = watch(
-            "from arrival to the first token",
-            "medusa_first_token_seconds vllm:time_to_first_token_seconds",
-        )
-        self._whole = watch("from arrival to the end", "vllm:e2e_request_latency_seconds")
+        self.calls = count("medusa_calls", "by endpoint and status", "endpoint", "status")
+        self.cancelled = count("medusa_cancelled", "choices that were not answered whole")
+        self._reused = count("medusa_reused_tokens", "of prompts, not computed again")
+        self._steps = count("medusa_steps", "by tokens appended", "appended")
+        self._ended = count("vllm:request_success", "ended choices", "finished_reason")
+        self._prompt = count("vllm:prompt_tokens", "tokens of prompts")
+        self._written = count("vllm:generation_tokens", "tokens written")
+        self._drafts = count(spec + "drafts", "steps that verified drafts")
+        self._drafted = count(spec + "draft_tokens", "drafted tokens")
+        self._accepted = count(spec + "accepted_tokens", "accepted drafts")
+        self._at = count(spec + "accepted_tokens_per_pos", "accepted drafts", "position")
+        self._queue = watch("vllm:request_queue_time_seconds", "until the prompt is read")
+        self._first = watch("vllm:time_to_first_token_seconds", "from arrival")
+        self._whole = watch("vllm:e2e_request_latency_seconds", "from arrival to the end")
         self._between = watch(
-            "mean of an answer",
-            "medusa_between_tokens_seconds vllm:request_time_per_output_token_seconds",
+            "vllm:request_time_per_output_token_seconds", "mean of an answer"
         )
-        running = "medusa_busy_slots vllm:num_requests_running"
-        waiting = "medusa_waiting vllm:num_requests_waiting"
-        show("requests answered at a time", "medusa_slots", lambda: server.slots)
-        show("slots that have a request", running, lambda: server.busy)
-        show("requests without a slot", waiting, lambda: server.waiting)
+        show("medusa_slots", "requests answered at a time", lambda: server.slots)
+        show("vllm:num_requests_running", "slots with a request", lambda: server.busy)
+        show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
 
     def ended(self, ending: Ending) -> None:
         """Count a choice that has ended."""
         result, waited = ending.result, ending.waited_seconds
         first = waited + result.prefill_seconds
-        for counters, value in (
-            (self._prompt, result.prompt_tokens),
-            (self._reused, ending.reused_tokens),
-            (self._written, result.new_tokens),
-            (self._drafts, result.steps * (ending.tree_nodes > 1)),
-            (self._drafted, ending.drafted),
-            (self._accepted, ending.accepted_drafts),
-        ):
-            for counter in counters:
-                counter.inc(value)
-        spans = [(self._queue, waited), (self._first, first)]
-        spans.append((self._whole, first + result.decode_seconds))
+        self._prompt.inc(result.prompt_tokens)
+        self._reused.inc(ending.reused_tokens)
+        self._written.inc(result.new_tokens)
+        self._drafts.inc(result.steps * (ending.tree_nodes > 1))
+        self._drafted.inc(ending.drafted)
+        self._accepted.inc(ending.accepted_drafts)
+        self._queue.observe(waited)
+        self._first.observe(first)
+        self._whole.observe(first + result.decode_seconds)
         if result.new_tokens > 1:
-            spans.append((self._between, result.decode_seconds / (result.new_tokens - 1)))
-        for histograms, seconds in spans:
-            for histogram in histograms:
-                histogram.observe(seconds)
-        self._answers.labels(result.finish_reason).inc()
-        stopped = result.finish_reason == "stop"
-        self._success.labels("stop" if stopped else "length").inc()
+            self._between.observe(result.decode_seconds / (result.new_tokens - 1))
+        self._ended.labels("stop" if result.finish_reason == "stop" else "length").inc()
         for appended, steps in enumerate(result.acceptance_histogram, 1):
             self._steps.labels(str(appended)).inc(steps)
         for depth in filter(None, result.draft_depths):
-            self._accepted_at.labels(str(depth - 1)).inc()
+            self._at.labels(str(abs(depth) - 1)).inc()

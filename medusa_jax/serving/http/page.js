@@ -1,6 +1,6 @@
 // Needs page_text.js.
 const at = id => document.getElementById(id);
-const KEPT = "medusa_jax", SETTINGS = ["temperature", "seed", "limit", "plain", "markdown"];
+const KEPT = "medusa_jax", SETTINGS = ["system", "temperature", "top_p", "top_k", "seed", "limit", "plain", "markdown"];
 const GONE = "The server does not answer.";
 const EXAMPLES = {
   chat: ["What is the capital of France?", "Write a Python function that reverses a list.",
@@ -116,19 +116,23 @@ function showSoon(answer) {
 }
 
 function drawAnswer(turn, answer) {
-  const card = make("section", "answer"), head = make("h2", "", answer.drafts ? "With drafts" : "Without drafts");
+  const card = make("section", "answer"), head = make("h2", "", answer.drafts ? "With drafts" : "Plain decoding");
+  const faster = make("span", "faster");
   const body = make("div", "text"), numbers = make("p", "numbers"), again = make("div", "row again");
-  card.setAttribute("aria-label", answer.drafts ? "Answer with drafts" : "Answer without drafts");
-  head.append(button("Copy", "small", it => copy(body, textOf(answer), it)));
+  card.setAttribute("aria-label", answer.drafts ? "Answer with drafts" : "Answer of plain decoding");
+  head.append(faster, button("Copy", "small", it => copy(body, textOf(answer), it)));
   card.append(head, body, numbers, again);
   again.append(button("Send again", "main", () => { if (takeBack(turn)) send(); }), button("Edit", "", () => takeBack(turn)));
   views.get(turn).querySelector(".answers").append(card);
-  views.set(answer, {card, body, numbers, again});
+  views.set(answer, {card, body, numbers, again, faster});
   settle(answer);
 }
 
 function settle(answer) {
   show(answer);
+  const {faster} = views.get(answer), times = answer.faster || 0;
+  faster.textContent = times ? `${times.toFixed(1)}x as fast` : "";
+  faster.classList.toggle("slower", times < 1);
   views.get(answer).again.hidden = !(answer.state === "failed" && answer.drafts);
 }
 
@@ -145,7 +149,7 @@ function examples() {
   if (shown) shown.remove();
   if (turns.length || !model) return;
   const box = make("div", "examples");
-  box.append(make("p", "", "Ask something, or begin with one of these:"));
+  box.append(make("p", "", "Ask something, or begin with one of these. Each answer comes with drafts and without: the same text at two speeds."));
   box.append(...EXAMPLES[model.medusa.chat ? "chat" : "text"].map(text => button(text, "", () => {
     at("question").value = text;
     send();
@@ -195,6 +199,7 @@ async function write(turn, drafts) {
         answer.numbers = `${tokens} tokens, ${rate} tokens/s, accepted length ${mean}`;
         if (choice.finish_reason) {
           done = true;
+          answer.rate = more.tokens_per_second;
           answer.numbers = `${more.new_tokens} tokens, ${more.tokens_per_second.toFixed(0)} tokens/s, ` +
             `accepted length ${more.mean_accepted_length.toFixed(2)}, ${more.steps} steps`;
         }
@@ -229,7 +234,9 @@ async function answerPlainly(turn) {
   const plain = await write(turn, false);
   if (plain.state === "done") {
     plain.numbers += textOf(plain) === textOf(drafted) ? "; the same text" : "; another text";
+    drafted.faster = drafted.rate / plain.rate;
     settle(plain);
+    settle(drafted);
     keep();
   }
 }
@@ -238,15 +245,16 @@ async function send(event) {
   if (event) event.preventDefault();
   const question = at("question").value;
   if (running || !question.trim()) return;
-  const messages = [];
+  const number = id => Number(at(id).value), system = at("system").value;
+  const messages = system.trim() ? [{role: "system", content: system}] : [];
   for (const {question, answers: [{state, runs}]} of turns) {
     if (state === "failed") continue;
     messages.push({role: "user", content: question}, {role: "assistant", content: textOf({runs})});
   }
   messages.push({role: "user", content: question});
   const body = {
-    messages, temperature: Number(at("temperature").value),
-    seed: Number(at("seed").value), max_tokens: Number(at("limit").value),
+    messages, temperature: number("temperature"), top_p: number("top_p"), top_k: number("top_k"),
+    seed: number("seed"), max_tokens: number("limit"),
   };
   const turn = {question, body, answers: []};
   turns.push(turn);
@@ -283,7 +291,6 @@ at("question").addEventListener("keydown", event => {
 at("key").addEventListener("change", loadModel);
 addEventListener("pagehide", keep);
 const wide = matchMedia("(min-width: 40rem)").matches, restored = restore();
-at("settings").open = wide;
 if (!wide) at("question").placeholder = "Say something.";
 turns.forEach(drawTurn);
 toEnd();

@@ -105,8 +105,8 @@ function runsInto(parent, answer, start, end) {
   for (; at < ends.length; at += 1) {
     const [text, depth] = answer.runs[at], begin = ends[at] - text.length;
     if (begin >= end) return;
-    const part = make("span", depth ? `d d${Math.min(depth, 5)}` : "", text.slice(Math.max(0, start - begin), end - begin));
-    if (depth) part.title = `guessed at depth ${depth} and accepted`;
+    const part = make("span", !depth ? "" : depth < 0 ? "d copied" : `d d${Math.min(depth, 5)}`, text.slice(Math.max(0, start - begin), end - begin));
+    if (depth) part.title = depth < 0 ? "copied from the text and accepted" : `guessed at depth ${depth} and accepted`;
     parent.append(part);
   }
 }

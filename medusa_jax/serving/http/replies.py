@@ -98,7 +98,7 @@ class Reply:
         }
         self.endings: dict[int, Ending] = {}
         self.echoes: dict[int, Delta] = {}
-        self.readers = [CallReader(call.calls) for _ in call.requests if call.calls]
+        self.readers = [CallReader(*call.calls) for _ in call.requests if call.calls]
         self._offsets = [Offsets(vocabulary) for _ in call.requests]
 
     def whole(self) -> Json:
@@ -159,19 +159,27 @@ class Reply:
         firsts = [self.endings[i] for i, r in enumerate(self.call.requests) if r.id == 0]
         read = sum(ending.result.prompt_tokens for ending in firsts)
         made = sum(ending.result.new_tokens for ending in endings)
-        accepted = sum(ending.accepted_drafts for ending in endings)
-        drafted = sum(ending.drafted for ending in endings)
         reused = sum(ending.reused_tokens for ending in firsts)
         return {
             "prompt_tokens": read,
             "completion_tokens": made,
             "total_tokens": read + made,
             "prompt_tokens_details": {"cached_tokens": reused},
+            # Those of the call's own `prediction`, which is not supported.
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": max(0, drafted - accepted),
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
             },
         }
+
+    def counts(self) -> str:
+        """Return the counts of tokens in one line, for the log."""
+        usage, endings = self.usage(), self.endings.values()
+        waited = max(
+            (e.waited_seconds + e.result.prefill_seconds for e in endings), default=0
+        )
+        read, made = usage["prompt_tokens"], usage["completion_tokens"]
+        return f"{read} + {made} tokens, the first of them after {waited:.2f} s"
 
     def _message(self, index: int, result: Result) -> Json:
         """Return the message of a whole choice."""
@@ -216,6 +224,7 @@ class Reply:
             "finish_reason": result.finish_reason,
             "new_tokens": result.new_tokens,
             "steps": result.steps,
+            "accepted_drafts": ending.accepted_drafts,
             "mean_accepted_length": round(result.mean_accepted_length, 4),
             "acceptance_histogram": result.acceptance_histogram,
             "tree_nodes": ending.tree_nodes,

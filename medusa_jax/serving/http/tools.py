@@ -3,8 +3,10 @@
 import json
 import re
 import secrets
+from collections.abc import Container
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
@@ -18,6 +20,16 @@ NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # The beginning of a call, up to its arguments.
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(\w+)"\s*:\s*')
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Mark(NamedTuple):
+    """What a call begins and ends with."""
+
+    begin: str
+    end: str
+
+
+FENCE, BARE = Mark("```json", "```"), Mark("", "")
 
 
 @dataclass(frozen=True)
@@ -139,16 +151,26 @@ def _chosen(choice: Fields) -> tuple[str, list[str]]:
 class CallReader:
     """Separates tool calls from a text that grows.
 
+    Under `tool_choice: auto` some models, such as Qwen2.5-Coder, write calls without the marks of their template: as
+    the first JSON of the text, or in a fence. These are calls if they name a tool of the request.
+
     Attributes:
       form: of the calls.
+      names: of the tools.
       calls: the calls so far, in OpenAI's form. If the answer reaches its limit, the last call's
-        arguments may be cut; a call that is cut before its arguments is dropped.
+        arguments may be cut; a marked call that is cut before its arguments is dropped.
     """
 
     form: CallForm
+    names: Container[str] = ()
     calls: list[Json] = field(default_factory=list)
     _held: str = ""
-    _within: str = "text"  # or "call", or "plain": no call can come any more
+    _mark: Mark | None = None  # of the call that may have begun
+    _fresh: bool = True  # only blanks have come since the start, or since the last call
+
+    def __post_init__(self) -> None:
+        self._own = Mark(self.form.begin.rstrip("\n"), self.form.end.strip("\n"))
+        self._marks = [mark for mark in (self._own, FENCE) if mark.begin]
 
     def push(
         self, text: str, ended: bool = False, cut: bool = False
@@ -160,64 +182,71 @@ class CallReader:
         """
         self._held += text
         said, before = "", len(self.calls)
-        going_on = True
-        while going_on:
-            if self._within == "text":
-                more, going_on = self._text(ended and not cut)
-                # Blanks between two calls are not text.
-                said += more if more.strip() or not self.calls else ""
-            elif self._within == "call":
-                more, going_on = self._call(ended)
-                said += more
-            else:
-                said, self._held, going_on = said + self._held, "", False
+        more: str | None = ""
+        while more is not None:
+            more = self._call(ended, cut) if self._mark else self._text(ended, cut)
+            said += more or ""
         calls = enumerate(self.calls[before:], before)
         return said, [{"index": index, **call} for index, call in calls]
 
-    def _text(self, ended: bool) -> tuple[str, bool]:
-        """Take the text before the next call; also return whether a call begins after it."""
-        begin = self.form.begin.rstrip("\n")
-        if not begin:  # a call is the whole text
-            if self._held:
-                self._within = "call" if self._held.startswith("{") else "plain"
-            return "", bool(self._held)
-        before, found, rest = self._held.partition(begin)
-        if found:
-            self._within, self._held = "call", rest
-            return before, True
-        held = 0 if ended else _shared_end(self._held, begin)
-        new = self._held[: len(self._held) - held]
-        if not new.strip() and self.calls:
-            return "", False  # perhaps another call comes
-        self._held = self._held[len(new) :]
-        return new, False
+    def _text(self, ended: bool, cut: bool) -> str | None:
+        """Take the text before the next mark; None if more has to come first."""
+        start = self._held.lstrip()
+        if self._fresh and start.startswith("{"):
+            self._mark = BARE
+            return ""
+        if self._fresh and not start and (not ended or self.calls):
+            return None  # perhaps a call comes
+        found = [(self._held.find(mark.begin), mark) for mark in self._marks]
+        at, mark = min(
+            ((n, m) for n, m in found if n >= 0), default=(len(self._held), None)
+        )
+        if mark:
+            said, self._mark = self._held[:at], mark
+            self._held = self._held[at + len(mark.begin) :]
+        else:
+            begun = [self._own] * cut if ended else self._marks
+            held = max((_shared_end(self._held, m.begin) for m in begun), default=0)
+            said = self._held[: len(self._held) - held]
+            self._held = self._held[len(said) :]
+        if self._fresh and self.calls and not said.strip():
+            return "" if mark else None  # blanks between two calls are not text
+        self._fresh = self._fresh and not said.strip()
+        return said if mark or said else None
 
-    def _call(self, ended: bool) -> tuple[str, bool]:
-        """Take a call, or text that only looked like one; also return whether to continue."""
-        begin, end = self.form.begin.rstrip("\n"), self.form.end.strip("\n")
-        head = HEAD.match(self._held)
-        closed = end in self._held  # true of an empty mark
-        if head and head[2] == self.form.arguments:
-            arguments, rest = self._held[head.end() :], ""
-            try:
+    def _call(self, ended: bool, cut: bool) -> str | None:
+        """Take a call, or text that only looked like one; None if more has to come first."""
+        assert self._mark
+        begin, end = self._mark
+        own, head = self._mark == self._own, HEAD.match(self._held)
+        closed = bool(end) and end in self._held
+        if (
+            head
+            and head[2] in (self.form.arguments, "arguments")
+            and (own or head[1] in self.names)
+        ):
+            arguments, rest, closed = self._held[head.end() :], "", False
+            with suppress(ValueError, RecursionError):
                 _, size = json.JSONDecoder().raw_decode(arguments)
                 arguments, rest = arguments[:size], arguments[size:]
-                closed = end in rest
-            except (ValueError, RecursionError):
-                closed = False
+                closed = (end or "}") in rest
             if not (closed or ended):
-                return "", False
+                return None
             function = {"name": head[1], "arguments": arguments}
             number = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": number, "type": "function", "function": function})
-            self._held = rest.partition(end)[2] if end else ""
-            self._within = "text"
-            return "", bool(begin)
-        if self._may_become_head() or not ((closed and end) or ended):
-            return "", False
-        text, mark, rest = self._held.partition(end) if end else (self._held, "", "")
-        self._within, self._held = "text" if begin else "plain", rest
-        return begin + text + mark, True
+            self._held, self._mark, self._fresh = rest.partition(end or "}")[2], None, True
+            return ""
+        if not head and self._may_become_head() and (own or not ended):
+            return None
+        if own and end and not (closed or ended):
+            return None
+        said = begin
+        if own and end:
+            text, mark, self._held = self._held.partition(end)
+            said += text + mark
+        self._mark, self._fresh = None, False
+        return said
 
     def _may_become_head(self) -> bool:
         """Whether the held text is the beginning of a head."""

@@ -8,7 +8,6 @@ runs with different seeds, heads or losses share the files, in `data.features_pa
 `<workdir>/features/<digest>/`):
 
     hidden_00000.npy ...    [rows of the shard, seq_len, `stored_width`]; bfloat16 as its bits (uint16)
-    crc32_00000.npy ...     [rows of the shard], checked when a row is first read
 
 A shard is complete or absent, so a killed run resumes with the next one. If several runs need the same files, one
 writes them and the others wait. The processes of a run compute the rows of their devices; process 0 writes.
@@ -17,13 +16,10 @@ writes them and the others wait. The processes of a run compute the rows of thei
 import collections
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +37,11 @@ from medusa_jax.training.data.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.data.rows import Rows, TokenRows
 from medusa_jax.training.placement import microbatches
 from medusa_jax.training.stage import Stage
-from medusa_jax.whole_files import read_array, replacing, write_array
+from medusa_jax.whole_files import read_array, replacing
 
 SHARD_BYTES = 256 * 2**20
 # Disk space left free for checkpoints.
 SPARE_BYTES = 2**30
-
-
-class Shard(NamedTuple):
-    """An open file of rows, and which of their checksums were compared."""
-
-    hidden: np.ndarray
-    crc: np.ndarray
-    checked: np.ndarray
 
 
 class CachedRows(Rows):
@@ -70,16 +58,16 @@ class CachedRows(Rows):
         self.source, self.rows, self.directory, self.kind = source, rows, directory, kind
         self.crc = source.crc
         self.shape = (source.cfg.seq_len, width)
-        self.stored = STORED[kind]
-        row_bytes = self.shape[0] * width * np.dtype(self.stored).itemsize
+        self.stored = np.dtype(STORED[kind])
+        row_bytes = self.shape[0] * width * self.stored.itemsize
         self.shard_rows = max(1, min(self.rows, SHARD_BYTES // row_bytes))
         self.bytes = self.rows * row_bytes
         # Shard s holds rows s * shard_rows and on.
         self.shards = range(-(-self.rows // self.shard_rows))
-        self._open: dict[int, Shard] = {}
+        self._open: dict[int, np.ndarray] = {}
 
-    def path(self, shard: int, kind: str = "hidden") -> str:
-        return os.path.join(self.directory, f"{kind}_{shard:05d}.npy")
+    def path(self, shard: int) -> str:
+        return os.path.join(self.directory, f"hidden_{shard:05d}.npy")
 
     def shape_of(self, shard: int) -> tuple[int, int, int]:
         """Shape of the array in the file of a shard."""
@@ -87,9 +75,8 @@ class CachedRows(Rows):
 
     @property
     def missing(self) -> list[int]:
-        """Shards without a file of rows or of checksums, as seen by process 0."""
-        paths = [(self.path(s), self.path(s, "crc32")) for s in self.shards]
-        absent = np.array([not all(map(os.path.exists, pair)) for pair in paths])
+        """Shards without a file, as seen by process 0."""
+        absent = np.array([not os.path.exists(self.path(s)) for s in self.shards])
         return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
 
     def counts(self, vocab_size: int) -> np.ndarray:
@@ -97,37 +84,21 @@ class CachedRows(Rows):
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """`TokenRows.row` with the row's hidden states."""
-        return self.source.row(number, epoch) | {"hidden": self._hidden(number)}
-
-    def _hidden(self, number: int) -> np.ndarray:
         shard, inside = divmod(number, self.shard_rows)
         if shard not in self._open:
             self._open[shard] = self._open_shard(shard)
-        hidden, crc, checked = self._open[shard]
-        row = np.asarray(hidden[inside])
-        # Once per row, at 3 GiB/s: a third of a millisecond for 1 MB.
-        if not checked[inside]:
-            if crc[inside] != zlib.crc32(row.data):
-                raise UserError(
-                    f"{self.path(shard)} is damaged (the checksum of row {inside} differs): "
-                    "delete it and start again"
-                )
-            checked[inside] = True
-        return row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
+        row = np.asarray(self._open[shard][inside])
+        hidden = row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
+        return self.source.row(number, epoch) | {"hidden": hidden}
 
-    def _open_shard(self, shard: int) -> Shard:
+    def _open_shard(self, shard: int) -> np.ndarray:
         path, shape = self.path(shard), self.shape_of(shard)
-        try:
-            hidden, crc = read_array(path, "r"), read_array(self.path(shard, "crc32"))
-        except UserError as error:
-            raise UserError(f"{error}; delete {path} and start again") from error
-        found = (hidden.dtype, hidden.shape, crc.dtype, crc.shape)
-        if found != (self.stored, shape, "uint32", shape[:1]):
+        hidden = read_array(path, "r")
+        if (hidden.dtype, hidden.shape) != (self.stored, shape):
             raise UserError(
-                f"{path} or its checksums are not {self.stored}{list(shape)}; delete {path} and "
-                "start again"
+                f"{path} is not {self.stored}{list(shape)}: delete it and start again"
             )
-        return Shard(hidden, crc, np.zeros(len(hidden), bool))
+        return hidden
 
     def write(self, shard: int, batches: Iterable[np.ndarray]) -> None:
         """One file from arrays [rows, T, W] that hold at least its rows, complete or not at all.
@@ -135,20 +106,14 @@ class CachedRows(Rows):
         Not through a memory map, where a full disk kills the process.
         """
         shape = self.shape_of(shard)
-        dtype = np.dtype(self.stored)
-        header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-        crc: list[int] = []
-        with replacing(self.path(shard)) as new:
-            with open(new, "wb") as file:
-                np.lib.format.write_array_header_1_0(file, header)
-                for hidden in batches:
-                    for row in hidden[: shape[0] - len(crc)]:
-                        row = np.ascontiguousarray(row).view(dtype)
-                        crc.append(zlib.crc32(row.data))
-                        file.write(row.data)
-            assert len(crc) == shape[0]
-            # Before the rows: a kill in between must not leave rows without checksums.
-            write_array(self.path(shard, "crc32"), np.array(crc, np.uint32))
+        header = {"descr": self.stored.str, "fortran_order": False, "shape": shape}
+        left = shape[0]
+        with replacing(self.path(shard)) as new, open(new, "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for hidden in batches:
+                file.write(np.ascontiguousarray(hidden[:left]).view(self.stored).data)
+                left -= len(hidden[:left])
+        assert not left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +134,7 @@ class Cache:
     mesh: Mesh
 
     def rows(self, text: TokenRows, size: int, limit: int | None = None) -> Rows:
-        """The rows of a text with hidden states; computes those that are neither given nor on disk.
+        """The rows of a text with hidden states; computes those that are not on disk.
 
         Args:
           size: rows of a pass.
@@ -179,11 +144,6 @@ class Cache:
           UserError: the disk is too small; gives the required size.
         """
         arch, width = self.stage.arch, self.stage.width
-        if text.states:  # seam: files of another program in `data.source`
-            given = importlib.import_module("medusa_jax.training.data.given_states")
-            norm_D = hosts.on_host(self.frozen["backbone"]["norm"]["scale"])
-            rows: Rows = given.GivenRows(text, norm_D, arch.rms_eps, width)
-            return rows
         count = min(text.rows, limit or text.rows)
         digest = hashlib.sha256(json.dumps([*self.key(text), count]).encode()).hexdigest()
         home = self.data.features_path or os.path.join(self.workdir, "features")
@@ -204,9 +164,7 @@ class Cache:
                 announce(found, missing)
             if missing:
                 self.compute(found, missing, size)
-        multihost_utils.sync_global_devices(
-            f"hidden states {digest}"
-        )  # the last file exists
+        multihost_utils.sync_global_devices(f"hidden states {digest}")
         return found
 
     def key(self, text: TokenRows) -> list[object]:
@@ -216,7 +174,8 @@ class Cache:
             content.update(np.ascontiguousarray(array).data)
         data, taps = self.data, self.stage.taps
         key = [content.hexdigest(), data.seq_len, data.packing, data.cache_features]
-        return [*key, *self.made_by, *([taps] if taps else [])]
+        part = [text.part, data.held_out] if text.part else []
+        return [*key, *self.made_by, *([taps] if taps else []), *part]
 
     def compute(self, found: CachedRows, missing: list[int], size: int) -> None:
         """Run the backbone over the rows of the missing shards, `size` at a time."""
@@ -253,7 +212,7 @@ def announce(found: CachedRows, missing: list[int]) -> None:
     done = len(found.shards) - len(missing)
     present = f", {done} of {len(found.shards)} files are there" if done else ""
     inform(
-        f"hidden states: {found.rows} rows x {T} x {W} in {found.kind} = "
+        f"hidden states of the frozen model, computed once, so that no step runs it: {found.rows} rows x {T} x {W} in {found.kind} = "
         f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
         f"free{present})"
     )

@@ -7,62 +7,42 @@ import json
 import os
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from medusa_jax.config import DataConfig, ModelConfig
 from medusa_jax.errors import UserError
 from medusa_jax.training.data import sources
-from medusa_jax.training.data.rows import ARRAYS, REPORT, TokenRows, write_tokens
-from medusa_jax.whole_files import Json, checksum, replacing, write_json
-
-# A source holds tokens, hidden states of a model, or text. Seams: its files choose what reads it.
-GIVEN, TEXT = "medusa_jax.training.data.given_states", "medusa_jax.training.data.tokenise"
-
-
-def with_given_states(data: DataConfig, stage: str) -> DataConfig:
-    """`data` with `cache_features` set to the type of given hidden states, if its sources hold any."""
-    texts = [*data.source.split(","), *filter(None, [data.eval_source])]
-    files = {name: sources.states_in(name.strip()) for name in texts}
-    if not any(files.values()):
-        return data
-    if stage != "medusa1":
-        raise UserError(
-            f"data.source holds hidden states, of a backbone that does not change: train.stage "
-            f"medusa1, not {stage}"
-        )
-    kind = importlib.import_module(GIVEN).stored_type(files, data.cache_features)
-    return dataclasses.replace(data, cache_features=kind)
+from medusa_jax.training.data.rows import TokenRows, write_tokens
+from medusa_jax.whole_files import replacing, write_json
 
 
 def texts(
     data: DataConfig, model: ModelConfig, workdir: str, vocab_size: int
 ) -> list[TokenRows]:
-    """Rows of each text of `data.source`."""
+    """Rows of each text of `data.source`; without `eval_source` all but the share `data.held_out`."""
+    part = "train" if data.held_out and not data.eval_source else ""
     return [
-        text_rows(name, data, model, workdir, vocab_size)
+        TokenRows(token_directory(name, data, model, workdir), data, vocab_size, part=part)
         for name in sources.names(data.source)
     ]
 
 
-def held_out_text(
+def held_out_texts(
     data: DataConfig, model: ModelConfig, workdir: str, vocab_size: int
-) -> TokenRows | None:
-    """Rows of `data.eval_source` in their order; None if it is not set."""
-    if not data.eval_source:
-        return None
-    pack = dataclasses.replace(data, max_samples=data.eval_samples)
-    return text_rows(data.eval_source, pack, model, workdir, vocab_size, shuffle=False)
+) -> list[TokenRows]:
+    """Rows for evaluation, in their order: `data.eval_source`, else the share `data.held_out` of each text.
 
-
-def text_rows(
-    source: str, pack: DataConfig, model: ModelConfig, workdir: str, vocab_size: int,
-    shuffle: bool = True,
-) -> TokenRows:  # fmt: skip
-    """Rows of a source."""
-    path = token_directory(source, pack, model, workdir)
-    states = list(sources.states_in(source, pack.max_samples).values())
-    return TokenRows(path, pack, vocab_size, shuffle, states)
+    Texts without held-out samples are left out.
+    """
+    found, pack, part = [], data, "held out"
+    if data.eval_source:
+        found, part = [data.eval_source], ""
+        pack = dataclasses.replace(data, max_samples=data.eval_samples)
+    elif data.held_out:
+        found = sources.names(data.source)
+    paths = [token_directory(name, pack, model, workdir) for name in found]
+    texts = [TokenRows(path, pack, vocab_size, shuffle=False, part=part) for path in paths]
+    return [text for text in texts if text.rows]
 
 
 def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: str) -> str:
@@ -75,24 +55,21 @@ def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: 
         return source
     if pack.format == "tokens":
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
-    states = sources.states_in(source, pack.max_samples)
-    path = "" if states else model.tokenizer or model.path
+    path = model.tokenizer or model.path
     key = [
         source, stamps(source), path, pack.split, pack.format, pack.chat_template,
         pack.max_samples, pack.seq_len, pack.packing, pack.max_repeats,
-        *([(name, os.stat(name).st_mtime_ns) for name in states.values()]),
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
     directory = os.path.join(workdir, "tokens", digest)
     if jax.process_index() == 0 and not os.path.isdir(directory):
-        if states:
-            ids, counted = importlib.import_module(GIVEN).texts_in(source, states)
-            report = {"source": source, "samples": len(states)}
-        else:
-            ids, counted, report = importlib.import_module(TEXT).tokenise(
-                source, path, pack
-            )
-        write_directory(directory, ids, counted, report)
+        # Seam: a source that holds tokens needs no tokenizer.
+        text = importlib.import_module("medusa_jax.training.data.tokenise")
+        ids, counted, report = text.tokenise(source, path, pack)
+        os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
+        with replacing(directory) as new:
+            write_tokens(new, ids, counted)
+            write_json(os.path.join(new, "report.json"), report)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"tokens {digest}")
     return directory
@@ -104,14 +81,3 @@ def stamps(source: str) -> object:
         return [(str(path), stamps(str(path))) for path in sources.files_in(source)]
     stamp = os.stat(source) if os.path.exists(source) else None
     return stamp and (stamp.st_size, stamp.st_mtime_ns)
-
-
-def write_directory(
-    directory: str, ids: list[np.ndarray], counted: list[np.ndarray], report: Json
-) -> None:
-    """Write a token directory with its checksums, and the directories above it."""
-    os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
-    with replacing(directory) as new:
-        write_tokens(new, ids, counted)
-        sums = {name: checksum(os.path.join(new, name)) for name in ARRAYS}
-        write_json(os.path.join(new, REPORT), report | {"crc32": sums})

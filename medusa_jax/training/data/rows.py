@@ -5,7 +5,7 @@ Every source becomes a token directory before training starts:
     tokens.npy       1-D uint16 or int32, all samples one after another
     doc_starts.npy   1-D int64, where each sample begins (optional: one single sample)
     counted.npy      1-D bool, which tokens are targets (optional: all)
-    report.json      a report, and under "crc32" the checksums of the arrays (optional)
+    report.json      a report (optional)
 
 The arrays are memory-mapped. Rows are a pure function of the configuration and their number, so the position in
 the data is the number of steps made, and resuming needs nothing else.
@@ -13,7 +13,7 @@ the data is the number of steps made, and resuming needs nothing else.
 
 import abc
 import itertools
-import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.whole_files import checksum, read_array, write_array
 
 ARRAYS = ("tokens.npy", "counted.npy", "doc_starts.npy")
-REPORT = "report.json"
 # The arrays of a row and their types.
 ROW = {"tokens": "int32", "positions": "int32", "segment_ids": "int32", "counted": "bool"}
 # Rows that first-fit packing keeps open at once.
@@ -107,12 +106,12 @@ class TokenRows(Rows):
     """Rows of one text, packed from a token directory.
 
     Attributes:
-      states: the file of each sample's hidden states, if they are given (`given_states.py`); else empty.
+      part: "train" and "held out" divide the samples by `DataConfig.held_out`; "" has all.
     """
 
     def __init__(
         self, directory: str, cfg: DataConfig, vocab_size: int, shuffle: bool = True,
-        states: Sequence[str] = (),
+        part: str = "",
     ):  # fmt: skip
         """Open the arrays and pack the rows.
 
@@ -120,7 +119,7 @@ class TokenRows(Rows):
           UserError: arrays are missing, inconsistent or exceed the vocabulary.
         """
         super().__init__(cfg, shuffle)
-        self.directory, self.states = directory, states
+        self.directory, self.part = directory, part
         arrays, self.crc = token_arrays(directory)
         self.tokens = arrays.get("tokens.npy", np.zeros(0, np.int32))
         size, starts = self.tokens.size, arrays.get("doc_starts.npy", np.zeros(1))
@@ -144,6 +143,9 @@ class TokenRows(Rows):
             )
         if cfg.packing == "first_fit":
             self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
+            if part:
+                held = held_out(self.starts.size, cfg.held_out)
+                self.lengths[held if part == "train" else ~held] = 0
             # The same rows for every seed; `data.seed` only changes their order.
             order = np.random.default_rng(0).permutation(self.starts.size)
             self.packed = first_fit(self.lengths[order], cfg.seq_len, OPEN_ROWS)
@@ -191,6 +193,16 @@ class TokenRows(Rows):
         return row
 
 
+def held_out(n: int, share: float) -> np.ndarray:
+    """Which of n samples are held out, evenly spread: [n] bool; at least one of several.
+
+    Example: 6 samples and a share of 1/3: the second and the fifth.
+    """
+    held, count = np.zeros(n, bool), math.ceil(share * n) if n > 1 else 0
+    held[(2 * np.arange(count) + 1) * n // (2 * max(count, 1))] = True
+    return held
+
+
 def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.ndarray]:
     """Sample numbers per row: each sample goes whole into the first open row with room.
 
@@ -221,30 +233,22 @@ def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.nda
 def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
     """The memory-mapped arrays of a token directory and their joint checksum.
 
-    Reads all of them once, at about 3 GiB/s, and compares them with the checksums in report.json, if any.
+    Reads all of them once, at about 3 GiB/s.
 
     Raises:
-      UserError: an array is unreadable or damaged.
+      UserError: an array is unreadable.
     """
-    stored = stored_checksums(directory)
     arrays, found = {}, {}
     for name in ARRAYS:
         path = os.path.join(directory, name)
         if not os.path.exists(path):
-            if name in stored:
-                raise UserError(f"{path} is missing; {_again(directory)}")
             continue
-        array = read_array(path, "r")
+        arrays[name] = array = read_array(path, "r")
         if array.ndim != 1 or array.dtype.kind not in "iub":
             raise UserError(
                 f"{path} holds {array.dtype}{list(array.shape)}, not whole numbers in one dimension"
             )
-        found[name] = crc = checksum(path)
-        if stored and crc != stored.get(name):
-            raise UserError(
-                f"{path} is damaged (its checksum differs); {_again(directory)}"
-            )
-        arrays[name] = array
+        found[name] = checksum(path)
     return arrays, zlib.crc32(repr(found).encode())
 
 
@@ -265,22 +269,6 @@ def write_tokens(
     os.makedirs(directory, exist_ok=True)
     for name, array in arrays.items():
         write_array(os.path.join(directory, name), array)
-
-
-def stored_checksums(directory: str) -> dict[str, int]:
-    """The checksums in report.json; empty if it is missing or has none."""
-    path = os.path.join(directory, REPORT)
-    if not os.path.exists(path):
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            return dict(json.load(file).get("crc32", {}))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {_again(directory)}") from error
-
-
-def _again(directory: str) -> str:
-    return f"delete {directory}, so that it is made again"
 
 
 def batches(

@@ -4,7 +4,6 @@ import collections
 import glob
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,8 +15,6 @@ from medusa_jax.whole_files import decode_text, read_text
 # Suffixes of the files of a directory that are read as text, and of single files.
 TEXT_FILES = (".txt", ".md", ".py")
 DATA_FILES = (".jsonl", ".json", ".parquet", ".txt")
-# A sample's hidden states, written by speculators (`given_states.py`).
-STATES = re.compile(r"hs_(\d+)\.safetensors")
 
 
 class Line(NamedTuple):
@@ -64,22 +61,24 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     return records[: pack.max_samples or None]
 
 
+def check_exists(source: str) -> bool:
+    """Whether a source is a file or directory; else it may be a dataset's id.
+
+    Raises:
+      UserError: it can be neither.
+    """
+    here = os.path.exists(source)
+    is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
+    if not here and (is_path or source.count("/") > 1):
+        raise UserError(f"no file or token directory {source}")
+    return here
+
+
 def files_in(directory: str) -> list[Path]:
     """The parquet files below a directory, else its non-empty text files, sorted."""
     files = [path for path in Path(directory).rglob("*") if path.is_file()]
     texts = [path for path in files if path.suffix in TEXT_FILES and path.stat().st_size]
     return sorted([path for path in files if path.suffix == ".parquet"] or texts)
-
-
-def states_in(source: str, limit: int = 0) -> dict[int, str]:
-    """The first `limit` files of hidden states (0: all) by their numbers; {} if a source holds none."""
-    for directory in (source, os.path.join(source, "hidden_states")):
-        if os.path.isdir(directory):
-            matches = [m for m in map(STATES.fullmatch, os.listdir(directory)) if m]
-            found = sorted((int(m[1]), os.path.join(directory, m[0])) for m in matches)
-            if found:
-                return dict(found[: limit or None])
-    return {}
 
 
 def _json_records(source: str) -> Sequence[object]:
@@ -103,10 +102,7 @@ def _json_records(source: str) -> Sequence[object]:
 
 def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
     """A parquet file, a directory of them, or a Hugging Face dataset by id."""
-    here = os.path.exists(source)
-    is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
-    if not here and (is_path or source.count("/") > 1):
-        raise UserError(f"no file or token directory {source}")
+    here = check_exists(source)
     import datasets
 
     try:

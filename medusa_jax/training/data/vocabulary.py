@@ -9,7 +9,7 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
-from medusa_jax.interop.own_heads import check_ids
+from medusa_jax.interop.stored_heads import check_ids
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.whole_files import read_array, write_array
 

@@ -1,4 +1,4 @@
-"""Logs of a run: progress lines, log.jsonl, and the optional sinks."""
+"""Logs of a run: progress lines, log.jsonl, and TensorBoard's events."""
 
 import contextlib
 import importlib
@@ -6,9 +6,9 @@ import importlib.util
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -16,18 +16,8 @@ from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, replacing
 
-# Metrics of a progress line, in this order.
-SHOWN = ("lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr")
-
-
-class Sink(Protocol):
-    """Another log of the scalars."""
-
-    def add(self, step: int, scalars: Mapping[str, float]) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+# Metrics of a progress line, in this order; "objective" is the minimised sum of all terms.
+SHOWN = ("objective", "lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr")  # fmt: skip
 
 
 class RunLog:
@@ -42,34 +32,22 @@ class RunLog:
         self.tokens_per_step = tokens_per_step
         self.clock, self.step, self.rate = time.monotonic(), start, 0.0
         self.file: TextIO | None = None
-        self.curves = False
-        self.sinks: list[Sink] = []
+        self.board: Any = None
 
-    def open(
-        self, curves: bool = False, wandb: str = "", config: Json | None = None
-    ) -> None:
-        """Open all logs; drops lines of steps after the start from an existing log.
-
-        Args:
-          curves: draw `<workdir>/curves.png` at every evaluation and at the end.
-          wandb: name of a Weights & Biases project, "" for none; `config` goes there.
-        """
-        path, self.curves = self.workdir / "log.jsonl", curves
+    def open(self) -> None:
+        """Open all logs; drops lines of steps after the start from an existing log."""
+        path = self.workdir / "log.jsonl"
         kept = [r for r in read_log(path) if r.get("step", math.inf) <= self.start]
         with replacing(path) as new:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
             self.file.writelines(json.dumps(record) + "\n" for record in kept)
             self.file.flush()
-        # Seams: an installed tensorboardX, the project of `train.wandb`.
-        if importlib.util.find_spec("tensorboardX"):
+        if importlib.util.find_spec("tensorboardX"):  # seam: an extra
             board = importlib.import_module("medusa_jax.training.log.tensorboard")
-            self.sinks.append(board.Board(self.workdir, self.start))
-        if wandb:
-            project = importlib.import_module("medusa_jax.training.log.wandb_run")
-            self.sinks.append(project.Project(self.workdir, wandb, config or {}))
+            self.board = board.Board(self.workdir, self.start)
 
     def train(self, step: int, record: Json) -> None:
-        """Log a training record after `step` updates; print loss, speed and time left."""
+        """Log a training record after `step` updates; print losses, speed and time left."""
         now = time.monotonic()
         if step > self.step:
             fresh = (step - self.step) / max(now - self.clock, 1e-9)
@@ -83,25 +61,7 @@ class RunLog:
     def evaluation(self, step: int, record: Json) -> None:
         """Log an evaluation record."""
         self._write(step, "eval", record)
-        with self._write_errors():
-            for sink in self.sinks:
-                sink.flush()
         self._print(step, record, "", "held-out ")
-        self.draw()
-
-    def draw(self) -> None:
-        """Redraw curves.png; a failure stops only the drawing, not the run."""
-        if not self.curves:
-            return
-        # Seam: `train.curves`, by matplotlib.
-        curves = importlib.import_module("medusa_jax.training.log.curves")
-        try:
-            curves.draw_run(
-                read_log(self.workdir / "log.jsonl"), self.workdir / "curves.png"
-            )
-        except (UserError, OSError) as error:
-            inform(f"no curves.png: {error}")
-            self.curves = False
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -119,11 +79,18 @@ class RunLog:
             several = isinstance(value, list)
             for i, x in enumerate(value if several else [value], start=1):
                 scalars[f"{kind}/{name}" + (f"/head_{i}" if several else "")] = x
-        with self._write_errors():
+        try:
             self.file.write(line + "\n")
             self.file.flush()
-            for sink in self.sinks:
-                sink.add(step, scalars)
+            if self.board:
+                self.board.add(step, scalars)
+                if kind == "eval":
+                    self.board.flush()
+        except OSError as error:
+            raise UserError(
+                f"the log in {self.workdir} could not be written: {error.strerror}; the same "
+                "command resumes from the last checkpoint"
+            ) from error
 
     def _print(self, step: int, record: Json, end: str, kind: str = "") -> None:
         if self.file is None:
@@ -137,26 +104,14 @@ class RunLog:
                 parts.append(f"{name} {value:.4g}")
         inform(f"step {step}/{self.total}  {kind}{'  '.join(parts)}{end}")
 
-    @contextlib.contextmanager
-    def _write_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"the log in {self.workdir} could not be written: {error.strerror}; the same "
-                "command resumes from the last checkpoint"
-            ) from error
-
     def close(self) -> None:
-        """Draw the last curves and close all logs.
+        """Close all logs.
 
         Ignores errors: every record was flushed when written, and a failure was raised then.
         """
-        self.draw()
-        closing = [sink.close for sink in self.sinks]
-        for close in closing if self.file is None else [self.file.close, *closing]:
+        for log in filter(None, (self.file, self.board)):
             with contextlib.suppress(OSError):
-                close()
+                log.close()
 
 
 def read_log(path: Path) -> list[Json]:

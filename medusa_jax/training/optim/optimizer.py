@@ -43,7 +43,8 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     "cosine": linear warm-up, then half a cosine down to `final_lr_ratio` of the peak.
     "wsd": warm-up, constant, linear decay in the last fifth. "constant": warm-up, constant.
     """
-    warmup = min(cfg.warmup_steps, max(steps - 1, 0))
+    warmup = steps // 20 if cfg.warmup_steps < 0 else cfg.warmup_steps
+    warmup = min(warmup, max(steps - 1, 0))
     end = cfg.lr * cfg.final_lr_ratio
     first = cfg.lr / max(warmup, 1)
     ramp = optax.linear_schedule(first, cfg.lr, max(warmup - 1, 1))

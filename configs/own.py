@@ -1,0 +1,107 @@
+"""Draft heads for a model of yours, from its text.
+
+    python train.py --config=configs/own.py --config.model.path=M --config.data.source=D --workdir=runs/own
+
+M is a directory in Hugging Face form, a .gguf file, a hub id or a name; D is JSON lines, best of the
+model's own text (`python -m medusa_jax distill` writes it). `--config.heads.drafter` chooses the family:
+medusa (the default), hydra, hydrapp, amphista, amphista_alpha, eagle or eagle3. Sizes follow from the
+model and the device, and every field can be set, such as `--config.train.steps=1000`. A twentieth of the
+samples is held out. On a CPU the defaults are a trial of minutes for a model below a billion
+parameters.
+"""
+
+import dataclasses
+
+import jax
+
+from medusa_jax.commands.train import override
+from medusa_jax.config import (
+    Config,
+    DataConfig,
+    HeadsConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from medusa_jax.errors import UserError
+from medusa_jax.heads.registry import DRAFTERS, drafter_class
+from medusa_jax.interop.hf import model_shape
+from medusa_jax.interop.hub import resolve
+
+# Family -> fields that differ from those of Medusa in `get_config`, as in configs/smollm2_*.py.
+FAMILIES = {
+    "medusa": {},
+    "hydra": {"heads.skip": "fixed", "optim.lr": 2e-3},
+    "hydrapp": {"heads.skip": "fixed", "heads.dropout": 0.0, "optim.lr": 2e-3},
+    "amphista": {"optim.lr": 2e-3},
+    "amphista_alpha": {"optim.lr": 2e-3},
+    # vLLM reads EAGLE-1 without the bias.
+    "eagle": {"heads.fc_bias": False, "optim.lr": 1e-3, "train.feature_weight": 1.0},
+    "eagle3": {
+        "heads.lm_head": "own", "optim.lr": 2e-3, "train.label_weight": 0.0,
+        "train.levels": 4, "train.lambda_decay": 0.8,
+    },
+}  # fmt: skip
+# Backbones from this vocabulary on have a draft vocabulary.
+LARGE_VOCABULARY = 16_384
+# Fields of a trial on a CPU.
+ON_A_CPU = {
+    "data.max_samples": 1000, "data.seq_len": 512, "train.batch_size": 4, "train.accumulation": 1,
+    "train.steps": 400, "train.log_every": 10, "train.eval_every": 100, "train.save_every": 100,
+    "data.cache_features": "bfloat16", "model.param_dtype": "float32", "mesh": (1, 1, 1),
+}  # fmt: skip
+
+
+def get_config() -> Config:
+    """Heads on the frozen model, on an accelerator."""
+    return Config(
+        model=ModelConfig(param_dtype="bfloat16"),
+        heads=HeadsConfig(drafter="medusa", n_heads=4, n_layers=1, lm_head="shared"),
+        data=DataConfig(held_out=0.05, eval_samples=128, seq_len=2048, max_repeats=0.5),
+        optim=OptimConfig(lr=3e-3, warmup_steps=-1),
+        train=TrainConfig(
+            stage="medusa1",
+            batch_size=64,
+            accumulation=8,
+            epochs=2,
+            remat=False,
+            lambda_decay=1.0,
+            label_weight=0.1,
+            teacher_weight=1.0,
+            eval_every=200,
+            save_every=200,
+        ),
+        workdir="runs/own",
+    )
+
+
+def complete(cfg: Config, given: frozenset[str]) -> Config:
+    """Sizes by the model, the family and the device, for all fields that are not `given`.
+
+    Raises:
+      UserError: no model, no data, or an unknown family.
+    """
+    if not cfg.model.path:
+        raise UserError(
+            "set --config.model.path: a directory, a .gguf file, a hub id or a name"
+        )
+    if not cfg.data.source:
+        raise UserError("set --config.data.source: a file of JSON lines, or a dataset's id")
+    if cfg.heads.drafter not in FAMILIES:
+        drafter_class(cfg.heads.drafter)  # refuses unknown names
+        raise UserError(f"{cfg.heads.drafter} has no heads: choose {', '.join(DRAFTERS)}")
+    arch = model_shape(resolve(cfg.model.path, ["config.json"]))
+    kind = drafter_class(cfg.heads.drafter).Config
+    cfg.heads = kind(**dataclasses.asdict(cfg.heads))
+    fields: dict[str, object] = dict(FAMILIES[cfg.heads.drafter])
+    if jax.default_backend() == "cpu":
+        fields = ON_A_CPU | fields
+    fields["data.seq_len"] = min(
+        int(fields.get("data.seq_len", cfg.data.seq_len)), arch.max_position
+    )
+    if arch.vocab_size >= LARGE_VOCABULARY:
+        fields["heads.draft_vocab"] = 8192
+    for name, value in fields.items():
+        if name not in given:
+            override(cfg, name, value)
+    return cfg

@@ -1,1 +1,0 @@
-"""Programs compiled by vendors' compilers for accelerators that are not here."""

@@ -1,1 +1,0 @@
-"""Medusa's appendix G: predicted and measured step latency in the roofline model."""

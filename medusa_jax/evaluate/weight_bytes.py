@@ -1,0 +1,38 @@
+"""Bytes that a plain decoding step must read, and the types of the stored weights."""
+
+from collections import Counter
+
+import jax
+
+from medusa_jax.api import Model
+from medusa_jax.model.stored import Stored
+
+
+def bytes_per_token(model: Model, length: int) -> int:
+    """Bytes that one autoregressive step must read.
+
+    These are all weights except the embedding table, one row of that table, and the cached keys and
+    values of `length` positions.
+    """
+    weights = dict(model.variables["backbone"])
+    table = sum(x.nbytes for x in jax.tree.leaves(weights.pop("embed_tokens")))
+    total = sum(x.nbytes for x in jax.tree.leaves(weights))
+    c = model.config
+    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
+    return total + cached + table // c.vocab_size
+
+
+def stored_as(model: Model) -> dict[str, int]:
+    """How many of the backbone's weights are stored as what, such as {"Q4_1": 106168320}."""
+    found: Counter[str] = Counter()
+    seen = set()
+    forms = jax.tree.leaves(
+        model.variables["backbone"], is_leaf=lambda x: isinstance(x, Stored)
+    )
+    for form in forms:
+        [first, *_] = jax.tree.leaves(form)
+        if id(first) not in seen:  # a tied LM head may be the embedding's array
+            seen.add(id(first))
+            stored = isinstance(form, Stored)
+            found.update(form.types if stored else {str(form.dtype): form.size})
+    return dict(found)

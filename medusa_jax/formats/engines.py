@@ -1,0 +1,274 @@
+"""Which engine runs which draft heads, by which layout, and why it does not run the others.
+
+`convert` writes by `TARGETS`, its `--help` and docs/formats.md show `table`, training asks `engines_for`. This file
+describes layouts only, without imports of JAX; `export_heads.py` has their writers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+
+# All drafters that have heads (`heads/registry.py: DRAFTERS`).
+DRAFTERS = ("medusa", "hydra", "hydrapp", "amphista", "amphista_alpha", "eagle", "eagle3")
+
+
+class Target(NamedTuple):
+    """A layout to write.
+
+    Attributes:
+      drafters: the heads that it can hold.
+      purpose: who reads it.
+      loading: how to load the directory {out}, with {heads} heads of {layers} layers, for the model {base}.
+      draft_vocab: the layout can say which tokens the heads score.
+      loading_eagle: `loading` of EAGLE-1 heads if it differs.
+      instead: drafter -> the target that is written for it.
+    """
+
+    drafters: tuple[str, ...]
+    purpose: str
+    loading: str
+    draft_vocab: bool = False
+    loading_eagle: str = ""
+    instead: Mapping[str, str] = {}
+
+
+# By the value of --to.
+TARGETS = {
+    "native": Target(
+        DRAFTERS,
+        "this project's format, bound to the model by its fingerprint",
+        "`python decode.py --model {base} --drafter {out}`",
+        draft_vocab=True,
+    ),
+    "vllm": Target(
+        ("medusa", "eagle", "eagle3"),
+        "vLLM: Medusa (any version that has it), EAGLE-1; EAGLE-3 as `speculators`",
+        '`speculative_config={{"method": "medusa", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
+        "would draft the rest without a warning",
+        draft_vocab=True,
+        loading_eagle='`speculative_config={{"method": "eagle", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`',
+        instead={"eagle3": "speculators"},
+    ),
+    "sglang": Target(
+        ("eagle", "eagle3"),
+        "SGLang: EAGLE-1; EAGLE-3 as `eagle3`",
+        "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`",
+        draft_vocab=True,
+        instead={"eagle3": "eagle3"},
+    ),
+    "tgi": Target(
+        ("medusa",),
+        "TGI, and vLLM from 0.28 on",
+        "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
+        'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
+        '"{out}", "num_speculative_tokens": {heads}}}`',
+    ),
+    "tgi_shared": Target(
+        ("medusa",),
+        "TGI, heads that share the model's LM head",
+        "TGI: `--model-id {out} --speculate {heads}`",
+    ),
+    "tensorrt_llm": Target(
+        ("medusa",),
+        "TensorRT-LLM up to 1.1, and Medusa's own code",
+        "TensorRT-LLM up to 1.1: `--medusa_model_dir {out} --num_medusa_heads {heads} "
+        "--num_medusa_layers {layers}`",
+    ),
+    "merged": Target(
+        ("medusa",),
+        "model and heads as one Hugging Face model (Medusa v1.0)",
+        "`python decode.py --model {out} --drafter {out}`; the repository of Medusa's "
+        "authors loads it by path",
+    ),
+    "hydra": Target(
+        ("hydra", "hydrapp"),
+        "Hydra's own code",
+        "`HydraModel.from_pretrained` of the authors' code",
+    ),
+    "eagle": Target(
+        ("eagle",),
+        "EAGLE's own code",
+        "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`",
+    ),
+    "eagle3": Target(
+        ("eagle3",),
+        "EAGLE-3 in SGLang, vLLM and EAGLE's own code",
+        'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
+        '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
+        "--speculative-draft-model-path {out}`",
+        draft_vocab=True,
+    ),
+    "speculators": Target(
+        ("eagle3",),
+        "EAGLE-3 in vLLM and speculators",
+        "`vllm serve {out}`, which serves the base model with these heads",
+        draft_vocab=True,
+    ),
+}
+
+
+class Engine(NamedTuple):
+    """A program that decodes with draft heads.
+
+    Attributes:
+      targets: drafter -> targets that it loads, the most general first.
+      otherwise: the reason why it runs no other heads.
+    """
+
+    targets: Mapping[str, tuple[str, ...]]
+    otherwise: str = ""
+
+
+_HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
+ENGINES = {
+    "medusa_jax": Engine(dict.fromkeys(DRAFTERS, ("native",))),
+    "vLLM": Engine(
+        {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")},
+        "vLLM runs Medusa and EAGLE heads only",
+    ),
+    "SGLang": Engine(
+        {"eagle": ("sglang",), "eagle3": ("sglang",)}, "SGLang runs EAGLE heads only"
+    ),
+    "TGI": Engine({"medusa": ("tgi", "tgi_shared")}, "TGI runs Medusa heads only"),
+    "TensorRT-LLM": Engine(
+        {"medusa": ("tensorrt_llm",), "eagle3": ("eagle3",)},
+        "TensorRT-LLM runs EAGLE-3 heads, and up to 1.1 Medusa's",
+    ),
+    "llama.cpp": Engine({"eagle3": ("eagle3",)}, "llama.cpp runs EAGLE-3 heads only"),
+    "the authors' code": Engine(
+        {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",), "eagle3": ("eagle3",)}
+        | _HYDRA,
+        "no reader of Amphista's files has been published",
+    ),
+}
+# The columns of `table`.
+FAMILIES = {
+    "Medusa": "medusa",
+    "Hydra, Hydra++": "hydra",
+    "Amphista": "amphista",
+    "EAGLE-1": "eagle",
+    "EAGLE-3": "eagle3",
+}
+
+
+def table() -> str:
+    """The targets by engine and family, as an aligned Markdown table."""
+    rows = [["", *FAMILIES]]
+    for name, engine in ENGINES.items():
+        cells = (engine.targets.get(drafter, "-") for drafter in FAMILIES.values())
+        rows.append([name, *(", ".join(cell) for cell in cells)])
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * width for width in widths])
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def engines_for(
+    heads: HeadsConfig, llama: LlamaConfig | None = None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The engines that can run such heads, and those that cannot.
+
+    Args:
+      llama: the shape of their backbone, on which some layouts depend; None skips these checks.
+
+    Returns: ({engine: the target to convert to}, {engine: the reason}).
+
+    Example: Medusa heads with a draft vocabulary and LM heads of their own ->
+    ({"medusa_jax": "native", "vLLM": "vllm"}, {"TGI": "...", "SGLang": "...", ...}).
+    """
+    able, unable = {}, {}
+    for name, engine in ENGINES.items():
+        targets = engine.targets.get(heads.drafter, ())
+        reasons = {target: why_not(heads, target, llama) for target in targets}
+        if fit := [target for target, reason in reasons.items() if not reason]:
+            able[name] = fit[0]
+        else:
+            unable[name] = next(iter(reasons.values()), engine.otherwise)
+    return able, unable
+
+
+def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -> str:
+    """The reason why heads cannot be written in a target's layout; "" if they can.
+
+    Args: as for `engines_for`.
+    """
+    from medusa_jax.heads.registry import whole_config
+
+    heads, row = whole_config(heads), TARGETS[target]
+    if heads.drafter not in row.drafters:
+        return (
+            f"--to {target} is for {' and '.join(row.drafters)} heads, not {heads.drafter}"
+        )
+    target = row.instead.get(heads.drafter, target)
+    # Heads that share the backbone's LM head can score all tokens.
+    if heads.draft_vocab and heads.lm_head != "shared" and not row.draft_vocab:
+        able = [name for name in TARGETS if TARGETS[name].draft_vocab]
+        able = [name for name in able if heads.drafter in TARGETS[name].drafters]
+        return (
+            f"--to {target} cannot name the {heads.draft_vocab} tokens of a draft vocabulary, as only "
+            f"--to {', '.join(able)} can (heads.lm_head 'shared' or heads.draft_vocab 0 avoids it)"
+        )
+    if target == "tgi_shared" and (heads.lm_head != "shared" or heads.n_layers != 1):
+        return (
+            "--to tgi_shared needs one layer and the model's LM head, not "
+            f"{heads.n_layers} and LM head {heads.lm_head!r}: --to tgi"
+        )
+    checks = {"hydra": _why_not_hydra, "eagle": _why_not_eagle, "eagle3": _why_not_eagle3}
+    if heads.drafter in ("hydra", "hydrapp", "eagle", "eagle3") and target != "native":
+        return checks[heads.drafter.removesuffix("pp")](heads, target, llama)
+    return ""
+
+
+def _why_not_hydra(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    fields = ("tie_layers", "skip", "lm_bias")
+    tied, skip, bias = (getattr(heads, name) for name in fields)
+    if heads.n_layers > 2 and not tied:
+        return "Hydra's code runs one layer for layers 2 to n, heads.tie_layers is false"
+    if heads.lm_head == "shared" or skip == "fixed" or not bias:
+        return (
+            "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
+            f"lm_head {heads.lm_head!r}, lm_bias {bias}, skip {skip!r}"
+        )
+    return ""
+
+
+def _why_not_eagle(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    if heads.lm_head != "shared":
+        return f"EAGLE-1 heads score by the model's LM head, these have LM head {heads.lm_head!r}"
+    if target == "vllm" and getattr(heads, "fc_bias"):  # noqa: B009
+        return "vLLM drops the bias after EAGLE's fc without a warning: train with heads.fc_bias=False"
+    if target == "eagle" or llama is None:
+        return ""
+    if llama.qk_norm or llama.mlp_bias or llama.out_bias:
+        return (
+            f"{target}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
+        )
+    if llama.qkv_bias and target == "vllm":
+        return (
+            "vLLM's EAGLE-1 has the layers of a Llama, these have q/k/v biases: --to sglang"
+        )
+    return ""
+
+
+def _why_not_eagle3(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    if heads.lm_head != "own":
+        return f"EAGLE-3 heads have an LM head of their own, these have LM head {heads.lm_head!r}"
+    if target == "speculators":
+        return ""
+    if heads.n_layers != 1:
+        return f"--to {target} holds one layer, not {heads.n_layers}: --to speculators"
+    if llama is not None:
+        from medusa_jax.heads.registry import make_drafter
+
+        taps = make_drafter(heads, llama).taps
+        paper = make_drafter(replace(heads, tap_layers=""), llama).taps  # type: ignore[call-arg]
+        if taps != paper:
+            return (
+                f"--to {target} is for the paper's tapped layers {paper}, not {taps}, since engines do not "
+                "agree on how it would say others: --to speculators"
+            )
+    return ""

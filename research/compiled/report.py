@@ -1,0 +1,153 @@
+"""Cycles, kernels and inefficiencies of a compiled decode step, next to the plain loop's."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_jax.devices.chips import Chip
+from medusa_jax.evaluate.compiled import Case, Step, compile_step
+from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.tree.tree import Tree
+from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
+from research.compiled.labelled import Program, read_program
+from research.compiled.warnings import warnings_of
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A compiled step and its costs, extrapolated to all layers of the model.
+
+    Attributes:
+      stages: cycles by stage; empty on a GPU.
+      kernels: kernels of a step, instructions that move or compute on a TPU.
+      read: bytes that the kernels of a step read; 0 on a TPU.
+      program, costs: the compiled program of few layers.
+    """
+
+    step: Step
+    stages: dict[str, float]
+    kernels: int
+    read: int
+    program: Program
+    costs: list[Cost]
+
+    @property
+    def cycles(self) -> float | None:
+        """Cycles of a step; None without estimates."""
+        return sum(self.stages.values()) or None
+
+    def share_of_bound(self, chip: Chip) -> float | None:
+        """Cycles of reading each weight once at peak bandwidth, over those of the step."""
+        if self.cycles is None:
+            return None
+        return self.step.weights * chip.clock / chip.bandwidth / self.cycles
+
+
+def cost_of(
+    case: Case, drafter: Drafter, tree: Tree, filters: tuple[str, ...] = ()
+) -> Costs:
+    """Compile the decode loop and read its costs.
+
+    Args:
+      filters: `costs.FILTERS` that the rows use.
+    """
+    step = compile_step(case, drafter, tree)
+    program = read_program(step.compiled.as_text() or "")
+    chip, sizes = case.target.chip, (case.compiled_layers, case.config.n_layers)
+    clock = chip.clock or math.inf  # without a clock nothing has an estimate
+    costs = step_costs(program, chip.bandwidth / clock, chip.flops / clock, filters)
+    return Costs(
+        step,
+        of_all_layers(costs, *sizes) if chip.clock else {},
+        round(kernels(costs, *sizes)),
+        0 if chip.clock else round(bytes_read(program, costs, *sizes)),
+        program,
+        costs,
+    )
+
+
+def measure(
+    case: Case, drafter: Drafter, tree: Tree, filters: tuple[str, ...] = ()
+) -> tuple[Costs, Costs]:
+    """The plain step and the drafter's; the same one for the empty tree."""
+    none = NoDrafter(drafter.heads, drafter.llama)
+    plain = cost_of(case, none, Tree.none(), filters)
+    return plain, cost_of(case, drafter, tree, filters) if tree.depth else plain
+
+
+def as_json(case: Case, plain: Costs, own: Costs) -> dict[str, Any]:
+    """The object that `--json` prints. Only TPUs have cycles, ratios and shares, else None."""
+    chip, ratio = case.target.chip, None
+    if plain.cycles is not None and own.cycles is not None:
+        ratio = own.cycles / plain.cycles
+    return {
+        "target": case.target.name,
+        "device": chip.title,
+        "estimated": True,
+        "layers": {"compiled": case.compiled_layers, "all": case.config.n_layers},
+        "plain": {
+            "cycles": plain.cycles,
+            "share_of_bound": plain.share_of_bound(chip),
+            "kernels": plain.kernels,
+            "read_bytes": plain.read or None,
+        },
+        "step": {
+            "cycles": own.cycles,
+            "ratio": ratio,
+            "share_of_bound": own.share_of_bound(chip),
+            "stages": own.stages,
+        },
+        "kernels": own.kernels,
+        "read_bytes": own.read or None,
+        "sent_bytes": own.step.sent,
+        "memory_bytes": own.step.memory,
+        "warnings": defects(case, plain, own),
+    }
+
+
+def defects(case: Case, *steps: Costs) -> list[str]:
+    """The named warnings of these steps, each line once."""
+    vocab_size, platform = case.config.vocab_size, case.target.platform
+    found: dict[str, None] = {}
+    for s in steps:
+        size = s.step.cache_numbers
+        lines = warnings_of(s.program, s.costs, vocab_size, size, platform)
+        found |= dict.fromkeys(lines)
+    return list(found)
+
+
+def as_text(case: Case, plain: Costs, own: Costs) -> str:
+    """The tables that the command prints without `--json`."""
+    chip, parts = case.target.chip, []
+    if plain.cycles is not None and own.cycles is not None:
+        rows = [
+            (
+                name,
+                two_digits(cycles / 1e6),
+                two_digits(cycles / plain.cycles),
+                two_digits(1e3 * cycles / chip.clock),
+                two_digits(one.share_of_bound(chip) or 0),
+            )
+            for name, one in (("plain", plain), ("with drafts", own))
+            if (cycles := one.cycles) is not None
+        ]
+        header = ("estimated", "million cycles", "of plain", "ms", "of the weight-read bound")  # fmt: skip
+        stages = [(name, two_digits(n / 1e6)) for name, n in own.stages.items()]
+        parts += [
+            markdown_table(header, rows),
+            markdown_table(("stage", "estimated million cycles"), stages),
+        ]
+    lines = [f"kernels a step     {own.kernels:,}; plain {plain.kernels:,}"]
+    if own.read:
+        lines.append(
+            f"GB read a step     {own.read / 1e9:.1f}; plain {plain.read / 1e9:.1f}"
+        )
+    lines += [f"warning: {line}" for line in defects(case, plain, own)]
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def two_digits(x: float) -> str:
+    """1.16 is "1.2", 34.7 "35", 768 "770"."""
+    places = 1 - math.floor(math.log10(abs(x))) if x else 0
+    return f"{round(x, places):,.{max(0, places)}f}"
