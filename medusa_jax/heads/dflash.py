@@ -135,9 +135,9 @@ class BlockAttention(nn.Module):
             x = jnp.moveaxis(x.reshape(B, T, *x.shape[1:]), 1, 2)
             return x.reshape(B, x.shape[1], T * n_slots, *x.shape[4:])
 
-        own = (by_block(x) for x in self.pair(x_BQD, rope))
+        k, v = (by_block(x) for x in self.pair(x_BQD, rope))
         both_ways = jnp.ones((1, n_slots, n_slots), bool)
-        part = jax.tree.map(by_row, attend_part(by_block(q_BGQRH), *own, both_ways))
+        part = jax.tree.map(by_row, attend_part(by_block(q_BGQRH), k, v, both_ways))
         visible_BQS = jnp.repeat(visible_BTS, n_slots, axis=1)
         part = merge_parts(part, attend_part(q_BGQRH, *text, visible_BQS))
         return self.o_proj(flat(part.out_BGTRH.astype(q_BQNH.dtype)))
