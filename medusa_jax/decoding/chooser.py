@@ -395,7 +395,7 @@ class Chooser:
             self._plan.extend([trial, trial])
             self.current, self._length = other, k
         else:  # plain steps would leave the drafter's state behind
-            plain = Chunk(1, max(CHUNK_STEPS[0], k // 2), apart=True)
+            plain = Chunk(1, max(ENOUGH, k), apart=True)
             self._plan.extend([now, plain, now, now])
         learned.by_size[other].trials += 1
         self._trying = other
