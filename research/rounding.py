@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from medusa_jax.commands.prompts import first_prompts, questions_of
 
 from medusa_jax.api import Model
 from medusa_jax.arch import ACTIVATIONS
 from medusa_jax.commands.bench_race import RaceFlags
 from medusa_jax.commands.flags import Program, generation_options, load_model
-from medusa_jax.commands.prompts import first_prompts, questions_of
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.whole_files import Json
 
