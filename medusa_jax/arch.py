@@ -14,6 +14,8 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Types to store kernels in: of the backbone ("stored": the blocks of a GGUF file), and of draft heads.
 STORED = "stored"
 WEIGHTS = (STORED, "float32", "bfloat16", "int8")
+# Bits of activations that native products with integers take.
+ACTIVATIONS = (16, 8)
 DRAFT_WEIGHTS = WEIGHTS[1:]
 
 

@@ -28,6 +28,9 @@ COMMANDS = {
     "ties": Command(
         "papers", "research.ties", "where low precision leaves plain decoding, and why"
     ),
+    "rounding": Command(
+        "papers", "research.rounding", "integer activations against float32"
+    ),
     "batches": Command("costs", "research.batches", "batch sizes, the tree fitted to each"),
     "roofline": Command(
         "costs", "research.roofline", "the roofline fitted to products timed on this device"

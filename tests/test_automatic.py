@@ -129,13 +129,14 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     model = load(directory)
     assert model.tree.n_nodes == 4 and model.tree_at(2).n_nodes == 4
     sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-    model.automatic.keep(sizes, 1)
+    sizes.keep()
     assert not model.automatic.cache.file.exists()  # nothing has been measured
-    sizes.learned.by_size[3].ratios.extend([1.25] * 9)
-    sizes.learned.by_size[3].samples = 9
+    for n, ratio in ((3, 1.25), (4, 2.0), (6, 3.0)):
+        sizes.learned.by_size[n].ratios.extend([ratio] * 9)
+        sizes.learned.by_size[n].samples = 9
     sizes.learned.by_size[3].add(100, 50, 1)
     assert model.tree_at(1).n_nodes == 3
-    model.automatic.keep(sizes, 1)
+    sizes.keep()
     again = load(directory, all_heads=False)
     assert again.tree.n_nodes == 3 and again.tree_at(2).n_nodes == 4
     learned = again.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes.learned
@@ -143,7 +144,7 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     # Drafts have lost: this device begins with plain steps.
     sizes.learned.by_size[3].add(10, 500, 0)
     sizes.learned.by_size[3].add(500, 500, 0)
-    model.automatic.keep(sizes, 1)
+    sizes.keep()
     assert load(directory).tree == Tree.none()
     for damaged in ("{", "[]", '{"1 greedy": {"sizes": {"3": [null, null]}}}'):
         model.automatic.cache.file.write_text(damaged)

@@ -7,14 +7,18 @@ the next process begins with it.
 
 import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
+import numpy as np
 
+from medusa_jax.api.results import Options
 from medusa_jax.arch import STORED
 from medusa_jax.decoding.adapting import Sizes, follows_free
 from medusa_jax.decoding.chooser import Learned
+from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
@@ -133,7 +137,7 @@ class Automatic:
       calibrated: content of the tree file next to the heads, or None.
       default: the drafter's default tree.
       narrow: as for `trees_to_try`.
-      cache: keeps what is learned; None keeps nothing.
+      cache: keeps what is learned; None: trees do not follow measurements.
     """
 
     drafter: Drafter
@@ -154,12 +158,14 @@ class Automatic:
         Args:
           marks: what else determines the time of a step.
         """
-        narrow = storage.weights in (STORED, "int8")
+        default = drafter.default_tree
+        if not is_automatic():
+            return cls(drafter, calibrated, default, narrow=False)
         sizes = tokens_by_size(calibrated), (calibrated or {}).get("growth")
         cache = DeviceCache(
             "trees", 3, drafter.heads, drafter.llama, sizes, storage, *marks
         )
-        return cls(drafter, calibrated, drafter.default_tree, narrow, cache)
+        return cls(drafter, calibrated, default, storage.weights in (STORED, "int8"), cache)
 
     def trees(self, rows: int) -> tuple[dict[int, Tree], int]:
         """The trees to choose from, by size, without the empty one; and the size to begin with."""
@@ -178,17 +184,30 @@ class Automatic:
         ratios = expected_ratios(self.calibrated, trees)
         return Learned([1, *trees], first, expected, ratios, returns, note)
 
-    def sizes(self, engine: Engine, rows: int) -> Sizes:
-        """The sizes for requests of so many rows.
+    def may_change(self, engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
+        """Whether the tree may change while these rows are decoded.
 
-        Args:
-          engine: with the largest of `trees`.
+        Not where the text could depend on it: under rules that read the drafts, with a limit of steps, and in
+        16-bit arithmetic, where passes over different numbers of tokens round differently. With a
+        constraint the host takes part in every step, and its tree stays the same.
         """
-        key = engine, rows
+        exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
+        plain = all(o.max_steps is None and o.constraint is None for o in rows)
+        return exact and plain and bool(self.trees(len(rows))[0])
+
+    def prepare(self, engine: Engine, request: Request) -> Engine:
+        """Let a request choose among the sizes; returns its engine, that of the largest."""
+        rows = len(request.prompts)
+        trees, _ = self.trees(rows)
+        largest = trees[max(trees)]
+        drafter = self.drafter if largest.drafted.depth else engine.drafter
+        key = replace(engine, tree=largest, drafter=drafter), rows
         if key not in self._made:
             learned = self._learned(rows, engine.acceptance)
-            self._made[key] = Sizes(engine, self.trees(rows)[0], learned)
-        return self._made[key]
+            keep = partial(self.keep, learned, f"{rows} {engine.acceptance}")
+            self._made[key] = Sizes(key[0], trees, learned, keep)
+        request.sizes = self._made[key]
+        return key[0]
 
     def tree(self, rows: int) -> Tree:
         """The tree to use where it cannot change: the best one known on this device."""
@@ -200,9 +219,8 @@ class Automatic:
         learned = self._learned(rows, kept[0].split()[1] if kept else "")
         return ({1: Tree.none()} | self.trees(rows)[0])[learned.best()]
 
-    def keep(self, sizes: Sizes, rows: int) -> None:
+    def keep(self, learned: Learned, name: str) -> None:
         """Keep what was learned: at once if another size is best, else now and then."""
-        learned, name = sizes.learned, f"{rows} {sizes.engine.acceptance}"
         best, now = learned.best(), time.monotonic()
         before, at = self._written.get(name, (0, -PATIENCE))
         if not self.cache or (best == before and now - at < PATIENCE):

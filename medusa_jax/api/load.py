@@ -59,6 +59,7 @@ def load(
     dtype: str | None = None,
     weights: str | None = None,
     draft_weights: str | None = None,
+    activations: int = 16,
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | None = None,
     batch: int = 1,
@@ -82,13 +83,16 @@ def load(
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.
       weights: type of stored kernels, by default `dtype`. "stored" reads the blocks of a GGUF file
-        unchanged, with float32's results: the default for such a file if possible (`dtype` float32
-        on one CPU with a C++ compiler). "float32" unpacks them. "bfloat16" or "int8" rounds the
+        unchanged: the default for such a file if possible (`dtype` float32 on one CPU with a C++
+        compiler). "float32" unpacks them. "bfloat16" or "int8" rounds the
         weights: a step reads fewer bytes, and the model is the one with rounded weights.
       draft_weights: "float32", "bfloat16" or "int8", the type of the draft heads' kernels. By default
         int8 on a CPU with native products, while only speed depends on them; the first call with an
         acceptance rule whose text depends on the drafts (typical, rejection) reads the heads again,
         as wide as `weights`.
+      activations: bits, 16 or 8, of the activations that native products with stored or int8 weights
+        round to, with a scale for 32 of them. 16 give the text of float32 up to rare near ties, 8 are
+        llama.cpp's precision.
       mesh: devices along data, fsdp, tensor.
       tokenizer: directory or hub id, if not next to the model. A model without any takes
         prompts as token ids and gives token ids.
@@ -119,7 +123,7 @@ def load(
         text_to_ids = NoTokenizer(directory)
     weights = _weights(weights, directory, kind, devices)
     opened = hf.open_model(directory)
-    number, storage = _forms(opened[0], kind, devices, weights, draft_weights)
+    number, storage = _forms(opened[0], kind, devices, weights, draft_weights, activations)
     marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:
@@ -137,18 +141,17 @@ def load(
         cpu().mark() if storage.panel else None,
         tuple(devices.shape.values()),
     )
+    where = batch, storage, timing
     if baseline is not None:
         heads, head_params = baselines.load_baseline(
             baseline, text_to_ids, number, devices, storage
         )
-        chosen = TreeChoice.of(
-            tree, make_drafter(heads, config), "", batch, storage, timing
-        )
+        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
     elif stored is None:
         chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
-        drafter = make_drafter(stored.heads, config)
-        chosen = TreeChoice.of(tree, drafter, stored.directory, batch, storage, timing)
+        described = make_drafter(stored.heads, config)
+        chosen = TreeChoice.of(tree, described, stored.directory, *where)
         read = partial(
             heads_io.load_heads,
             stored,
@@ -222,10 +225,11 @@ def _forms(
     mesh: Mesh,
     weights: str | None,
     draft_weights: str | None,
+    activations: int,
 ) -> tuple[np.dtype, Storage]:
     """The type to compute in, and the form of kernels (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
-    storage = choose_storage(number, mesh, weights, draft_weights)
+    storage = choose_storage(number, mesh, weights, draft_weights, activations)
     if storage.panel and dtype == "bfloat16":
         # The native kernels compute in float32, which is also faster in XLA.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)

@@ -156,17 +156,6 @@ class Model:
             return self.automatic.tree(rows)
         return tree_at(self.ladder, rows) if self.ladder else self.tree
 
-    def why_plain(self) -> str:
-        """One line for the user where drafts were slower than plain decoding."""
-        advice = "train heads for this model (python train.py), which guess more often"
-        if self.drafter.trained:
-            advice = (
-                "python -m medusa_jax calibrate fits the tree; more training helps more"
-            )
-        return (
-            f"mostly plain steps: {self.drafter.name}'s drafts were slower here; {advice}"
-        )
-
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the loaded heads."""
         no_heads = UserError(
@@ -334,7 +323,6 @@ class Model:
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
-            self._keep(request)
             return results
         start = time.perf_counter()
         state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
@@ -343,7 +331,6 @@ class Model:
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)
-        self._keep(request)
         return results_of(self.tokenizer, rows, request, progress, seconds)
 
     @overload
@@ -434,7 +421,6 @@ class Model:
         seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
         yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
-        self._keep(request)
 
     def plan(
         self,
@@ -461,28 +447,9 @@ class Model:
         if engine_options.get("tree") not in (None, "auto"):
             return rows, make(**engine_options), request
         engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
-        trees = self.automatic.trees(len(rows))[0] if self.automatic else {}
-        if self.automatic and trees and self._may_adapt(engine, rows):
-            engine = make(**engine_options | {"tree": trees[max(trees)]})
-            request.sizes = self.automatic.sizes(engine, len(rows))
+        if self.automatic and self.automatic.may_change(engine, rows, self.dtype):
+            engine = self.automatic.prepare(engine, request)
         return rows, engine, request
-
-    def _keep(self, request: loop.Request) -> None:
-        """Keep for later processes what a request has taught about trees."""
-        if self.automatic and request.sizes:
-            self.automatic.keep(request.sizes, len(request.prompts))
-
-    def _may_adapt(self, engine: Engine, rows: Sequence[Options]) -> bool:
-        """Whether the tree may change while these rows are decoded.
-
-        Not where the text could depend on it: under rules that read the drafts, with a limit of steps, and in
-        16-bit arithmetic, where passes over different numbers of tokens round differently. With a
-        constraint the host takes part in every step, and its tree stays the same.
-        """
-        rule = engine.rule
-        exact = rule.lossless and not rule.by_drafts and self.dtype.itemsize >= 4
-        plain = all(o.max_steps is None and o.constraint is None for o in rows)
-        return exact and plain
 
 
 def generate(

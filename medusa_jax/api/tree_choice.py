@@ -59,26 +59,22 @@ class TreeChoice:
         file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
         calibrated = load_tree_file(file) if directory and file.exists() else None
         automatic, ladder = None, dict[int, Tree]()
-        trees = _trees() if spec == "auto" else None
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if trees and trees.is_automatic():
-            automatic = trees.Automatic.of(drafter, calibrated, storage, *marks)
-            spec = automatic.tree(batch)
-            ladder[batch] = spec
-        elif ladder:
+        if spec == "auto":
+            automatic = _trees().Automatic.of(drafter, calibrated, storage, *marks)
+            ladder[batch] = automatic.tree(batch)
+        if ladder:
             spec = tree_at(ladder, batch)
-        elif trees and not calibrated:
-            found, first = trees.trees_to_try(
-                None, drafter.default_tree, batch, narrow=False
-            )
-            spec = found[first]
         tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
         drafter.check_tree(tree)
-        used = [tree, *ladder.values()]
-        if automatic:
-            used += automatic.trees(batch)[0].values()
-        levels = max(1, *(t.drafted.depth for t in used))
+        if automatic and not automatic.cache:
+            automatic = None
+        used = [
+            *ladder.values(),
+            *(automatic.trees(batch)[0].values() if automatic else ()),
+        ]
+        levels = max(1, *(t.drafted.depth for t in (tree, *used)))
         return cls(tree, calibrated, ladder, automatic, levels)
 
 

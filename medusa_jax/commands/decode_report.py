@@ -74,6 +74,7 @@ def describe(
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
         "draft_weights": model.draft_weights(acceptance),
+        "activations": model.storage.multiplied_by,
         "products": model.products,
         "device": f"{device.platform}: {device.device_kind}",
     }

@@ -133,8 +133,7 @@ def run(flags: Flags, began: float) -> int:
             )
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
-        status: int = chat.Chat(model, *about).run()
-        return status
+        return chat.Chat(model, *about).run()
     if model.tokenizer.chat_template and flags.chat is None and not flags.raw:
         raw = "raw text (--chat makes the prompt a user's turn)"
         inform(raw if template is None else "chat (--raw continues the prompt instead)")
@@ -153,8 +152,7 @@ def run(flags: Flags, began: float) -> int:
     job = Job(model, prompts, options, acceptance, repeats, form)
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
-        status = file.answer(job, flags.batch_size, flags.show_drafts)
-        return status
+        return file.answer(job, flags.batch_size, flags.show_drafts)
     if flags.json:
         seconds, [result] = job.compile([0]), job.generate([0])
         result.compile_seconds = seconds
@@ -216,7 +214,10 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
     if result.tree_nodes == 1:
-        inform(job.model.why_plain())
+        inform(
+            f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
+            "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"
+        )
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")

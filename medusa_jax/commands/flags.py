@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 
@@ -48,10 +48,14 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         if flag := next((word for word in rest if word.startswith("-")), ""):
             name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{did_you_mean(name, self.names, ALIASES)}")
+            self.error(f"unknown flag {name}{self.near(name)}")
         if rest:
             self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
         return found
+
+    def near(self, name: str) -> str:
+        """The end of the message about an unknown flag: the one that was meant, if any is near."""
+        return did_you_mean(name, self.names, ALIASES)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError`."""
@@ -189,8 +193,8 @@ class BaseFlags:
         "default: float32 on CPU, bfloat16 elsewhere", None, choices=DTYPES
     )
     weights: str | None = flag(
-        "type to read kernels in: those of a GGUF file as stored, which changes no bit of the text, or "
-        "unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF file on a "
+        "type to read kernels in: those of a GGUF file as stored, multiplied by integers (see "
+        "--activations), or unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF file on a "
         "CPU with native products, else the dtype)",
         None,
         choices=WEIGHTS,
@@ -200,6 +204,12 @@ class BaseFlags:
         "only speed depends on it; else, and for typical and rejection, as --weights)",
         None,
         choices=DRAFT_WEIGHTS,
+    )
+    activations: int = flag(
+        "bits of the activations that stored and int8 weights are multiplied by on a CPU; 8 is "
+        "llama.cpp's precision",
+        16,
+        choices=ACTIVATIONS,
     )
     allow_other_base: bool = flag(
         "use heads that were trained on another model of the same sizes", False

@@ -32,11 +32,8 @@ def own_sampling(model: str | None) -> dict[str, Any]:
 
 def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:
     """The options of every request: from the flags, else `defaults`, else those of `Options`."""
-    given = {
-        field.name: value
-        for field in dataclasses.fields(Options)
-        if (value := getattr(flags, field.name, None)) is not None
-    }
+    pairs = ((f.name, getattr(flags, f.name, None)) for f in dataclasses.fields(Options))
+    given = {name: value for name, value in pairs if value is not None}
     given |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
@@ -55,8 +52,7 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     shared = shared_options(flags)
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
-        prompts, options = file.read(flags.prompts_file, shared)
-        return prompts, options
+        return file.read(flags.prompts_file, shared)
     return [read_stdin() if flags.prompt == "-" else flags.prompt], [shared]
 
 

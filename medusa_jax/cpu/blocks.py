@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.library import library
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import BlockRows
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 
 # Linear maps that `prepare` makes one of.
@@ -23,29 +25,34 @@ FUSED = {
 
 
 def prepare(
-    config: LlamaConfig, part: Params, blocks: Params, place: Callable[[], Params]
+    config: LlamaConfig,
+    part: Params,
+    blocks: Params,
+    place: Callable[[], Params],
+    storage: Storage,
 ) -> Params:
     """`Engine.prepare`: an entry whose kernels are `BlockRows`, these as panels of the same blocks, fused."""
     [name] = part
+    packed = partial(pack, activations=storage.activations)
     if name == "embed_tokens":
         rows = blocks["embedding"]
         packs_rows = packs(rows.blocks.kind, rows.inputs)
-        panels = pack([rows]) if packs_rows or config.tie_embeddings else None
+        panels = packed([rows]) if packs_rows or config.tie_embeddings else None
         embedding = panels if packs_rows else jnp.asarray(rows.blocks.unpacked(slice(None)))
         # A tied LM head is the same panels.
         head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
         return {name: {"embedding": embedding}, **head}
     if name == "lm_head":
-        return {name: {"kernel": pack([blocks["kernel"]])}}
+        return {name: {"kernel": packed([blocks["kernel"]])}}
     [placed] = place().values()
     for group, fused in FUSED.items():
         for linear, names in fused.items():
             kernels = [blocks[group][each]["kernel"] for each in names]
-            placed[group].setdefault(linear, {})["kernel"] = pack(kernels)
+            placed[group].setdefault(linear, {})["kernel"] = packed(kernels)
     return {name: placed}
 
 
-def pack(kernels: Sequence[BlockRows]) -> Panels:
+def pack(kernels: Sequence[BlockRows], activations: int) -> Panels:
     """Kernels of the same inputs side by side, in their blocks; other types in float32.
 
     Raises: `Blocks.damaged`.
@@ -66,7 +73,7 @@ def pack(kernels: Sequence[BlockRows]) -> Panels:
         words.append(found)
         parts.append((form, sum(k.outputs for k in alike)))
     words_on_device = jax.device_put(_stacked(words))
-    return Panels(words_on_device, None, tuple(parts), kernels[0].inputs)
+    return Panels(words_on_device, None, tuple(parts), kernels[0].inputs, activations)
 
 
 def _stacked(arrays: list[np.ndarray]) -> np.ndarray:

@@ -3,6 +3,7 @@
 // is the same, bit for bit, alone and among others.
 
 #include <numeric>
+#include <utility>
 
 #include "layer.h"
 
@@ -10,22 +11,31 @@ namespace {
 
 using Numbers = ffi::Span<const int64_t>;
 
+// Memory of a call, kept for the next: fresh memory is cleared by the system first, page by page.
+float* Scratch(size_t floats) {
+  thread_local std::vector<float> memory;
+  if (memory.size() < floats) memory.resize(floats);
+  return memory.data();
+}
+
 // A kernel of parts in `forms`, with `widths` outputs each, whose words follow one another; with scales of
-// all panels' outputs and a bias [outputs], or none of either. No parts: it does not fit.
+// all panels' outputs and a bias [outputs], or none of either; for activations of 8 or 16 bits. No parts: it does
+// not fit.
 Kernel KernelOf(ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
                 const int64_t* forms, const int64_t* widths, size_t n_parts, int64_t inputs,
-                int64_t outputs) {
-  Kernel kernel{{}, n_parts, nullptr, nullptr, inputs, outputs};
+                int64_t outputs, int64_t activations) {
+  Kernel kernel{{}, n_parts, nullptr, nullptr, inputs, outputs, 0};
   if (scales.element_count()) kernel.scales = scales.typed_data();
   if (bias.element_count()) kernel.bias = bias.typed_data();
-  if (n_parts < 1 || n_parts > kernel.parts.size()) return {};
+  if (n_parts < 1 || n_parts > kernel.parts.size() || (activations != 8 && activations != 16)) return {};
   int64_t at = 0, columns = 0, width = 0;
   for (size_t i = 0; i < n_parts; ++i) {
     Part& part = kernel.parts[i];
     part = {forms[i], widths[i], inputs, words.typed_data() + at};
-    const bool wide = part.form == kFloat32 || part.form == kBfloat16 || part.form == kInt8;
-    if (part.outputs < 1 || !(wide || PanelWords(part.form, inputs))) return {};
-    at += part.Panels() * part.Size(), columns += part.Panels() * kPanel, width += part.outputs;
+    const bool floats = part.form == kFloat32 || part.form == kBfloat16;
+    if (part.outputs < 1 || !(floats || PanelWords(part.form, inputs))) return {};
+    if (!floats) kernel.bits = activations;
+    at += part.Panels() * part.Size(), columns += part.Panels() * part.Width(), width += part.outputs;
   }
   if (at != int64_t(words.element_count()) || width != outputs ||
       (kernel.scales && (n_parts > 1 || int64_t(scales.element_count()) != columns)) ||
@@ -37,16 +47,18 @@ Kernel KernelOf(ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F32> scales, ffi::
 // x [R, I] times a kernel: `KernelOf`.
 ffi::Error ProductHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U32> panels,
                           ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
-                          ffi::ResultBuffer<ffi::F32> y, Numbers forms, Numbers widths) {
+                          ffi::ResultBuffer<ffi::F32> y, Numbers forms, Numbers widths, int64_t activations) {
   const auto xs = x.dimensions(), ys = y->dimensions();
   Kernel kernel{};
   if (xs.size() == 2 && ys.size() == 2 && ys[0] == xs[0] && forms.size() == widths.size())
-    kernel = KernelOf(panels, scales, bias, forms.begin(), widths.begin(), forms.size(), xs[1], ys[1]);
+    kernel = KernelOf(panels, scales, bias, forms.begin(), widths.begin(), forms.size(), xs[1], ys[1], activations);
   if (!kernel.n_parts) return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
-  const float* in = x.typed_data();
+  Rows in{const_cast<float*>(x.typed_data()), nullptr, xs[0], xs[1], kernel.bits};
+  if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
   float* out = y->typed_data();
-  Share(pool, kernel.Chunks(), [=, rows = xs[0]](int64_t chunk) {
-    MultiplyChunk(kernel, in, rows, chunk, nullptr, out);
+  const std::array<int64_t, 2> sizes = {in.bits ? in.count : 0, kernel.Chunks()};
+  ShareStages(pool, sizes, [=](size_t stage, int64_t i) {
+    stage ? MultiplyChunk(kernel, in, i, nullptr, out) : in.Make(i, 0, in.inputs);
   });
   return ffi::Error::Success();
 }
@@ -63,7 +75,12 @@ ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Bu
   const int32_t* which = rows.typed_data();
   float* out = y->typed_data();
   Share(pool, n, [=](int64_t i) {
-    OneOutput(part, std::clamp<int64_t>(which[i], 0, outputs - 1), out + i * inputs);
+    const int64_t o = std::clamp<int64_t>(which[i], 0, outputs - 1);
+    const auto unpack = [&](auto blocks) {
+      OneOutput<decltype(blocks)>(part.words + o / kWide * part.Size(), int(o % kWide), inputs, out + i * inputs);
+      return true;
+    };
+    WithBlocks(part.form, unpack, false);
   });
   return ffi::Error::Success();
 }
@@ -137,7 +154,8 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
                         ffi::Buffer<ffi::F32> k_norm, ffi::RemainingArgs kernels,
                         ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
                         ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff,
-                        int64_t window, Numbers forms, Numbers widths, Numbers counts, double eps) {
+                        int64_t window, int64_t activations, Numbers forms, Numbers widths, Numbers counts,
+                        double eps) {
   const auto xs = x.dimensions(), cs = keys.dimensions();
   if (xs.size() != 3 || cs.size() != 4)
     return ffi::Error::InvalidArgument("x is [B, T, D] and the cache [B, G, S, H]");
@@ -165,7 +183,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
     if (!panels || !scales || !bias)
       return ffi::Error::InvalidArgument("each of four kernels is panels, scales and a bias");
     *all[i] = KernelOf(*panels, *scales, *bias, forms.begin() + part, widths.begin() + part, counts.begin()[i],
-                       inputs[i], outputs[i]);
+                       inputs[i], outputs[i], activations);
     if (!all[i]->n_parts) return ffi::Error::InvalidArgument("a kernel does not fit");
   }
   const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
@@ -175,14 +193,20 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
   if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
-  // Kept from call to call: fresh memory is cleared by the system first, page by page.
-  thread_local std::vector<float> scratch;
-  float** const parts[] = {&l.normed, &l.heads, &l.queries, &l.attended, &l.gates, &l.inner};
-  const int64_t sizes[] = {l.D, heads, queries, queries, 2 * l.F, l.F};
-  const size_t needed = R * std::accumulate(sizes, sizes + 6, int64_t(0));
-  if (scratch.size() < needed) scratch.resize(needed);
-  float* at = scratch.data();
-  for (size_t i = 0; i < 6; at += R * sizes[i++]) *parts[i] = at;
+  l.normed = {nullptr, nullptr, R, l.D, std::max(l.qkv.bits, l.gate_up.bits)};
+  l.attended = {nullptr, nullptr, R, queries, l.out.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
+  const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
+  const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
+  Rows* const rows[] = {&l.normed, &l.attended, &l.inner};
+  size_t needed = R * (heads + queries + 2 * l.F);
+  for (const Rows* x : rows) needed += words_of(*x) + floats_of(*x);
+  float* at = Scratch(needed);
+  const auto take = [&](int64_t n) { return std::exchange(at, at + n); };
+  for (Rows* x : rows) {
+    x->floats = take(floats_of(*x));
+    if (x->bits) x->integers = reinterpret_cast<char*>(take(words_of(*x)));
+  }
+  l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * 2 * l.F);
   RunLayer(pool, l);
   return ffi::Error::Success();
 }
@@ -192,7 +216,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
 extern "C" int medusa_panel_width() { return kPanel; }
 // Words of the panels of a kernel in blocks; 0 where these do not fill the inputs.
 extern "C" int64_t medusa_packed_words(int64_t form, int64_t outputs, int64_t inputs) {
-  return (outputs + kPanel - 1) / kPanel * PanelWords(form, inputs);
+  return (outputs + kWide - 1) / kWide * PanelWords(form, inputs);
 }
 // Rows of blocks [outputs, row_bytes] as panels, which are zero before; 0: a scale is no number.
 extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
@@ -200,8 +224,8 @@ extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes,
   const int64_t size = PanelWords(form, inputs);
   for (int64_t o = 0; o < outputs; ++o) {
     const auto pack = [&](auto blocks) {
-      uint32_t* panel = words + o / kPanel * size;
-      return PackRow<decltype(blocks)>(form, rows + o * row_bytes, inputs, int(o % kPanel), panel);
+      uint32_t* panel = words + o / kWide * size;
+      return PackRow<decltype(blocks)>(form, rows + o * row_bytes, inputs, int(o % kWide), panel);
     };
     if (!WithBlocks(form, pack, false)) return 0;
   }
@@ -218,7 +242,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<Numbers>("forms")
-                                  .Attr<Numbers>("widths"));
+                                  .Attr<Numbers>("widths")
+                                  .Attr<int64_t>("activations"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rows, RowsHandler,
                               ffi::Ffi::Bind()
@@ -250,6 +275,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                                   .Attr<int64_t>("n_heads")
                                   .Attr<int64_t>("d_ff")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("activations")
                                   .Attr<Numbers>("forms")
                                   .Attr<Numbers>("widths")
                                   .Attr<Numbers>("counts")

@@ -26,8 +26,9 @@ struct Layer {
   float *keys, *values;                   // [B, G, S, H]
   float* y;                               // [R, D]
   int64_t shares;                         // of the tokens of a text, for attention
-  // Between the stages: [R, D], [R, N + 2 G, H], [R, N, H] twice, [R, 2 F], [R, F].
-  float *normed, *heads, *queries, *attended, *gates, *inner;
+  // Between the stages: [R, D], [R, N, H], [R, F]; [R, N + 2 G, H], [R, N, H], [R, 2 F].
+  Rows normed, attended, inner;
+  float *heads, *queries, *gates;
 
   // The slot of a text's first new token. A row that is not to step now may have no room left.
   int64_t Slot(int64_t b) const { return std::clamp<int64_t>(start[b], 0, S - T); }
@@ -55,8 +56,13 @@ struct Layer {
     const int64_t t = T * share / shares, rows = T * (share + 1) / shares - t;
     const int64_t heads = N / G, at = (b * G + g) * S * H, row = ((b * T + t) * N + g * heads) * H;
     Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, Slot(b), paths + t * (T + 1), T, window,
-           attended + row);
+           attended.floats + row);
+    if (!Aligned()) return;
+    for (int64_t r = b * T + t; r < b * T + t + rows; ++r) attended.Make(r, g * heads * H, heads * H);
   }
+
+  // Whether a group of heads is whole blocks; else rows become integers when all of their heads are there.
+  bool Aligned() const { return N / G * H % 32 == 0; }
 };
 
 // Components of an MLP that one worker gates at a time.
@@ -65,27 +71,30 @@ constexpr int64_t kGated = 512;
 // x + out(attention(norm(x))), then that + down(silu(gate) * up) of its norm.
 inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
   const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
-  const std::array<int64_t, 9> sizes = {
-      R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G, layer.out.Chunks(),
-      R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
+  const std::array<int64_t, 10> sizes = {
+      R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G,
+      layer.Aligned() || !layer.out.bits ? 0 : R, layer.out.Chunks(), R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
   ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
     const auto norm = [&](const float* x, const float* scale) {
-      NormRow(x + i * l.D, scale, l.D, l.eps, l.normed + i * l.D);
+      NormRow(x + i * l.D, scale, l.D, l.eps, l.normed.floats + i * l.D);
+      l.normed.Make(i, 0, l.D);
     };
     switch (stage) {
       case 0: return norm(l.x, l.attn_norm);
-      case 1: return MultiplyChunk(l.qkv, l.normed, R, i, nullptr, l.heads);
+      case 1: return MultiplyChunk(l.qkv, l.normed, i, nullptr, l.heads);
       case 2: return l.Place(i);
       case 3: return l.AttendSome(i);
-      case 4: return MultiplyChunk(l.out, l.attended, R, i, l.x, l.y);
-      case 5: return norm(l.y, l.mlp_norm);
-      case 6: return MultiplyChunk(l.gate_up, l.normed, R, i, nullptr, l.gates);
-      case 7: {
-        const int64_t r = i / gated, begin = i % gated * kGated;
+      case 4: return l.attended.Make(i, 0, l.N * l.H);
+      case 5: return MultiplyChunk(l.out, l.attended, i, l.x, l.y);
+      case 6: return norm(l.y, l.mlp_norm);
+      case 7: return MultiplyChunk(l.gate_up, l.normed, i, nullptr, l.gates);
+      case 8: {
+        const int64_t r = i / gated, begin = i % gated * kGated, n = std::min(kGated, l.F - begin);
         const float* gate = l.gates + r * 2 * l.F + begin;
-        return GateRow(gate, gate + l.F, std::min(kGated, l.F - begin), l.inner + r * l.F + begin);
+        GateRow(gate, gate + l.F, n, l.inner.floats + r * l.F + begin);
+        return l.inner.Make(r, begin, n);
       }
-      default: return MultiplyChunk(l.down, l.inner, R, i, l.y, l.y);
+      default: return MultiplyChunk(l.down, l.inner, i, l.y, l.y);
     }
   });
 }

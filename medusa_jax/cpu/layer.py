@@ -60,7 +60,8 @@ def layer(
         *(given(norm and norm["scale"]) for norm in norms),
         *(operand for kernel in weights for operand in kernel),
         n_heads=np.int64(config.n_heads), d_ff=np.int64(config.d_ff),
-        window=np.int64(mask.window), counts=counts, **numbered(parts),
+        window=np.int64(mask.window), counts=counts,
+        **numbered(parts, kernels[0].activations),
         eps=np.float64(config.rms_eps),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)

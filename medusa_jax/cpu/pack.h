@@ -50,15 +50,13 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
       if (form == kQ4_1 || form == kQ5_1) unit.m = half();
       const uint32_t fifth = five ? fifth_bits() : 0;
       Nibbles(skip(16), 16, unit.codes);
-      // Without a minimum q is the code less 8, or 16: its highest bit turned over, in two's complement.
-      const uint8_t turned = form == kQ4_0 ? 8 : form == kQ5_0 ? 16 : 0;
-      for (int i = 0; i < 32; ++i)
-        unit.codes[i] = (unit.codes[i] | (fifth >> i & 1) << 4) ^ turned;
+      for (int i = 0; i < 32; ++i) unit.codes[i] |= (fifth >> i & 1) << 4;
       return block;
     }
     case kQ8_0:
       unit.d = half();
       std::memcpy(unit.codes, skip(32), 32);
+      for (int i = 0; i < 32; ++i) unit.codes[i] ^= 0x80;  // 128 more
       return block;
     case kQ4_K:
     case kQ5_K: {
@@ -75,7 +73,7 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
       const uint8_t* high = block + 128;
       for (int i = 0; i < 256; ++i) {
         const int two = high[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
-        unit.codes[i] = (unit.codes[i] | two << 4) ^ 32;
+        unit.codes[i] |= two << 4;
       }
       std::memcpy(unit.scales, block + 192, 16);
       skip(208);
@@ -87,7 +85,7 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
 
 inline bool Finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Row o of a panel. `words` are zero before; false: a scale is no number, which no model has.
+// Row o of a panel. `words` are zero before; false: a scale is not finite, which no model has.
 template <class B>
 bool PackRow(int64_t form, const uint8_t* blocks, int64_t inputs, int o, uint32_t* words) {
   Unit unit{};
@@ -96,40 +94,30 @@ bool PackRow(int64_t form, const uint8_t* blocks, int64_t inputs, int o, uint32_
     if (!Finite(unit.d) || (B::kMinima && !Finite(unit.m))) return false;
     uint16_t* head = reinterpret_cast<uint16_t*>(words);
     head[o] = unit.d;
-    if (B::kMinima) head[kPanel + o] = unit.m;
+    if (B::kMinima) head[kWide + o] = unit.m;
     words += B::kHead;
     for (int j = 0; j < B::kUnit; j += 32, words += B::kBlock) {
       if (B::kLevels) {
         uint8_t* bytes = reinterpret_cast<uint8_t*>(words);
         for (int g = 0; g < 32 / B::kGroup; ++g)
-          bytes[g * kPanel + o] = unit.scales[(j + g * B::kGroup) / B::kGroup];
-        if (B::kMinima) bytes[kPanel + o] = unit.minima[j / 32];
+          bytes[g * kWide + o] = unit.scales[(j + g * B::kGroup) / B::kGroup];
+        if (B::kMinima) bytes[kWide + o] = unit.minima[j / 32];
       }
-      uint32_t* codes = words + B::kScales;
+      uint32_t* codes = words + B::kScales + o;
       for (int k = 0; k < 32; ++k) {
         const uint32_t code = unit.codes[j + k];
-        const int at = B::kBits * k;
+        const int s = k / 4, byte = ByteOf(k);
         if (B::kBits == 8) {
-          reinterpret_cast<uint8_t*>(codes)[k * kPanel + o] = code;
+          codes[s * kWide] |= code << 8 * byte;
           continue;
         }
-        codes[at / 32 * kPanel + o] |= code << at % 32;
-        if (at % 32 + B::kBits > 32) codes[(at / 32 + 1) * kPanel + o] |= code >> (32 - at % 32);
+        const int n = B::kBits - 4;
+        codes[s / 2 * kWide] |= (code & 15) << (8 * byte + s % 2 * 4);
+        if (n) codes[(4 + s * n / 8) * kWide] |= code >> 4 << (8 * byte + s * n % 8);
       }
     }
   }
   return true;
-}
-
-// Words of a panel of `inputs`, 0 where the form is none or its blocks do not fill them.
-inline int64_t PanelWords(int64_t form, int64_t inputs) {
-  return WithBlocks(
-      form,
-      [&](auto blocks) -> int64_t {
-        using B = decltype(blocks);
-        return inputs % B::kUnit ? 0 : inputs / B::kUnit * B::kWords;
-      },
-      int64_t(0));
 }
 
 }  // namespace

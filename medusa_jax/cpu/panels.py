@@ -9,7 +9,7 @@ from flax import struct
 from jax import lax
 
 from medusa_jax.cpu.library import library
-from medusa_jax.model.stored import Stored
+from medusa_jax.model.stored import Storage, Stored
 
 # Forms of weights in panels; see `enum Form` in cpu/blocks.h.
 FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
@@ -18,6 +18,8 @@ FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
         ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
     )
 }
+# Outputs of a panel of int8 or of blocks, and inputs of a block.
+WIDE, BLOCK = 32, 32
 # Neighbouring outputs that are stored alike: (a name of `FORMS`, their number).
 Parts = tuple[tuple[str, int], ...]
 
@@ -30,19 +32,21 @@ class Panels(Stored):
       scales: [n * panel] float32, by which the outputs are multiplied; None is 1.
       parts: the forms of outputs and their numbers, in their order.
       inputs: weights of an output.
+      activations: bits of the activations that int8 and blocks are multiplied by.
     """
 
     panels: jax.Array
     scales: jax.Array | None
     parts: Parts = struct.field(pytree_node=False)
     inputs: int = struct.field(pytree_node=False)
+    activations: int = struct.field(pytree_node=False)
 
     @property
     def types(self) -> dict[str, int]:
         return {form: n * self.inputs for form, n in self.parts}
 
     def product(self, x: jax.Array) -> jax.Array:
-        return panel_product(x, self.panels, self.parts, self.scales)
+        return panel_product(x, self)
 
     def rows(self, tokens: jax.Array) -> jax.Array:
         [(form, outputs)] = self.parts
@@ -53,20 +57,24 @@ class Panels(Stored):
         return y.reshape(*tokens.shape, self.inputs)
 
 
-def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, panel: int) -> Panels:
-    """`Engine.panels`: a kernel in panels of `panel` outputs."""
-    scales = scales_O
-    if scales is not None:
-        scales = jnp.pad(scales, (0, -scales.shape[0] % panel))
+def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -> Panels:
+    """`Engine.panels`: a kernel of floats, or of int8 with its scales."""
     parts = ((kernel_IO.dtype.name, kernel_IO.shape[1]),)
-    return Panels(in_panels(kernel_IO, panel), scales, parts, kernel_IO.shape[0])
+    if scales_O is None:
+        words = in_panels(kernel_IO, storage.panel)
+    else:
+        words, scales_O = (
+            in_blocks(kernel_IO),
+            jnp.pad(scales_O, (0, -len(scales_O) % WIDE)),
+        )
+    return Panels(words, scales_O, parts, kernel_IO.shape[0], storage.activations)
 
 
 def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
     """[inputs, outputs] -> panels of words [n, inputs / per word, panel], filled up with zeros.
 
-    A word of 32 bits holds the weights of consecutive inputs: one float32, two bfloat16 or four
-    int8, the first in its lowest bits.
+    A word of 32 bits holds the weights of consecutive inputs: one float32 or two bfloat16, the first in its
+    lowest bits.
 
     Example: outputs 0 1 2 of float32 in panels of two: panel 0 holds, input by input, the weights of
     outputs 0 and 1, panel 1 the weights of output 2 and a zero.
@@ -80,29 +88,37 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
     return words.reshape(words.shape[0], -1, panel).swapaxes(0, 1)
 
 
-def panel_product(
-    x: jax.Array, panels: jax.Array, parts: Parts, scales: jax.Array | None = None
-) -> jax.Array:
+def in_blocks(codes_IO: jax.Array) -> jax.Array:
+    """int8 [inputs, outputs] -> panels [n, blocks, 8, WIDE] as `Codes` of cpu/blocks.h: words of code + 128
+    of inputs 0, 2, 1 and 3 of four."""
+    padding = ((0, -codes_IO.shape[0] % BLOCK), (0, -codes_IO.shape[1] % WIDE))
+    codes = lax.bitcast_convert_type(jnp.pad(codes_IO, padding), jnp.uint8) ^ 0x80
+    codes = codes.reshape(-1, BLOCK // 4, 4, codes.shape[1] // WIDE, WIDE)
+    codes = codes[:, :, jnp.array([0, 2, 1, 3])].transpose(3, 0, 1, 4, 2)
+    return lax.bitcast_convert_type(codes, jnp.uint32)
+
+
+def panel_product(x: jax.Array, kernel: Panels) -> jax.Array:
     """x [..., inputs] times a kernel in panels -> [..., outputs], summed up in float32.
 
     Every row's sums are taken in the order of the inputs, so a row comes out the same, bit for
-    bit, with any other rows; and weights in blocks give the same sums as in float32.
-
-    Args: fields of `Panels`.
+    bit, with any other rows. For int8 and blocks, x is first rounded to integers of
+    `kernel.activations` bits with a scale for 32 inputs (cpu/integers.h).
     """
     assert library() is not None
     x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    outputs = sum(n for _, n in parts)
+    outputs = sum(n for _, n in kernel.parts)
     call = jax.ffi.ffi_call(
         "medusa_product", jax.ShapeDtypeStruct((x_RI.shape[0], outputs), jnp.float32)
     )
     nothing = jnp.zeros((0,), jnp.float32)
-    scales = nothing if scales is None else scales
-    y_RO = call(x_RI, panels, scales, nothing, **numbered(parts))
+    scales = nothing if kernel.scales is None else kernel.scales
+    forms = numbered(kernel.parts, kernel.activations)
+    y_RO = call(x_RI, kernel.panels, scales, nothing, **forms)
     return y_RO.reshape(*x.shape[:-1], outputs)
 
 
-def numbered(parts: Parts) -> dict[str, np.ndarray]:
-    """Parts as the kernels take them."""
-    forms, widths = zip(*((FORMS[form], n) for form, n in parts))
-    return {"forms": np.array(forms, np.int64), "widths": np.array(widths, np.int64)}
+def numbered(parts: Parts, activations: int) -> dict[str, Any]:
+    """Parts, and the bits of activations, as the kernels take them."""
+    forms, widths = (np.array(n, np.int64) for n in zip(*((FORMS[f], n) for f, n in parts)))
+    return {"forms": forms, "widths": widths, "activations": np.int64(activations)}

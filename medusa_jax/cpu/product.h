@@ -1,6 +1,6 @@
-// y = x W for few rows, W in panels of words: [outputs / kPanel, inputs / n, kPanel], each read once, from
-// end to end. A word holds the weights of n consecutive inputs: one float32, two bfloat16 or four int8; or
-// the panels are in blocks (`blocks.h`).
+// y = x W for few rows, W in panels, each read once from end to end: of floats, [outputs / kPanel, inputs / n, kPanel]
+// words with the weights of n consecutive inputs, one float32 or two bfloat16; or in blocks (`blocks.h`), times
+// activations as integers (`integers.h`).
 
 #pragma once
 
@@ -8,43 +8,41 @@
 #include <utility>
 #include <vector>
 
-#include "block_rows.h"
+#include "integers.h"
 #include "pack.h"
 
 namespace {
 
+// Outputs of a panel of floats: two vectors, so that a row of words is whole cache lines.
+constexpr int kPanel = 2 * kLanes;
 // What one worker takes at a time: small enough to share out evenly, large enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
 constexpr int64_t kChunkOfBlocks = 1 << 15;
-// Of more rows than this a panel in blocks is unpacked once for all of them, to float32. With AVX-512 it is faster
-// to unpack it again for every kFew rows, up to some number.
-constexpr int kMany = kLanes == 16 ? 4 * kFew : kFew;
 
 // Outputs of a kernel that are stored alike: panels of `size` words in a form.
 struct Part {
   int64_t form, outputs, inputs;
   const uint32_t* words;
 
-  int64_t Panels() const { return (outputs + kPanel - 1) / kPanel; }
-  int64_t Size() const {
-    return form > kInt8 ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel;
-  }
+  bool Blocks() const { return form >= kInt8; }
+  int64_t Width() const { return Blocks() ? kWide : kPanel; }
+  int64_t Panels() const { return (outputs + Width() - 1) / Width(); }
+  int64_t Size() const { return Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel; }
   // Panels that one worker takes at a time, and how many times they can be taken.
   int64_t Chunk() const {
-    if (form <= kInt8) return std::clamp<int64_t>(kChunkBytes / (Size() * 4), 1, Panels());
-    return std::max<int64_t>(kChunkOfBlocks / (Size() * 4) / 2 * 2, 2);  // in pairs
+    return std::clamp<int64_t>((Blocks() ? kChunkOfBlocks : kChunkBytes) / (Size() * 4), 1, Panels());
   }
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
 };
 
-// A kernel in parts, one after the other. Outputs are multiplied by scales [panels * kPanel] and added to bias
-// [outputs], unless these are null.
+// A kernel in parts, one after the other. Outputs are multiplied by scales [panels * width] and added to bias
+// [outputs], unless these are null. x becomes integers of `bits` where parts are in blocks.
 struct Kernel {
   std::array<Part, 3> parts;  // those of a layer are at most queries, keys and values
   size_t n_parts;
   const float *scales, *bias;
-  int64_t inputs, outputs;
+  int64_t inputs, outputs, bits;
 
   int64_t Chunks() const {
     int64_t chunks = 0;
@@ -53,14 +51,34 @@ struct Kernel {
   }
 };
 
-// The weights of input j of the n in each word.
+// Rows of x: `floats` [count, inputs], and for kernels with parts in blocks `integers`: groups of rows, and for each
+// group the blocks of inputs with one `Integers<bits>` of every row.
+struct Rows {
+  float* floats;
+  char* integers;
+  int64_t count, inputs, bits;
+
+  int64_t Size() const { return bits == 8 ? sizeof(Integers<8>) : sizeof(Integers<16>); }
+  int64_t Blocks() const { return (inputs + 31) / 32; }
+  int64_t Bytes() const { return count * Blocks() * Size(); }
+  int64_t Groups() const { return (count + kTogether - 1) / kTogether; }
+  int64_t First(int64_t group) const { return count * group / Groups(); }
+  // Block b of the first row of a group of n.
+  char* Group(int64_t first, int64_t n, int64_t b) const { return integers + (first * Blocks() + b * n) * Size(); }
+  // Makes integers of n values of row r from `begin` on, a multiple of 32.
+  void Make(int64_t r, int64_t begin, int64_t n) const {
+    if (!integers) return;
+    const int64_t group = ((r + 1) * Groups() - 1) / count, first = First(group), rows = First(group + 1) - first;
+    char* to = Group(first, rows, begin / 32) + (r - first) * Size();
+    const float* from = floats + r * inputs + begin;
+    if (bits == 8) return Quantise(from, n, reinterpret_cast<Integers<8>*>(to), rows);
+    Quantise(from, n, reinterpret_cast<Integers<16>*>(to), rows);
+  }
+};
+
+// The weights of input j of the n in each word. A bfloat16 is the upper half of a float32.
 template <int n>
 inline Vector Weights(Words words, int j) {
-  if (n == 4) {  // the byte to the top, then back with its sign
-    const Ints bytes = reinterpret_cast<Ints>(words << (24 - 8 * j)) >> 24;
-    return __builtin_convertvector(bytes, Vector);
-  }
-  // A bfloat16 is the upper half of a float32.
   if (n == 2) words = j ? words & 0xffff0000u : words << 16;
   return reinterpret_cast<Vector>(words);
 }
@@ -141,8 +159,23 @@ void MultiplyPanel(const uint32_t* panel, const float* x, int64_t rows, int64_t 
   }
 }
 
-inline BlockFn BlockFnFor(int64_t form, int64_t rows, int64_t panels) {
-  return form < kQ4_K ? PlainBlocks(form, rows, panels) : LevelBlocks(form, rows, panels);
+// Groups [g, end) of rows of x times one panel in blocks: sums [rows, kWide].
+inline void MultiplyBlocks(const Part& part, const uint32_t* panel, const Rows& x, int64_t g, int64_t end, float* sums) {
+  const int64_t from = x.First(g), groups = end - g, blocks = x.Blocks(), unit = UnitOf(part.form) / 32;
+  const int64_t words = PanelWords(part.form, unit * 32), bytes = words * 4 / unit;  // of a unit, of a block
+  std::fill(sums, sums + (x.First(end) - from) * kWide, 0.0f);
+  const int64_t tile = groups > 1 ? std::max<int64_t>(kTileBytes / bytes / unit, 1) * unit : blocks;
+  const int64_t step = groups > 1 ? (bytes / groups + 63) / 64 * 64 : bytes;
+  for (int64_t b = 0; b < blocks; b += tile) {
+    const int64_t count = std::min(tile, blocks - b);
+    const uint32_t* at = panel + b / unit * words;
+    const char* ahead = reinterpret_cast<const char*>(at) + (groups > 1 ? tile * bytes : kFetched);
+    for (int64_t i = g; i < end; ++i, ahead += count * step) {
+      const int64_t first = x.First(i), n = x.First(i + 1) - first;
+      const IntegerFn add = x.bits == 8 ? IntegersOf8(part.form, n) : IntegersOf16(part.form, n);
+      add(at, x.Group(first, n, b), count, ahead, step, sums + (first - from) * kWide);
+    }
+  }
 }
 
 // y = sums * scales + bias + onto, of which any may be null.
@@ -160,10 +193,9 @@ inline void Finish(const float* sums, const float* scales, const float* bias, co
   for (; i < width; ++i) y[i] = finished(i, [](const float* at) { return *at; });
 }
 
-// The outputs of one chunk of x [rows, inputs] times the kernel, added to those of `onto` [rows, outputs]
-// unless it is null, in y [rows, outputs].
-inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, int64_t chunk,
-                          const float* onto, float* y) {
+// The outputs of one chunk of x times the kernel, added to those of `onto` [rows, outputs] unless it is null, in
+// y [rows, outputs].
+inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, const float* onto, float* y) {
   size_t which = 0;
   int64_t before = 0;  // outputs of the parts before this one
   for (; chunk >= kernel.parts[which].Chunks(); ++which) {
@@ -172,49 +204,28 @@ inline void MultiplyChunk(const Kernel& kernel, const float* x, int64_t rows, in
   }
   const Part& part = kernel.parts[which];
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
-  const bool blocks = part.form > kInt8;
-  const bool in_registers = blocks && rows <= kMany;
-  const auto multiply = part.form == kBfloat16 ? MultiplyPanel<2> : part.form == kInt8 ? MultiplyPanel<4>
-                                                                                        : MultiplyPanel<1>;
-  const int64_t most = in_registers ? kFew : kBand;
-  const int64_t groups = (rows + most - 1) / most;
-  thread_local std::vector<float> unpacked;
-  float out[kBand * kPanel];
-  int64_t panels = 1;
-  for (int64_t p = chunk * per; p < end; p += panels) {
+  const int64_t wide = part.Width(), all = part.Blocks() ? x.Groups() : x.count;
+  const int64_t most = part.Blocks() ? kBand / kTogether : kBand, bands = (all + most - 1) / most;
+  float out[kBand * std::max(kPanel, kWide)];
+  for (int64_t p = chunk * per; p < end; ++p) {
     const uint32_t* words = part.words + p * size;
-    panels = blocks && rows <= kPaired && p + 1 < end ? 2 : 1;
-    if (blocks && !in_registers) {
-      unpacked.resize(part.inputs * kPanel);
-      UnpackOne(part.form, words, part.inputs, unpacked.data());
-      words = reinterpret_cast<const uint32_t*>(unpacked.data());
-    }
-    const int64_t begin = p * kPanel, width = std::min(panels * kPanel, part.outputs - begin);
-    const int64_t column = before + begin;
+    const int64_t begin = p * wide, width = std::min(wide, part.outputs - begin), column = before + begin;
     const float* bias = kernel.bias ? kernel.bias + column : nullptr;
     const float* scales = kernel.scales ? kernel.scales + begin : nullptr;
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t first = rows * g / groups, count = rows * (g + 1) / groups - first;
-      const float* in = x + first * part.inputs;
-      if (in_registers)
-        BlockFnFor(part.form, count, panels)(words, size, in, part.inputs, out);
+    for (int64_t band = 0; band < bands; ++band) {
+      const int64_t from = all * band / bands, to = all * (band + 1) / bands;
+      const int64_t first = part.Blocks() ? x.First(from) : from, last = part.Blocks() ? x.First(to) : to;
+      if (part.Blocks())
+        MultiplyBlocks(part, words, x, from, to, out);
       else
-        multiply(words, in, count, part.inputs, out);
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t at = (first + r) * kernel.outputs + column;
-        Finish(out + r * panels * kPanel, scales, bias, onto ? onto + at : nullptr, width, y + at);
+        (part.form == kBfloat16 ? MultiplyPanel<2> : MultiplyPanel<1>)(words, x.floats + first * x.inputs, last - first,
+                                                                       x.inputs, out);
+      for (int64_t r = first; r < last; ++r) {
+        const int64_t at = r * kernel.outputs + column;
+        Finish(out + (r - first) * wide, scales, bias, onto ? onto + at : nullptr, width, y + at);
       }
     }
   }
-}
-
-// The weights [inputs] of one output of a part in blocks.
-inline void OneOutput(const Part& part, int64_t output, float* out) {
-  const int64_t lane = output % kPanel;
-  thread_local std::vector<float> unpacked;
-  unpacked.resize(part.inputs * kPanel);
-  UnpackOne(part.form, part.words + output / kPanel * part.Size(), part.inputs, unpacked.data());
-  for (int64_t i = 0; i < part.inputs; ++i) out[i] = unpacked[i * kPanel + lane];
 }
 
 }  // namespace

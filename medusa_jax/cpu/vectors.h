@@ -55,11 +55,45 @@ inline Vector MulAdd(Vector a, Vector b, Vector c) {
 }
 
 // Keeps x in a register: where registers are to spare, GCC loads from memory again at every use.
-inline void InRegister(Vector& x) {
+template <typename Any>
+inline void InRegister(Any& x) {
 #if defined(__x86_64__)
   asm("" : "+v"(x));
 #elif defined(__aarch64__)
   asm("" : "+w"(x));
+#endif
+}
+
+// Whether four products of bytes are one operation, and whether it takes codes with a sign only.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kByteDots = true, kSignedBytes = true;
+#elif defined(__AVX512VNNI__)
+constexpr bool kByteDots = true, kSignedBytes = false;
+#else
+constexpr bool kByteDots = false, kSignedBytes = false;
+#endif
+
+// sum + w0 x0 + w1 x1 in each lane, of w and x with two numbers of 16 bits.
+inline Ints DotPairs(Ints sum, Words w, Words x) {
+#if defined(__AVX512VNNI__)
+  return Ints(_mm512_dpwssd_epi32(__m512i(sum), __m512i(w), __m512i(x)));
+#elif defined(__AVX512BW__)
+  return sum + Ints(_mm512_madd_epi16(__m512i(w), __m512i(x)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return sum + Ints(_mm256_madd_epi16(__m256i(w), __m256i(x)));
+#else
+  return sum + Ints(w & 0xffffu) * (Ints(x << 16) >> 16) + Ints(w >> 16) * (Ints(x) >> 16);
+#endif
+}
+
+// sum + w0 x0 + ... + w3 x3 in each lane, of w and x with four bytes; only where `kByteDots`.
+inline Ints DotBytes(Ints sum, Words w, Words x) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(w), int8x16_t(x)));
+#elif defined(__AVX512VNNI__)
+  return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(x)));
+#else
+  return sum;
 #endif
 }
 

@@ -8,7 +8,7 @@ Programs of further sizes are compiled on a thread.
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ import numpy as np
 from medusa_jax.decoding.chooser import Chooser, Chunk, Learned
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
-from medusa_jax.devices.platforms import program
+from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.cache import KVCache
@@ -47,11 +47,13 @@ class Sizes:
       engine: with the largest tree; its state fits all sizes.
       trees: by number of nodes, each contained in the next, without the empty one.
       learned: shared by all requests.
+      keep: called at the end of a request.
     """
 
     engine: Engine
     trees: Mapping[int, Tree]
     learned: Learned
+    keep: Callable[[], None]
 
     @cached_property
     def by_size(self) -> dict[int, Engine]:
@@ -107,7 +109,8 @@ class Adapting:
         self._runs: deque[Run] = deque()
         self._seen: Progress | None = None
         self._stamp: float | None = None
-        self._slots, self._shapes, self._ready = 0, (), set[int]()
+        self._slots, self._ready = 0, set[int]()
+        self._shapes: Shapes = ()
 
     def dispatch(self, state: DecodeState) -> tuple[DecodeState, Progress]:
         """Start the next chunk; consumes the state."""
@@ -148,7 +151,7 @@ class Adapting:
         """Wait for a chunk's result, and report the chunks up to it."""
         if not any(run.progress is progress for run in self._runs):  # prefill's
             jax.block_until_ready(progress)
-            self._stamp = time.perf_counter()
+            self._stamp = now()
         else:
             while self._finish(self._runs.popleft()) is not progress:
                 pass
@@ -157,11 +160,11 @@ class Adapting:
     def _finish(self, run: Run) -> object:
         late = _is_ready(run.progress)
         jax.block_until_ready(run.progress)
-        now, before = time.perf_counter(), self._stamp
-        self._stamp = None if late else now
+        end, before = now(), self._stamp
+        self._stamp = None if late else end
         if run.chunk:
             alone = run.alone and before is not None and not late
-            self._report(run, now - (before or 0) if alone else None)
+            self._report(run, end - (before or 0) if alone else None)
         return run.progress
 
     def _report(self, run: Run, seconds: float | None) -> None:
@@ -177,6 +180,11 @@ class Adapting:
         self.chooser.report(
             run.chunk, rounds, int(steps_B.sum()), int(tokens_B.sum()), seconds
         )
+
+
+def now() -> float:
+    """Seconds; on a CPU those that this process has computed, which other processes lengthen little."""
+    return time.process_time() if platform() == "cpu" else time.perf_counter()
 
 
 def _is_ready(tree: object) -> bool:

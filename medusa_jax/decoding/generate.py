@@ -292,6 +292,8 @@ def chunks(
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
+            if request.sizes:
+                request.sizes.keep()
             return
         longest = np.asarray(seen.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):

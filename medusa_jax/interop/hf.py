@@ -31,6 +31,8 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
+# A key of a decoder layer: its prefix before `model.layers` or `layers`.
+LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
 
 
 def generation_config(path: str) -> Json:
@@ -59,10 +61,11 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
     weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
 
     Raises:
-      UserError: unreadable, or a key with and without the prefix.
+      UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
     """
     directory = resolve(path)
     config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+    _refuse_wrapped(directory, stored)
     flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
     for name in flat:
         if f"model.{name}" in stored:
@@ -77,6 +80,17 @@ def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
             )
             config = replace(config, tie_embeddings=False)
     return config, stored
+
+
+def _refuse_wrapped(directory: str, stored: Tensors) -> None:
+    """Raise for the keys of a model inside another module, by the names that it adds."""
+    added = {m[0] for name in stored if (m := WRAPPER.search(name))}
+    prefixes = {m[1] for name in stored if (m := LAYER.match(name))}
+    if added or (prefixes and "" not in prefixes):
+        raise UserError(
+            f"{directory}: keys have the prefix {min(added or prefixes)!r}, which is not the model's: "
+            "save the model without its wrapper, or rename the keys"
+        )
 
 
 def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:

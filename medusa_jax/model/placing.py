@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
+from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.llama import Llama, decoding_config, init_params
@@ -28,16 +28,20 @@ def choose_storage(
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
+    activations: int = 16,
 ) -> Storage:
     """The form of kernels on these devices: panels where the CPU engine computes.
 
     Args:
       weights: type to store kernels in, one of `WEIGHTS`; None is `dtype`.
       draft_weights: type for draft heads, one of `DRAFT_WEIGHTS`; None is the default of `Storage`.
+      activations: bits, one of `ACTIVATIONS`.
 
     Raises:
       UserError: an unknown type or form, or one that is not available here.
     """
+    if activations not in ACTIVATIONS:
+        raise UserError(f"activations have 16 or 8 bits, not {activations}")
     for what, given, known in (
         ("weights are", weights, WEIGHTS),
         ("draft weights are", draft_weights, DRAFT_WEIGHTS),
@@ -48,7 +52,7 @@ def choose_storage(
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
     same = weights in (None, jnp.dtype(dtype).name)
-    plain = Storage(0, "" if same else weights or "", draft_weights or "")
+    plain = Storage(0, "" if same else weights or "", draft_weights or "", activations)
     engine = engine_for(dtype, mesh)
     return dataclasses.replace(plain, panel=engine.panel()) if engine else plain
 
@@ -76,7 +80,7 @@ def place_part(
     blocks, rest = split_blocks(inner)
     if blocks:
         others = partial(place_part, config, {name: rest}, dtype, mesh, storage)
-        return cpu().prepare(config, part, blocks, others)
+        return cpu().prepare(config, part, blocks, others, storage)
     # One program places every layer; the sharding table needs only one layer's name.
     known = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))

@@ -40,7 +40,7 @@ class Engine(Protocol):
         """Outputs of a panel (`Storage.panel`)."""
 
     def prepare(
-        self, config: LlamaConfig, part: Params, blocks: Params, place: Any
+        self, config: LlamaConfig, part: Params, blocks: Params, place: Any, storage: Any
     ) -> Params:
         """Convert an entry of the backbone whose kernels are `BlockRows` to decoding form.
 
@@ -50,8 +50,8 @@ class Engine(Protocol):
           place: converts the rest of the entry.
         """
 
-    def panels(self, kernel_IO: jax.Array, scales_O: jax.Array | None, panel: int) -> Any:
-        """Store a kernel, times a scale per output, in panels; returns a `Stored`."""
+    def panels(self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Any) -> Any:
+        """Store a kernel, times a scale per output, in panels of `storage`; returns a `Stored`."""
 
     def layer(
         self, config: LlamaConfig, params: Mapping[str, Any], x_BTD: jax.Array, rope: Pair, mask: Any,

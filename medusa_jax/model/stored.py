@@ -4,13 +4,13 @@ Reading the weights bounds a decoding step, so their size matters, and whether t
 
     an array [inputs, outputs]   as trained; the product is XLA's
     Codes                        int8 [inputs, outputs]
-    Panels (`cpu/panels.py`)     on one CPU device: in the type of the model, in bfloat16, in int8, or in
-                                 the blocks of a GGUF file, with bit-identical results to float32
+    Panels (`cpu/panels.py`)     on one CPU device: in the type of the model, in bfloat16, or, multiplied by
+                                 activations of 16 or 8 bits, in int8 or the blocks of a GGUF file
 
 int8 has one scale for each output. `model/quantise.py` has the forms of frozen kernels in training.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -35,12 +35,14 @@ class Storage:
       weights: the type; "" is the model's, "stored" keeps the blocks of a GGUF file
         (`model/blocks.py`).
       draft_weights: the type of draft heads; "": `of_drafts` and `of_deciding_drafts` choose.
+      activations: bits of the activations that panels of int8 and blocks are multiplied by, 16 or 8.
     """
 
     panel: int = 0
     weights: str = ""
     # Measurements are cached under `repr(self)` and `repr(self.of_drafts)`, so `repr` omits this field.
     draft_weights: str = field(default="", repr=False)
+    activations: int = 16
 
     @property
     def of_drafts(self) -> "Storage":
@@ -49,20 +51,25 @@ class Storage:
         The backbone verifies all drafts, so rounding the heads changes no text. Without panels
         int8 is converted to float first, which takes longer than reading float.
         """
-        return Storage(
-            self.panel, self.draft_weights or ("int8" if self.panel else self.weights)
-        )
+        narrow = "int8" if self.panel else self.weights
+        return replace(self, weights=self.draft_weights or narrow, draft_weights="")
 
     @property
     def of_deciding_drafts(self) -> "Storage":
         """The form of draft heads under a rule whose text depends on the drafts (`Rule.by_drafts`):
         as wide as the backbone's weights."""
-        return Storage(self.panel, self.draft_weights or self.converted)
+        return replace(self, weights=self.draft_weights or self.converted, draft_weights="")
 
     @property
     def converted(self) -> str:
         """The type of kernels that do not come in blocks."""
         return "" if self.weights == STORED else self.weights
+
+    @property
+    def multiplied_by(self) -> int | None:
+        """Bits of the activations in products with the backbone's kernels; None: they are floats."""
+        integers = self.panel and self.weights in (STORED, "int8")
+        return self.activations if integers else None
 
 
 class Stored(struct.PyTreeNode):
@@ -138,7 +145,7 @@ def _stored(kernel: jax.Array, storage: Storage) -> Any:
     elif storage.converted:
         flat = flat.astype(storage.converted)
     if storage.panel:
-        return cpu().panels(flat, scales, storage.panel)
+        return cpu().panels(flat, scales, storage)
     if scales is not None:
         return Codes(flat, scales)
     return flat.reshape(kernel.shape)

@@ -20,6 +20,8 @@ from medusa_jax.serving.log import log
 RETRY_SECONDS = 2.0
 # Programs that were planned are logged if they took this many seconds: a disk cache provides the others.
 WORTH_A_LINE = 1.0
+# Planned programs are compiled once no request has come for this many seconds: the next one often follows soon.
+SETTLE_SECONDS = 2.0
 # Priority of a thread that compiles ahead: everything else gets the cores first (Linux).
 NICE = 10
 
@@ -128,16 +130,22 @@ class Compiler:
         return self._plan[0] if self._plan and self._idle() else None
 
     def _run(self) -> None:
+        ahead = False
         while True:
             with self._wake:
                 if not self._next():
-                    self._batch = None  # frees its memory
+                    self._batch, ahead = None, False  # frees its memory
                 self._wake.wait_for(lambda: self._closed or self._next())
+                if not (self._wanted or ahead):
+                    self._wake.wait_for(
+                        lambda: self._closed or self._wanted, SETTLE_SECONDS
+                    )
                 if self._closed:
                     return
                 self._now = self._next()
                 ahead = not self._wanted
-            assert self._now
+            if not self._now:
+                continue  # a request has come
             start = time.monotonic()
             if ahead:
                 with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:

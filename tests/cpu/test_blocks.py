@@ -1,20 +1,25 @@
-"""Kernels in the blocks of GGUF files give the bits that they give unpacked to float32."""
+"""Products with kernels in blocks, against the same integers in NumPy: every bit, for any number of rows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from gguf_files import gguf, random_blocks
+from gguf_files import SCALES, gguf, random_blocks
 
 from medusa_jax.cpu import library
 from medusa_jax.cpu.blocks import pack_blocks, packs
-from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panel_product
+from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panel_product, panels
+from medusa_jax.model.stored import Storage
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 KINDS = [name for name, number in FORMS.items() if number > 4]
-# Rows that are unpacked in registers, in pairs of panels and not, and rows that are too many for that.
-ROWS = (1, 2, 5, 8, 9, 30)
+# Where blocks of a type have their codes, and the weight that codes of ones are with a scale of 1.
+CODES = {
+    "Q4_0": (slice(2, 18), 7), "Q4_1": (slice(4, 20), 15), "Q5_0": (slice(2, 22), 15),
+    "Q5_1": (slice(4, 24), 31), "Q8_0": (slice(2, 34), -1), "Q4_K": (slice(16, 144), 15),
+    "Q5_K": (slice(16, 176), 31), "Q6_K": (slice(0, 192), 31),
+}  # fmt: skip
 
 
 def unpacked(rows, kind):
@@ -22,55 +27,168 @@ def unpacked(rows, kind):
     return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind])
 
 
-def bits(x):
+def block_of(kind):
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+
+
+def integers(rows, kind):
+    """Codes [outputs, inputs], their scales and minima [outputs, inputs]: what the `gguf` package
+    unpacks if d and m of all blocks, or their codes, are others."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    places = SCALES.get(kind, (0,))
+
+    def read(d, m, codes=None):
+        blocks = rows.reshape(len(rows), -1, size).copy()
+        for at, number in zip(places, (d, m)):
+            blocks[..., at : at + 2] = np.float16([number]).view(np.uint8)
+        if codes is not None:
+            blocks[..., CODES[kind][0]] = codes
+        return unpacked(blocks.reshape(len(rows), -1), kind)
+
+    def halves(at):
+        found = rows.reshape(len(rows), -1, size)[..., at : at + 2].copy()
+        found = found.view(np.float16).astype(np.float32)[..., 0]
+        return found.repeat(block_of(kind), axis=1)
+
+    scales = read(1, 0, 255) / CODES[kind][1]
+    codes = np.divide(read(1, 0), scales, out=np.zeros_like(scales), where=scales != 0)
+    minima = read(0, 1) * halves(places[1]) if len(places) > 1 else None
+    return codes.astype(np.int64), halves(places[0]) * scales, minima
+
+
+def fused(a, b, c):
+    """a * b + c in float32, rounded once: the sum in float64 rounds to odd before."""
+    a, b, c = (np.asarray(x, np.float64) for x in (a, b, c))
+    product = a * b
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    toward = np.where(error > 0, np.inf, -np.inf)
+    even = total.view(np.int64) % 2 == 0
+    total = np.where((error != 0) & even, np.nextafter(total, toward), total)
+    return total.astype(np.float32)
+
+
+def rounded(x, bits):
+    """x [rows, inputs] as integers [rows, blocks, 32] and scales [rows, blocks]."""
+    top = np.float32({8: 127, 16: 32639}[bits])
+    x = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    most = np.abs(x).max(axis=-1)
+    none = most < np.float32(1e-30)
+    most = np.where(none, np.float32(1), most)
+    by, scale = np.where(none, 0, top / most), np.where(none, 0, most / top)
+    return np.rint(x * by[..., None].astype(np.float32)), scale.astype(np.float32)
+
+
+def wanted(x, bits, codes, scales, minima, group):
+    """The product by integer sums and one multiply-add for each `group` of inputs, in their order."""
+    q, scale = rounded(x, bits)
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 32)))
+    y = np.zeros((len(x), len(codes)), np.float32)
+    for block in range(q.shape[1]):
+        for begin in range(0, 32, group):
+            at = block * 32 + begin
+            part = q[:, block, begin : begin + group].astype(np.int64)
+            sums = part @ codes[:, at : at + group].T
+            assert np.abs(sums).max() < 2**31
+            each = scales[:, at] * scale[:, block, None]
+            y = fused(sums.astype(np.float32), each, y)
+        if minima is not None:
+            total = scale[:, block] * q[:, block].sum(axis=1).astype(np.float32)
+            y = fused(minima[:, block * 32], total[:, None], y)
+    return y
+
+
+def activations(rows, inputs, rng):
+    """Rows of the usual size; blocks of zeros, of tiny, of huge and of the largest values; lone ones."""
+    x = rng.standard_normal((rows, inputs)).astype(np.float32)
+    first = x[:, :32]
+    for row, by in enumerate((0, 1e-36, 1e-20, 1e15)):
+        first[row::7] *= np.float32(by)
+    x[4::7] = np.sign(x[4::7]) * 3
+    x[5::7, 1:] = 0
+    return x
+
+
+def bits_of(x):
     return np.asarray(x).view(np.uint32)
 
 
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("outputs", "n_blocks"), [(97, 3), *wide((1, 1), (33, 2), (150, 5), (64, 9))]
 )
-def test_every_bit_is_that_of_float32(kind, outputs, n_blocks):
-    """Unpacked one output at a time, and in products with any number of rows."""
+def test_every_sum_is_that_of_integers(kind, bits, outputs, n_blocks):
+    """For 17 rows, and each number of them; and outputs are unpacked one at a time as float32."""
     rng = np.random.default_rng(outputs)
-    inputs = n_blocks * gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
+    inputs = n_blocks * block_of(kind)
     rows = random_blocks(kind, outputs, inputs, rng)
-    expected = unpacked(rows, kind)
     words = jnp.asarray(pack_blocks(kind, rows, inputs))
-    floats = in_panels(jnp.asarray(expected.T), library().panel)
+    kernel = Panels(words, None, ((kind, outputs),), inputs, bits)
     ids = jnp.asarray(rng.permutation(outputs))
-    kernel = Panels(words, None, ((kind, outputs),), inputs)
     got = jax.jit(lambda ids: kernel.rows(ids))(ids)
-    np.testing.assert_array_equal(bits(got), bits(expected[ids]))
-    x = rng.standard_normal((max(ROWS), inputs)).astype(np.float32)
-    for n in ROWS:
-        own, wanted = (
-            panel_product(x[:n], panels, ((form, outputs),))
-            for panels, form in ((words, kind), (floats, "float32"))
-        )
-        np.testing.assert_array_equal(bits(own), bits(wanted))
+    np.testing.assert_array_equal(bits_of(got), bits_of(unpacked(rows, kind)[ids]))
+    x = activations(17, inputs, rng)
+    y = panel_product(x, kernel)
+    group = 16 if kind == "Q6_K" else 32
+    np.testing.assert_array_equal(y, wanted(x, bits, *integers(rows, kind), group))
+    for n in range(1, 17):
+        np.testing.assert_array_equal(bits_of(panel_product(x[:n], kernel)), bits_of(y[:n]))
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize(("inputs", "outputs"), [(67, 97), *wide((1, 1), (601, 33))])
+def test_every_sum_with_int8_is_that_of_integers(inputs, outputs, bits):
+    """A scale for each output, by which the sums are multiplied; inputs that fill no block."""
+    rng = np.random.default_rng(inputs)
+    codes = rng.integers(-127, 128, (inputs, outputs)).astype(np.int8)
+    codes[:, 0] = 127
+    scales = rng.random(outputs).astype(np.float32)
+    kernel = panels(jnp.asarray(codes), jnp.asarray(scales), Storage(activations=bits))
+    x = activations(70, inputs, rng)
+    ones = np.ones((outputs, inputs + 32), np.float32)
+    sums = wanted(x, bits, codes.T.astype(np.int64), ones, None, 32)
+    for n in (1, 2, 3, 5, 70):
+        np.testing.assert_array_equal(panel_product(x[:n], kernel), sums[:n] * scales)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_is_not_finite_is_seen_in_its_row_only(bits):
+    rng = np.random.default_rng(0)
+    rows = random_blocks("Q4_0", 40, 96, rng)
+    words = jnp.asarray(pack_blocks("Q4_0", rows, 96))
+    kernel = Panels(words, None, (("Q4_0", 40),), 96, bits)
+    x = rng.standard_normal((6, 96)).astype(np.float32)
+    clean = np.asarray(panel_product(x, kernel))
+    for row, value in ((1, np.nan), (3, np.inf), (4, -np.inf)):
+        x[row, 40 + row] = value
+    y = np.asarray(panel_product(x, kernel))
+    assert np.isnan(y[[1, 3, 4]]).all()
+    np.testing.assert_array_equal(y[[0, 2, 5]], clean[[0, 2, 5]])
 
 
 def test_parts_of_several_types():
     """As queries, keys and values of one kernel may be; none fills its last panel."""
     rng, inputs, widths = np.random.default_rng(0), 256, (40, 70, 3)
-    words, weights, parts = [], [], []
+    words, parts, own = [], [], []
+    x = rng.standard_normal((3, inputs)).astype(np.float32)
     for kind, outputs in zip(("Q6_K", "float32", "Q4_K"), widths):
         rows = random_blocks("Q4_0" if kind == "float32" else kind, outputs, inputs, rng)
-        weights.append(unpacked(rows, "Q4_0" if kind == "float32" else kind))
         if kind == "float32":
-            words.append(in_panels(jnp.asarray(weights[-1].T), library().panel).ravel())
+            floats = jnp.asarray(unpacked(rows, "Q4_0").T)
+            words.append(in_panels(floats, library().panel).ravel())
         else:
-            words.append(pack_blocks(kind, rows, inputs))
+            words.append(jnp.asarray(pack_blocks(kind, rows, inputs)))
         parts.append((kind, outputs))
-    x = rng.standard_normal((3, inputs)).astype(np.float32)
-    got = panel_product(x, jnp.concatenate(words), tuple(parts))
-    floats = in_panels(jnp.asarray(np.concatenate(weights).T), library().panel)
-    wanted = panel_product(x, floats, (("float32", sum(widths)),))
-    np.testing.assert_array_equal(bits(got), bits(wanted))
-    swapped = tuple(parts[::-1])
+        alone = Panels(words[-1], None, tuple(parts[-1:]), inputs, 16)
+        own.append(panel_product(x, alone))
+    together = Panels(jnp.concatenate(words), None, tuple(parts), inputs, 16)
+    got = panel_product(x, together)
+    np.testing.assert_array_equal(bits_of(got), bits_of(jnp.concatenate(own, axis=1)))
+    swapped = together.replace(parts=tuple(parts[::-1]), panels=together.panels[:-1])
     with pytest.raises(Exception, match="do not fit"):
-        jax.block_until_ready(panel_product(x, jnp.concatenate(words)[:-1], swapped))
+        jax.block_until_ready(panel_product(x, swapped))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -268,6 +268,21 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     assert f"{(counts > 0).sum()} of {len(counts)} tokens occur" in said
 
 
+def test_a_chat_model_answers_prompts_and_another_continues_them(
+    model, directory, tmp_path, monkeypatch
+):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    modes = []
+    monkeypatch.setattr(
+        distill, "answer", lambda flags, mode, seeds: modes.append(mode) or 0
+    )
+    for path in (model, directory):
+        assert (
+            distill.main(flags_for(path, tmp_path / "out", tmp_path / "prompts.jsonl")) == 0
+        )
+    assert modes == ["multi_turn", "continue"]
+
+
 @pytest.mark.parametrize("mode", ["multi_turn", "continue"])
 def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mode):
     """Stopped inside its second batch, the run goes on after the last answer, to the same file."""

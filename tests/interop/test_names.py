@@ -4,12 +4,13 @@ import dataclasses
 import hashlib
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
 
 from medusa_jax.api import finding, load
-from medusa_jax.commands import decode, decode_run, requests
+from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import is_chat_model
@@ -98,6 +99,8 @@ def test_which_models_speak(byte_level_dir):
         tokenizer.chat_template, tokenizer.origin = TEMPLATE, origin
         tokenizer.special_texts = {"eos_token": eos}
         assert is_chat_model(tokenizer, name) == speaks, (name, origin, eos)
+        served = serve_run.chosen_template(SimpleNamespace(tokenizer=tokenizer), None, name)
+        assert served == ("" if speaks else "plain")
 
 
 def flags(*given, model="tiny"):

@@ -6,7 +6,10 @@ import pytest
 from served import NAME, ask_app, load_model, port_of
 from tiny import write_chat_model
 
+from medusa_jax.serving import programs
 from medusa_jax.serving.http import make_app
+
+programs.SETTLE_SECONDS = 0.0
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +44,8 @@ def client(port):
 def other(port):
     """The same server with other settings: a function that asks it once."""
 
-    def ask(method, path, *, limits=None, key="", hosts=(), **sent):
-        more = {"key": key, "limits": limits, "hosts": hosts}
+    def ask(method, path, *, limits=None, key="", hosts=(), log_all=False, **sent):
+        more = {"key": key, "limits": limits, "hosts": hosts, "log_all": log_all}
         app = make_app(port.server, name=NAME, template="", **more)
         return ask_app(app, method, path, **sent)
 

@@ -1,5 +1,7 @@
 """The port itself: its key, its metrics."""
 
+import re
+
 from served import ASKED, counted
 
 
@@ -54,6 +56,17 @@ def test_metrics_count_what_was_done(http):
     assert "_created" not in said
     assert counted(http, "medusa_slots ") == 3
     assert counted(http, "vllm:num_requests_running") == 0
+
+
+def test_the_log(other, capfd):
+    """A line for what is refused, whole or streamed, and for every call only if asked for."""
+    for log_all in (False, True):
+        for more in ({"n": 0}, {}, {"stream": True}):
+            other("POST", "/v1/completions", log_all=log_all, json=ASKED | more)
+    said = [line[9:] for line in capfd.readouterr().err.splitlines() if "POST" in line]
+    refused = "POST /v1/completions 400: 'n' should be from 1 to 16, not 0, after "
+    assert [line.startswith(refused) for line in said] == [True, True, False, False]
+    assert all(re.search(r"200: \d+ \+ 60 tokens, the first", line) for line in said[2:])
 
 
 def test_what_breaks_is_told_and_counted(port, http, monkeypatch):

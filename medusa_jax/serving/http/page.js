@@ -130,7 +130,9 @@ function drawAnswer(turn, answer) {
 
 function settle(answer) {
   show(answer);
-  views.get(answer).faster.textContent = answer.faster || "";
+  const {faster} = views.get(answer), times = answer.faster || 0;
+  faster.textContent = times ? `${times.toFixed(1)}x as fast` : "";
+  faster.classList.toggle("slower", times < 1);
   views.get(answer).again.hidden = !(answer.state === "failed" && answer.drafts);
 }
 
@@ -232,7 +234,7 @@ async function answerPlainly(turn) {
   const plain = await write(turn, false);
   if (plain.state === "done") {
     plain.numbers += textOf(plain) === textOf(drafted) ? "; the same text" : "; another text";
-    drafted.faster = `${(drafted.rate / plain.rate).toFixed(1)}x as fast`;
+    drafted.faster = drafted.rate / plain.rate;
     settle(plain);
     settle(drafted);
     keep();
