@@ -3,11 +3,13 @@
 The frozen backbone is never saved. A checkpoint is copied to the host, written by threads while training
 continues, and renamed when complete. So a kill during a save, or a full disk, leaves the previous one valid.
 
-Each contains checksums of its files (`checksums.json`), since Orbax does not notice flipped bits of an array. A damaged checkpoint is refused.
+Each contains checksums of its files (`checksums.json`), since Orbax does not notice flipped bits of an array.
+A damaged checkpoint is set aside, and the run resumes from the previous one.
 """
 
 import json
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -125,24 +127,39 @@ class Checkpoints:
             write_json(path / SUMS, checksums(path, names))
 
     def restore(self, params: PyTree, opt: PyTree) -> tuple[PyTree, PyTree, dict, dict]:
-        """Read the newest checkpoint, placed like the given trees.
+        """Read the newest undamaged checkpoint, placed like the given trees.
+
+        Damaged ones are reported and set aside as `<step>.damaged`.
 
         Returns: params, opt, data, meta.
 
         Raises:
-          UserError: it is damaged, or does not fit the configuration.
+          UserError: it does not fit the configuration, or all are damaged.
         """
-        step = self.latest
-        path = Path(self.directory, str(step))
-        if hosts.first():
-            with announced(f"checking the checkpoint of step {step}"):
-                problem = damage(path)
-            if problem:
-                raise UserError(
-                    f"{path} is damaged ({problem}): restore it from a copy, or delete it, so that the run "
-                    "resumes from the one before"
-                )
+        self.wait()
+        steps = sorted(self.manager.all_steps(), reverse=True)
+        damaged: dict[int, str] = {}
+        for step in steps:
+            problem = ""
+            if hosts.first():
+                with announced(f"checking the checkpoint of step {step}"):
+                    problem = damage(Path(self.directory, str(step)))
+            if not hosts.broadcast_from_first(bool(problem)):
+                break
+            damaged[step] = problem
+        else:
+            reasons = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+            raise UserError(
+                f"no checkpoint in {self.directory} can be read ({reasons}); restore them from a copy, "
+                "or use another --workdir"
+            )
+        found = self._read(step, params, opt)
+        self._set_aside(damaged, step)
+        return found
 
+    def _read(
+        self, step: int, params: PyTree, opt: PyTree
+    ) -> tuple[PyTree, PyTree, dict, dict]:
         def spec(tree: PyTree) -> PyTree:
             return shapes_with(tree, jax.tree.map(lambda x: x.sharding, tree))
 
@@ -164,6 +181,21 @@ class Checkpoints:
                 f"({first_line(error)}); use the configuration it was made with, or another --workdir"
             ) from error
         return out.trainable, out.opt, out.data, out.meta
+
+    def _set_aside(self, damaged: dict[int, str], good: int) -> None:
+        """Rename damaged checkpoints, so that their steps can be saved again."""
+        if not damaged:
+            return
+        for step, reason in damaged.items() if hosts.first() else ():
+            path = os.path.join(self.directory, str(step))
+            shutil.rmtree(f"{path}.damaged", ignore_errors=True)
+            os.replace(path, f"{path}.damaged")
+            inform(
+                f"checkpoint of step {step} is damaged ({reason}), kept as {path}.damaged; resuming "
+                f"from step {good}"
+            )
+        hosts.broadcast_from_first(True)  # wait until process 0 has renamed them
+        self.manager.reload()
 
 
 def reason_of(error: Exception) -> str:

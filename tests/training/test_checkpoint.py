@@ -106,8 +106,8 @@ def is_step(found, step):
     ("kind", "files"),
     [("flipped", "trainable/o*/d/*"), ("cut", "meta/metadata"), *wide(*EVERY)],
 )
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_remains(
-    two_steps, tmp_path, kind, files
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    two_steps, tmp_path, capsys, kind, files
 ):
     """Each file in turn; those that Orbax writes at the very end hold nothing that is read."""
     found = [p for p in (two_steps / "checkpoints" / "2").glob(files) if p.is_file()]
@@ -117,14 +117,27 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_remains(
         shutil.rmtree(work, ignore_errors=True)
         shutil.copytree(two_steps, work)
         DAMAGES[kind](work / file.relative_to(two_steps))
-        try:
-            found = Checkpoints(str(work), keep=2).restore(*trees(0.0))
-        except UserError as error:
-            assert "is damaged" in str(error) and "\n" not in str(error)
-        else:
+        store = Checkpoints(str(work), keep=2)
+        found, said = store.restore(*trees(0.0)), capsys.readouterr().err
+        step = work / "checkpoints" / "2"
+        if "is damaged" not in said:
             unread = ("_CHECKPOINT_METADATA", "commit_success.txt")
             gone = kind == "deleted" and file.name == "checksums.json"
             assert file.parent.name == "2" and (file.name in unread or gone)
-            assert is_step(found, 2)
-    shutil.rmtree(work / "checkpoints" / "2")  # as it says
-    assert is_step(Checkpoints(str(work), keep=2).restore(*trees(0.0)), 1)
+            assert is_step(found, 2) and store.latest == 2
+            continue
+        assert is_step(found, 1) and store.latest == 1
+        assert f"kept as {step}.damaged; resuming from step 1\n" in said
+        assert not step.exists() and (work / "checkpoints" / "2.damaged").is_dir()
+    store.save(2, *trees(2 / 3), {"step": 2}, {"step": 2})
+    assert store.latest == 2 and is_step(store.restore(*trees(0.0)), 2)
+
+
+def test_when_all_are_damaged_one_sentence_says_so(two_steps, tmp_path):
+    work = shutil.copytree(two_steps, tmp_path / "w")
+    for step in "12":
+        for file in (work / "checkpoints" / step / "trainable").rglob("manifest.ocdbt"):
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match=r"^no checkpoint in .*step 2: .*step 1: "):
+        Checkpoints(str(work), keep=2).restore(*trees(0.0))
+    assert sorted(os.listdir(work / "checkpoints")) == ["1", "2"]
