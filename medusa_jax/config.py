@@ -136,9 +136,11 @@ class TrainConfig:
     backbone_loss: str = "labels"
     # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x cross-entropy with
     # the backbone's distribution (Hydra 6.1, Amphista eq. 7) + feature_weight x smooth L1 between the features
-    # that the head's logits are computed from and the backbone's hidden state (EAGLE; needs a shared LM head).
+    # that the head's logits are computed from and the backbone's hidden state (EAGLE; needs a shared LM head)
+    # + distance_weight x the L1 distance of the head's and the backbone's probabilities (DSpark).
     label_weight: float = 1.0
     teacher_weight: float = 0.0
+    distance_weight: float = 0.0
     feature_weight: float = 0.0
     # EAGLE: number of draft levels in the loss. 1 for EAGLE-1 as released, 7 for EAGLE-3; each further level reads
     # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).

@@ -16,7 +16,7 @@ from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import StoppingText, accepted_lengths, steps_of
+from medusa_jax.api import StoppingText
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.compare import compare
 
@@ -465,13 +465,6 @@ def test_stopping_text_shows_nothing_that_a_stop_string_may_take_back(model):
     open_end = StoppingText(model.tokenizer, ("bcd",))
     assert [open_end.push(ids[c]) for c in "abc"] == ["a", "", ""]
     assert open_end.flush() == "bc" and not open_end.stopped
-
-
-def test_steps_are_told_from_depths():
-    assert steps_of([0, 1, 2, 0, 0, 1], 3) == [2, 0, 1]
-    assert accepted_lengths([0, 1, 2, 0, 0, 1]) == [3, 1, 1]
-    assert steps_of([0], 2) == [0, 0] and accepted_lengths([0]) == []
-    assert steps_of([0, 0, 0, 1, 0], 2) == [2, 1]
 
 
 def test_generate_is_the_models_own(model):

@@ -48,7 +48,9 @@ def configurations(tokens):
     inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2,
                 induction_weight=0.5)
     inside.heads = drafter_class("eagle3").Config(n_heads=2, fc_norm=True)
-    return {"lora": lora, "full": full, "amphista": halves, "eagle3": inside}
+    blocks = of("medusa1", distance_weight=1.0, label_weight=0.1)
+    blocks.heads = drafter_class("dspark").Config(n_heads=2, n_layers=1, markov_rank=8)
+    return {"dspark": blocks, "lora": lora, "full": full, "amphista": halves, "eagle3": inside}
 
 
 def run(cfg, shape):
@@ -140,7 +142,7 @@ def child(script, *args):
     return json.loads(output_of(script, *args, xla_flags=devices(8)).splitlines()[-1])
 
 
-@pytest.mark.parametrize("kind", ["lora", "full", "amphista", "eagle3"])
+@pytest.mark.parametrize("kind", ["lora", "full", "amphista", "eagle3", "dspark"])
 def test_training_is_that_of_one_device(kind, tmp_path):
     """Adapters, all parameters, heads with attention, levels that feed each other: twenty steps."""
     support = Path(__file__).parent / "support"

@@ -11,6 +11,7 @@ from medusa_jax.decoding.generate import power_of_two, slot_ladder
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.placing import abstract_params, prepare
@@ -25,7 +26,9 @@ def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Param
     if drafter is not None:
 
         def init(params: Params) -> Params:
-            return drafter.init(jax.random.key(0), Backbone(Llama(config), params))
+            backbone = Backbone(Llama(config), params)
+            narrow = vocabulary.stand_in(backbone, drafter.heads)
+            return drafter.init(jax.random.key(0), narrow)
 
         heads = jax.eval_shape(init, params)
     return {"backbone": params, "heads": heads}
@@ -42,6 +45,13 @@ def abstract_variables(
 
     def placed(params: Params) -> Params:
         heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
+        if drafter and drafter.heads.draft_vocab:
+            ids_O = jnp.arange(drafter.heads.draft_vocab, dtype=jnp.int32)
+            heads[vocabulary.GROUP] = {"ids": ids_O}
+            if drafter.heads.lm_head == "shared":
+                kernel_DO = vocabulary.scored_columns(config, params["backbone"], ids_O)
+                kernel = {"kernel": kernel_DO.astype(dtype)}
+                heads[vocabulary.GROUP]["lm_head"] = kernel
         backbone = prepare(params["backbone"], config, dtype, shards)
         form = storage or Storage()
         return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}

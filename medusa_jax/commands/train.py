@@ -250,7 +250,7 @@ def fields_parser(cfg: Config) -> Parser:
         found = found or by_last.get(nearest(last, by_last), "")
         return found and f"; did you mean --config.{found}?"
 
-    parser.near = near  # type: ignore[method-assign]
+    parser.near = near  # type: ignore[assignment, method-assign]
     return parser
 
 

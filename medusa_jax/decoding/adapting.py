@@ -21,7 +21,7 @@ import numpy as np
 from medusa_jax.decoding.chooser import Chooser, Chunk, Learned
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
-from medusa_jax.devices.platforms import program
+from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.cache import KVCache
@@ -151,7 +151,7 @@ class Adapting:
         """Wait for a chunk's result, and report the chunks up to it."""
         if not any(run.progress is progress for run in self._runs):  # prefill's
             jax.block_until_ready(progress)
-            self._stamp = time.perf_counter()
+            self._stamp = now()
         else:
             while self._finish(self._runs.popleft()) is not progress:
                 pass
@@ -160,11 +160,11 @@ class Adapting:
     def _finish(self, run: Run) -> object:
         late = _is_ready(run.progress)
         jax.block_until_ready(run.progress)
-        now, before = time.perf_counter(), self._stamp
-        self._stamp = None if late else now
+        end, before = now(), self._stamp
+        self._stamp = None if late else end
         if run.chunk:
             alone = run.alone and before is not None and not late
-            self._report(run, now - (before or 0) if alone else None)
+            self._report(run, end - (before or 0) if alone else None)
         return run.progress
 
     def _report(self, run: Run, seconds: float | None) -> None:
@@ -180,6 +180,11 @@ class Adapting:
         self.chooser.report(
             run.chunk, rounds, int(steps_B.sum()), int(tokens_B.sum()), seconds
         )
+
+
+def now() -> float:
+    """Seconds; on a CPU those that this process has computed, which other processes lengthen little."""
+    return time.process_time() if platform() == "cpu" else time.perf_counter()
 
 
 def _is_ready(tree: object) -> bool:

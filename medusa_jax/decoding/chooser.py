@@ -31,6 +31,8 @@ RECENT, LONG = 32, 1024
 PRIOR, ENOUGH = 2, 8
 # Steps of a text between two trials of another size, doubled while trials change nothing.
 SOON, SELDOM = 24, 1024
+# Plain steps between two trials of drafts, doubled while drafts lose.
+PAUSES = (64, 512)
 # Trials may cost this many plain steps at first, and this share of the time afterwards.
 FREE, SHARE = 4.0, 0.01
 # A trial of drafts ends at once below this speed-up; sizes with this share of the current speed are tried.
@@ -96,6 +98,7 @@ class Learned:
     Attributes:
       elapsed, spent: time of all steps, and the part that trials have cost.
       seconds: of the last timed step.
+      pause, rest: plain steps between two trials of drafts, and those left until the next.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class Learned:
         self.expected_ratios = {1: 1.0} | dict(ratios)
         self.by_size = {n: Figures() for n in sizes}
         self.elapsed = self.spent = self.seconds = 0.0
+        self.pause, self.rest = PAUSES[0], 0
         kept = (note or {}).get("sizes", {})
         for n, figures in self.by_size.items():
             figures.ratios.extend([self.expected_ratios[n]] * EXPECTED)
@@ -170,12 +174,11 @@ class Learned:
         return (own.tokens + RECENT * moved) / (own.steps + RECENT)
 
     def best(self) -> int:
-        """The fastest size over the texts so far; `start` if nothing has been measured."""
-        speeds = {n: self.usual(n) / self.ratio(n) for n in self.sizes[1:]}
-        if not any(figures.samples for figures in self.by_size.values()):
-            return self.start
+        """The fastest measured size over the texts so far; at first `start`."""
+        measured = [n for n in self.sizes[1:] if self.by_size[n].samples] or [self.start]
+        speeds = {n: self.usual(n) / self.ratio(n) for n in measured}
         best = max(speeds, key=lambda n: speeds[n])
-        return best if speeds[best] > MARGIN else 1
+        return best if speeds[best] > MARGIN or not speeds[best] else 1
 
     @property
     def first(self) -> int:
@@ -237,7 +240,8 @@ class Chooser:
     def wanted(self) -> list[int]:
         """Sizes whose programs should be compiled, the most important first.
 
-        None at the beginning of a text, which may be short: the process waits for a compilation at its end.
+        A compilation slows decoding down, and the process waits for it at its end. So none starts at the beginning
+        of a text, which may be short, and none of a larger tree in a process that decodes little.
         """
         if self._taken < SOON:
             return []
@@ -245,6 +249,8 @@ class Chooser:
             return [self.learned.sizes[1]]
         now = self.speed(self.current)
         plain = [1] if now < 1.2 or self._left <= 0 else []
+        if self.learned.elapsed < LONG / 2:
+            return plain
         return plain + [n for n in self._others() if n > 1 and self.speed(n) > MARGIN * now]
 
     def report(
@@ -275,6 +281,7 @@ class Chooser:
         keep = 0.5 ** (rounds / (4 * LONG))
         learned.elapsed = keep * learned.elapsed + rounds * ratio
         learned.spent *= keep
+        learned.rest -= rounds
         self._left -= rounds
         self._taken += rounds
 
@@ -334,6 +341,9 @@ class Chooser:
         if changed:
             self._length = self._first_length
         if self._trying:
+            least, most = PAUSES
+            learned.pause = min(2 * learned.pause, most) if self.current == 1 else least
+            learned.rest = learned.pause
             self._wait = SOON if changed else min(2 * self._wait, SELDOM)
             self._left, self._trying = self._wait, None
         if learned.spent > FREE + SHARE * learned.elapsed or self.dropped:
@@ -365,7 +375,8 @@ class Chooser:
         if self._begun and new and self.speed(new[0]) > MARGIN**2 * now:
             return new[0]
         at_once = not self._begun and self.current == 1 and not learned.returns
-        if not others or (self._left > 0 and not at_once):
+        waits = learned.rest > 0 and self.current == 1
+        if not others or waits or (self._left > 0 and not at_once):
             return None
         # In turn, since a ratio that was measured on a busy machine may be wrong.
         near = [n for n in others if self.speed(n) >= NEAR * now] or others[:1]
@@ -384,7 +395,7 @@ class Chooser:
             self._plan.extend([trial, trial])
             self.current, self._length = other, k
         else:  # plain steps would leave the drafter's state behind
-            plain = Chunk(1, max(CHUNK_STEPS[0], k // 2), apart=True)
+            plain = Chunk(1, max(ENOUGH, k), apart=True)
             self._plan.extend([now, plain, now, now])
         learned.by_size[other].trials += 1
         self._trying = other

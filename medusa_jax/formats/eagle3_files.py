@@ -109,7 +109,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    shape, rotation = _shape(layer)
+    shape, rotation = shape_of(layer)
     ids = _take_ids(source, tensors, layer.vocab_size)
     outputs = layer.vocab_size if ids is None else len(ids)
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
@@ -146,7 +146,7 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def _shape(layer: LlamaConfig) -> tuple[Json, float]:
+def shape_of(layer: LlamaConfig) -> tuple[Json, float]:
     """Required fields of the backbone's shape, and the base of the layer's rotation (0: the backbone's)."""
     shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
     if layer.rope_scaling in ("none", "dynamic"):

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 
 # All drafters that have heads (`heads/registry.py: DRAFTERS`).
-DRAFTERS = ("medusa", "hydra", "hydrapp", "amphista", "amphista_alpha", "eagle", "eagle3")
+DRAFTERS = (
+    "medusa", "hydra", "hydrapp", "amphista", "amphista_alpha", "eagle", "eagle3", "dflash", "dspark",
+)  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -102,6 +104,13 @@ TARGETS = {
         "--speculative-draft-model-path {out}`",
         draft_vocab=True,
     ),
+    "dflash": Target(
+        ("dflash", "dspark"),
+        "DFlash and DSpark in vLLM, SGLang and the code of z-lab, SpecForge and DeepSpec",
+        'vLLM: `speculative_config={{"method": "dflash", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm DFLASH '
+        "--speculative-draft-model-path {out}`",
+    ),
     "speculators": Target(
         ("eagle3",),
         "EAGLE-3 in vLLM and speculators",
@@ -124,14 +133,17 @@ class Engine(NamedTuple):
 
 
 _HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
+_BLOCKS = dict.fromkeys(("dflash", "dspark"), ("dflash",))
 ENGINES = {
     "medusa_jax": Engine(dict.fromkeys(DRAFTERS, ("native",))),
     "vLLM": Engine(
-        {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")},
-        "vLLM runs Medusa and EAGLE heads only",
+        {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
+        | _BLOCKS,
+        "vLLM runs Medusa, EAGLE and DFlash heads only",
     ),
     "SGLang": Engine(
-        {"eagle": ("sglang",), "eagle3": ("sglang",)}, "SGLang runs EAGLE heads only"
+        {"eagle": ("sglang",), "eagle3": ("sglang",)} | _BLOCKS,
+        "SGLang runs EAGLE and DFlash heads only",
     ),
     "TGI": Engine({"medusa": ("tgi", "tgi_shared")}, "TGI runs Medusa heads only"),
     "TensorRT-LLM": Engine(
@@ -141,7 +153,8 @@ ENGINES = {
     "llama.cpp": Engine({"eagle3": ("eagle3",)}, "llama.cpp runs EAGLE-3 heads only"),
     "the authors' code": Engine(
         {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",), "eagle3": ("eagle3",)}
-        | _HYDRA,
+        | _HYDRA
+        | _BLOCKS,
         "no reader of Amphista's files has been published",
     ),
 }
@@ -152,6 +165,7 @@ FAMILIES = {
     "Amphista": "amphista",
     "EAGLE-1": "eagle",
     "EAGLE-3": "eagle3",
+    "DFlash, DSpark": "dflash",
 }
 
 
@@ -217,10 +231,8 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
             "--to tgi_shared needs one layer and the model's LM head, not "
             f"{heads.n_layers} and LM head {heads.lm_head!r}: --to tgi"
         )
-    checks = {"hydra": _why_not_hydra, "eagle": _why_not_eagle, "eagle3": _why_not_eagle3}
-    if heads.drafter in ("hydra", "hydrapp", "eagle", "eagle3") and target != "native":
-        return checks[heads.drafter.removesuffix("pp")](heads, target, llama)
-    return ""
+    check = WHY_NOT.get(heads.drafter)
+    return check(heads, target, llama) if check and target != "native" else ""
 
 
 def _why_not_hydra(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
@@ -272,3 +284,28 @@ def _why_not_eagle3(heads: HeadsConfig, target: str, llama: LlamaConfig | None) 
                 "agree on how it would say others: --to speculators"
             )
     return ""
+
+
+def _why_not_dflash(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    if heads.lm_head != "shared" or heads.draft_vocab:
+        return (
+            "DFlash heads score all tokens by the model's LM head, these have LM head "
+            f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
+        )
+    root, rank = (getattr(heads, name) for name in ("root_guesses", "markov_rank"))
+    if root != bool(rank):
+        return (
+            "DSpark's root guesses and it has a Markov head, DFlash's has neither; these have "
+            f"root_guesses {root} and markov_rank {rank}"
+        )
+    return ""
+
+
+WHY_NOT = {
+    "hydra": _why_not_hydra,
+    "hydrapp": _why_not_hydra,
+    "eagle": _why_not_eagle,
+    "eagle3": _why_not_eagle3,
+    "dflash": _why_not_dflash,
+    "dspark": _why_not_dflash,
+}

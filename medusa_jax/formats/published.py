@@ -6,7 +6,13 @@ Only keys determine the layout, since published configurations contradict their 
 import os
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats import eagle3_files, eagle_files, hydra_files, medusa_files
+from medusa_jax.formats import (
+    dflash_files,
+    eagle3_files,
+    eagle_files,
+    hydra_files,
+    medusa_files,
+)
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.heads_io import DESCRIPTIONS
 from medusa_jax.interop.hf import WRAPPER
@@ -17,7 +23,7 @@ from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.interop.tensors import optional_json
 
 # In the order in which they are asked: speculators' EAGLE-3 files also have EAGLE-1's keys.
-LAYOUTS = (hydra_files, eagle3_files, eagle_files, medusa_files)
+LAYOUTS = (hydra_files, dflash_files, eagle3_files, eagle_files, medusa_files)
 # In order of preference.
 SAFE = [
     "medusa_lm_head.safetensors",
@@ -26,8 +32,8 @@ SAFE = [
 ]
 TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
 KNOWN = (
-    "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1 or "
-    "EAGLE-3 heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
+    "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1, "
+    "EAGLE-3, DFlash or DSpark heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
 )
 
 

@@ -22,7 +22,6 @@ EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and passes the norme
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -30,9 +29,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.heads.tapped import Tapped
 from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair
 from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
 from medusa_jax.model.rope import rope_tables
@@ -150,48 +149,13 @@ class Layers(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3(Autoregressive):
+class Eagle3(Tapped, Autoregressive):
     """The layers continue streams from inside the backbone."""
 
     heads: Eagle3Config
 
     name = "eagle3"
     Config = Eagle3Config
-
-    def check(self) -> None:
-        L, given = self.llama.n_layers, self.heads.tap_layers
-        layers = given.split(",") if given else []
-        if not all(x.strip().isdecimal() and int(x) <= L for x in layers):
-            raise UserError(
-                f"heads.tap_layers are numbers from 0 to {L} with commas between, not {given!r}"
-            )
-        c = self.shape
-        sizes = (c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
-        if min(sizes) < 1 or c.n_heads % c.n_kv_heads or c.head_dim % 2:
-            raise UserError(
-                f"heads.attention_heads {c.n_heads}, kv_heads {c.n_kv_heads}, head_dim {c.head_dim} "
-                f"and d_ff {c.d_ff} do not fit together"
-            )
-
-    @property
-    def shape(self) -> LlamaConfig:
-        """Llama layers without biases or norms of queries, the only form that engines support."""
-        h = self.heads
-        plain = {"qkv_bias": False, "out_bias": False, "mlp_bias": False, "qk_norm": False}
-        sizes = {
-            "n_heads": h.attention_heads, "n_kv_heads": h.kv_heads, "head_dim": h.head_dim,
-            "d_ff": h.d_ff,
-        }  # fmt: skip
-        fields: dict[str, Any] = plain | {name: n for name, n in sizes.items() if n}
-        if h.rope_theta:
-            fields |= {"rope_theta": h.rope_theta, "rope_scaling": "none"}
-        return dataclasses.replace(self.llama, **fields)
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        if self.heads.tap_layers:
-            return tuple(int(x) for x in self.heads.tap_layers.split(","))
-        return self.paper_taps
 
     @property
     def paper_taps(self) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from medusa_jax.heads.drafter import Drafter, NoDrafter
 DRAFTERS = {
     "amphista": "amphista",
     "amphista_alpha": "amphista",
+    "dflash": "dflash",
+    "dspark": "dflash",
     "eagle": "eagle",
     "eagle3": "eagle3",
     "hydra": "hydra",

@@ -171,6 +171,7 @@ def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
     targets = HeadTargets(
         train.label_weight,
         train.teacher_weight,
+        train.distance_weight,
         train.hidden_noise,
         train.feature_weight,
         train.induction_weight,

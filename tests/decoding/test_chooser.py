@@ -138,10 +138,12 @@ def test_a_size_that_is_not_compiled_is_wanted_and_not_used():
     ratios = {1: 1.0, 3: 1.1, 8: 1.2}
     machine = Machine(ratios, learned(list(ratios)))
     machine.ready = {3}
-    _, by_size = machine.decode(0.9)
+    _, by_size = machine.decode(0.1)
     assert set(by_size) == {3} and machine.wanted[0] == 1
     machine.ready = {1, 3}
-    machine.decode(0.9)
+    machine.decode(0.9, 128)
+    assert 8 not in machine.wanted  # a process may end soon
+    machine.decode(0.9, 2048)
     assert 8 in machine.wanted
 
 

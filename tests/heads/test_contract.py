@@ -73,7 +73,7 @@ def test_decoding_reads_the_features_that_training_gave(name):
         features = drafter.features(
             params, backbone, TextRows(hidden, tokens, positions, segments)
         )
-        assert features.shape == (K, B, T, family.D)
+        assert features.shape[:3] == (K, B, T)
         return [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
 
     expected = trained(params)
@@ -210,7 +210,7 @@ def test_files_are_strict(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, loaded)
     fewer, loaded, _ = heads_io.load_heads(path, config, make_mesh(), n_heads=2)
     assert fewer.n_heads == (2 if drafter.separable else 4)
-    assert ("heads_3" in loaded) == (not drafter.separable)
+    assert ("heads_3" in loaded) == (not drafter.separable and "heads_3" in params)
     file = tmp_path / "heads.safetensors"
     state = load_file(file)
     for key in sorted(state)[:: max(1, len(state) // 3)]:

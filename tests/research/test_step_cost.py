@@ -15,7 +15,8 @@ from medusa_jax.api import weightless
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.model.stored import Storage
-from research import step_cost, weights
+from research import step_cost
+from research import weights as at_random
 
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
@@ -34,8 +35,8 @@ def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)
     drafter = drafter_of("hydrapp", config)
     found = {
-        "backbone": weights.random_backbone(config, jnp.bfloat16, storage),
-        "heads": weights.random_heads(drafter, jnp.bfloat16, storage),
+        "backbone": at_random.random_backbone(config, jnp.bfloat16, storage),
+        "heads": at_random.random_heads(drafter, jnp.bfloat16, storage),
     }
     wanted = weightless.abstract_variables(config, drafter, jnp.bfloat16, storage)
     assert shapes_of(found) == shapes_of(wanted)
@@ -61,7 +62,7 @@ def live_bytes():
 def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
     """Eight layers: while one is placed, the device holds what is done and that layer, no more."""
     config = replace(TINY, n_layers=8)
-    place = weights.place_part
+    place = at_random.place_part
     before, done, extra = 0, [], []
 
     def watched(config, part, *rest):
@@ -71,10 +72,10 @@ def test_an_entry_is_made_and_placed_before_the_next(monkeypatch):
         done.append(sum(x.nbytes for x in jax.tree.leaves(placed)))
         return placed
 
-    weights.random_backbone(TINY, jnp.float32, Storage())  # compiles, makes its constants
-    monkeypatch.setattr(weights, "place_part", watched)
+    at_random.random_backbone(TINY, jnp.float32, Storage())  # compiles, makes its constants
+    monkeypatch.setattr(at_random, "place_part", watched)
     before = live_bytes()
-    weights.random_backbone(config, jnp.float32, Storage())
+    at_random.random_backbone(config, jnp.float32, Storage())
     assert len(extra) == 8 + 3 and max(extra) < 1000 < min(sorted(done)[-8:])
 
 

@@ -194,7 +194,9 @@ def plain_loss(
         logp = jax.nn.log_softmax(features[k] @ kernel)[b[inside], t[inside]]
         place = np.searchsorted(ids, label[inside])
         loss -= targets.label_weight * logp[np.arange(len(place)), place].sum()
-        loss -= targets.teacher_weight * (teacher[b, t + k + 1][inside] * logp).sum()
+        p = teacher[b, t + k + 1][inside]
+        loss -= targets.teacher_weight * (p * logp).sum()
+        loss += targets.distance_weight * jnp.abs(p - jnp.exp(logp)).sum()
         total += 0.8 ** (k + 1) * loss / len(b)
         right.append((jnp.argmax(logp, axis=-1) == place).sum())
     if lambda_0 is None:
@@ -211,7 +213,7 @@ def plain_loss(
 
 EVERY = np.arange(64)
 FEW = np.sort(np.random.default_rng(7).permutation(64)[:40]).astype(np.int32)
-MIXED = {"label_weight": 0.1, "teacher_weight": 0.7}
+MIXED = {"label_weight": 0.1, "teacher_weight": 0.7, "distance_weight": 0.9}
 CASES = [
     *wide(("own", {}, EVERY), ("shared", {}, EVERY)),
     ("low_rank", {}, EVERY),

@@ -41,15 +41,17 @@ class Limits:
       body_bytes: size of a call's body.
       seconds: time for an answer, waiting included.
       read_seconds: time for a client to send its body, and to take a piece of a stream.
+      head_seconds: time for a client to send the head of a request after its first byte.
       idle_seconds: time that a connection may be idle between requests.
-      connections: open connections; beyond it, calls get 503.
+      connections: open connections; beyond it, the oldest that waits for its client is closed.
     """
 
     body_bytes: int = 1 << 20
     seconds: float = 600.0
     read_seconds: float = 30.0
+    head_seconds: float = 10.0
     idle_seconds: int = 30
-    connections: int = 500
+    connections: int = 1000
 
 
 class Gone(Exception):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -88,25 +87,6 @@ def make_app(
         },
         middleware=[check] if hosts else [],
     )
-
-
-def make_listener(app: Starlette, limits: Limits, drain: int = 60) -> uvicorn.Server:
-    """Return the server of an application of `make_app` on given sockets (`run`).
-
-    Args:
-      drain: seconds that running answers have to end after SIGTERM.
-    """
-    config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        log_level="warning",
-        limit_concurrency=limits.connections,
-        timeout_graceful_shutdown=drain,
-        timeout_keep_alive=limits.idle_seconds,
-        h11_max_incomplete_event_size=64 * 1024,
-    )
-    return uvicorn.Server(config)
 
 
 def whole_page() -> str:

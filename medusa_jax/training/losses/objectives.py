@@ -34,15 +34,16 @@ Split = Callable[[PyTree], tuple[PyTree, Backbone]]
 class HeadTargets(NamedTuple):
     """Terms of a draft head's loss.
 
-    A head's loss is label_weight CE(text) + teacher_weight CE(backbone) + feature_weight smooth-L1, where
-    CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9), and
-    smooth-L1 is between the features that the head's logits are computed from and the backbone's hidden
+    A head's loss is label_weight CE(text) + teacher_weight CE(backbone) + distance_weight L1(backbone) +
+    feature_weight smooth-L1. CE(backbone) is against the backbone's distribution for the same token (Hydra
+    6.1, Amphista eq. 7-9), L1(backbone) the distance of the two distributions (DSpark), and smooth-L1 is between the features that the head's logits are computed from and the backbone's hidden
     state there (EAGLE's regression loss). With `noise` (Hydra 6.1) the heads read hidden states plus
     uniform(-1, 1) noise / sqrt(L d) in training. `induction_weight`: see `induction.py`.
     """
 
     label_weight: float = 1.0
     teacher_weight: float = 0.0
+    distance_weight: float = 0.0
     noise: float = 0.0
     feature_weight: float = 0.0
     induction_weight: float = 0.0
@@ -175,9 +176,10 @@ def heads_sums(
     teacher, teacher_BTD, weight = None, None, targets.label_weight
     final_BTD = hidden_BTE[..., : backbone.llama.config.d_model]
     before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # just before the target
-    if targets.teacher_weight:
+    if targets.teacher_weight or targets.distance_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
-        teacher = Teacher(frozen.lm_head, targets.teacher_weight, targets.label_weight)
+        weights = targets.teacher_weight, targets.label_weight, targets.distance_weight
+        teacher = Teacher(frozen.lm_head, *weights)
         teacher_BTD = before_BTD
         weight = 1.0  # `Teacher` weights both terms
     label_BT = backbone.places(batch["tokens"])

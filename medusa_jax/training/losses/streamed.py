@@ -25,7 +25,7 @@ class Sums(NamedTuple):
     """Sums over the pairs of a loss. Only `loss` has a gradient; the others are logged.
 
     Attributes:
-      loss: the minimised sum: `nll`, or its combination with the teacher's cross-entropy.
+      loss: the minimised sum: `nll`, or its combination with the teacher's terms.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, or among the first five.
       scored: counted pairs whose label has a logit (without a draft vocabulary, all).
@@ -46,11 +46,14 @@ class Teacher(NamedTuple):
     Attributes:
       logits_fn: features -> logits of the teacher, without gradient.
       weight, label_weight: weights of its cross-entropy and of the labels'.
+      distance_weight: weight of the L1 distance of the probabilities. One minus half the distance is the
+        probability that rejection sampling accepts a draft.
     """
 
     logits_fn: Callable[[jax.Array], jax.Array]
     weight: float
     label_weight: float
+    distance_weight: float = 0.0
 
 
 class TeacherProbs(NamedTuple):
@@ -186,6 +189,11 @@ def _chunk_sums(
         soft_BT = log_sum_BT - jnp.sum(probs.p_BTV * logits_BTV, axis=-1)
         soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
+        if teacher.distance_weight:
+            q_BTV = jnp.exp(logits_BTV - log_sum_BT[..., None])
+            apart_BT = jnp.sum(jnp.abs(q_BTV - probs.p_BTV), axis=-1)
+            apart = jnp.sum(jnp.where(mask_BT, apart_BT, 0.0))
+            total += teacher.distance_weight * apart
         entropy = jnp.sum(jnp.where(mask_BT, probs.entropy_BT, 0.0))
     return Sums(total, nll, top1, top5, scored, entropy)
 

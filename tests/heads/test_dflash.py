@@ -1,0 +1,125 @@
+"""DFlash and DSpark against numpy: the guesses of a block after a text, and the files of their fields."""
+
+import family
+import jax
+import numpy as np
+import pytest
+from closeness import assert_close
+from family import D, drafter_of, stored_base
+from numpy_layers import numpy_norm, rope, silu
+from trees import WILD
+
+from medusa_jax.errors import UserError
+from medusa_jax.heads import dflash
+from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
+from medusa_jax.heads.registry import make_drafter
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+DFLASH = DFlashConfig(n_heads=4, n_layers=2, mask_token=3, lm_head="low_rank", rank=5)
+DSPARK = DSparkConfig(
+    n_heads=4, tap_layers="0,2", kv_heads=1, d_ff=20, markov_rank=6, rope_theta=50.0
+)
+
+
+def numpy_block(drafter, params, backbone, hidden_TE, root):
+    """Inputs of the LM head [K, D] for the guesses after a text and its root."""
+    mine, c, h = params["heads_0"], drafter.shape, drafter.heads
+    N, G, H, T = c.n_heads, c.n_kv_heads, c.head_dim, len(hidden_TE)
+
+    def turned(x, weight, norm, first):
+        """Normed and rotated heads of rows whose first is at position `first`."""
+        y = (x @ weight["kernel"]).reshape(len(x), -1, H)
+        y = numpy_norm(norm["scale"], y)
+        return rope(np.concatenate([np.zeros((first, *y.shape[1:])), y]), c.rope_theta)[
+            first:
+        ]
+
+    fused = hidden_TE[:, D:] @ mine["fc"]["kernel"]
+    text = numpy_norm(mine["hidden_norm"]["scale"], fused)
+    n_slots = 4 if h.root_guesses else 5
+    tokens = [root] + [h.mask_token % family.V] * (n_slots - 1)
+    x = np.asarray(backbone.params["embed_tokens"]["embedding"])[tokens]
+    for j in range(h.n_layers):
+        layer = mine[f"layers_{j}"]
+        a, mlp = layer["self_attn"], layer["mlp"]
+        read = numpy_norm(layer["input_layernorm"]["scale"], x)
+        q = turned(read, a["q_proj"], a["q_norm"], T)
+        both = np.concatenate([text, read])
+        k = turned(both, a["k_proj"], a["k_norm"], 0).repeat(N // G, 1)
+        v = (both @ a["v_proj"]["kernel"]).reshape(len(both), G, H).repeat(N // G, 1)
+        score = np.exp(np.einsum("qnh,snh->nqs", q, k) / np.sqrt(H))
+        score /= score.sum(-1, keepdims=True)
+        out = np.einsum("nqs,snh->qnh", score, v).reshape(n_slots, -1)
+        x = x + out @ a["o_proj"]["kernel"]
+        read = numpy_norm(layer["post_attention_layernorm"]["scale"], x)
+        gated = silu(read @ mlp["gate_proj"]["kernel"]) * (read @ mlp["up_proj"]["kernel"])
+        x = x + gated @ mlp["down_proj"]["kernel"]
+    return numpy_norm(mine["norm"]["scale"], x)[-4:]
+
+
+@pytest.mark.parametrize("heads", [DFLASH, DSPARK], ids=lambda h: h.drafter)
+def test_a_block_after_every_text(heads, monkeypatch):
+    """In training, three blocks at a time; logits with the bias of the token before."""
+    monkeypatch.setattr(dflash, "BLOCKS", 3)
+    backbone = stored_base()
+    drafter, params = drafter_of(heads, backbone)
+    rng = np.random.default_rng(0)
+    rows = hidden, tokens, *_ = family.random_rows(rng, B=1, T=10, E=family.width(drafter))
+    features, logits = family.features_and_logits(drafter, params, backbone, rows)
+    mine = params["heads_0"]
+    for t in (0, 2, 3, 5):
+        block = numpy_block(drafter, params, backbone, hidden[0, : t + 1], tokens[0, t + 1])
+        for k, expected in enumerate(block):
+            assert_close(features[k, 0, t, :D], expected)
+            score = family.numpy_lm_head(mine, backbone, expected)
+            if heads.markov_rank:
+                before = mine["markov_w1"]["embedding"][tokens[0, t + k + 1]]
+                score = score + before @ mine["markov_w2"]["kernel"]
+            assert_close(logits[k][0, t], score)
+
+
+def test_a_level_of_a_tree_is_ranked_after_its_parents():
+    """The slot's logits plus the bias of each parent."""
+    backbone = stored_base()
+    drafter, params = drafter_of(DSPARK, backbone)
+    rows = hidden, *_ = family.random_rows(
+        np.random.default_rng(1), 1, 9, family.width(drafter)
+    )
+    state, root = family.committed(drafter, backbone, params, rows, [7]), 5
+    propose = family.proposed_logits(drafter, backbone, WILD)
+    nodes = np.asarray(propose(params, state, np.array([root], np.int32))[0])[0]
+    block = numpy_block(drafter, params, backbone, hidden[0, :7], root)
+    mine = params["heads_0"]
+    for node in range(1, WILD.n_nodes):
+        depth, rank = WILD.depth_M[node], WILD.rank_M[node]
+        before = mine["markov_w1"]["embedding"][nodes[WILD.parent_M[node]]]
+        score = family.numpy_lm_head(mine, backbone, block[depth - 1])
+        score = score + before @ mine["markov_w2"]["kernel"]
+        assert nodes[node] == np.argsort(-score)[rank]
+
+
+def test_layers_that_are_read():
+    """The published formula; outputs of layers, which we number by their inputs."""
+    llama = family.tiny_arch(n_layers=36)
+    drafter = make_drafter(DFlashConfig(), llama)
+    assert drafter.taps == (2, 10, 18, 26, 34)  # target_layer_ids 1, 9, 17, 25, 33
+
+
+@pytest.mark.parametrize("fields", [{"mask_token": 23}, {"n_taps": 0}, {"markov_rank": -1}])
+def test_fields_out_of_range(fields):
+    with pytest.raises(UserError, match=next(iter(fields))):
+        make_drafter(DFlashConfig(**fields), stored_base().llama.config)
+
+
+def test_the_text_of_a_block_is_not_written():
+    """`propose` leaves the state as it is, so a block may be longer than the room after the text."""
+    backbone = stored_base()
+    drafter, params = drafter_of(DFLASH, backbone)
+    rows = family.random_rows(np.random.default_rng(2), 1, 9, family.width(drafter))
+    state = family.committed(drafter, backbone, params, rows, [9])
+    full = jax.tree.map(lambda x: x[:, :, :9] if np.ndim(x) == 4 else x, state)
+    propose = family.proposed_logits(drafter, backbone, WILD)
+    root = np.array([5], np.int32)
+    logits = [propose(params, s, root)[1] for s in (state, full)]
+    jax.tree.map(assert_close, *logits)
