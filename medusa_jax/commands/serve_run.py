@@ -66,7 +66,9 @@ def answer_calls(
     """Serve until a signal; running answers are finished, new calls are refused."""
     from medusa_jax.serving.http import Limits, make_app, make_listener
 
-    limits = Limits(flags.max_body, flags.timeout, flags.read_timeout)
+    limits = Limits(
+        flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
+    )
     name = flags.name or name_of(flags.model)
     host, port = listener.getsockname()[:2]
     app = make_app(
@@ -149,6 +151,14 @@ def known_hosts(address: str, asked: str, key: str) -> list[str]:
     if key or not ipaddress.ip_address(address).is_loopback:
         return []
     return ["localhost", "127.0.0.1", "::1", "[::1]", address, asked]
+
+
+def most_connections() -> int:
+    """Most connections to have open: each one is a file, and the process may open only so many."""
+    import resource
+
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, min(1000, files - 192))  # some are the model's
 
 
 def listening(host: str, port: int) -> socket.socket:

@@ -196,6 +196,8 @@ class Chooser:
     def __init__(self, learned: Learned) -> None:
         self.learned = learned
         self.current = learned.first
+        if learned.returns:  # drafts may win in a new text, and a trial costs little
+            learned.rest = min(learned.rest, PAUSES[0])
         self.recent = {n: Figures() for n in learned.sizes}
         self._plan: deque[Chunk] = deque()
         self._trying: int | None = None

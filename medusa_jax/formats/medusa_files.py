@@ -117,9 +117,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     if found.prefix.startswith("base_model."):
         layout = ADAPTER
         if not all(is_head_key(key) for key in tensors):
-            base = {
-                "fingerprint": "of a base and the adapters in this file (merge them by PEFT)"
-            }
+            merge = "unknown (adapters in the same file change it: merge them by PEFT)"
+            base = {"fingerprint": merge}
     elif found.prefix and not vllm:
         layout = FULL_MODEL
         if "model.embed_tokens.weight" in tensors:
