@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.model.seams import engine_for
-from medusa_jax.sharding import make_mesh
-
 # Bytes of the largest array that is read, and reads in a program on accelerators.
 LARGEST, READS = 2**30, 16
 
@@ -45,9 +42,6 @@ def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
     parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
     pool = ThreadPoolExecutor(len(parts))
     ways.append(lambda: list(pool.map(np.max, parts)))
-    if engine := engine_for(x.dtype, make_mesh()):
-        read = jax.jit(engine.read)
-        ways.append(lambda: read(x))
     return times * x.nbytes / _best(ways, rounds, times)
 
 

@@ -9,14 +9,19 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from medusa_jax.commands.prompts import first_prompts, questions_of
 
 from medusa_jax.api import Model
 from medusa_jax.arch import ACTIVATIONS
-from medusa_jax.commands.bench_race import RaceFlags
-from medusa_jax.commands.flags import Program, generation_options, load_model
+from medusa_jax.commands.flags import (
+    BaseFlags,
+    GenerationFlags,
+    Program,
+    generation_options,
+    load_model,
+)
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.whole_files import Json
+from research.asking import PromptFlags, first_prompts, questions_of
 
 EXAMPLES = """examples:
   python -m research rounding --model smollm2 --questions mt_bench.jsonl --limit 16 --max_new_tokens 128
@@ -31,7 +36,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(RaceFlags):
+class Flags(PromptFlags, GenerationFlags, BaseFlags):
     """Compare integer activations with float32."""
 
 

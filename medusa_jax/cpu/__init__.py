@@ -12,5 +12,4 @@ from medusa_jax.cpu.library import panel as panel
 from medusa_jax.cpu.library import usable as usable
 from medusa_jax.cpu.panels import panels as panels
 from medusa_jax.cpu.rows import norm as norm
-from medusa_jax.cpu.rows import read as read
 from medusa_jax.cpu.rows import rotate as rotate

@@ -1,8 +1,7 @@
 """Kernels in the blocks of GGUF files, as panels of the same blocks: nothing is rounded again."""
 
-import ctypes
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,7 @@ FUSED = {
 
 
 def prepare(
-    config: LlamaConfig,
-    part: Params,
-    blocks: Params,
-    place: Callable[[], Params],
-    storage: Storage,
+    config: LlamaConfig, part: Params, blocks: Params, place: Any, storage: Storage
 ) -> Params:
     """`Engine.prepare`: an entry whose kernels are `BlockRows`, these as panels of the same blocks, fused."""
     [name] = part
@@ -83,7 +78,8 @@ def _stacked(arrays: list[np.ndarray]) -> np.ndarray:
 def packs(kind: str, inputs: int) -> bool:
     """Whether rows of this many inputs in blocks of this type have panels."""
     native = library()
-    return native is not None and native.packed_words(FORMS.get(kind, 0), 1, inputs) > 0
+    form = FORMS.get(kind, 0)
+    return native is not None and native.call("medusa_packed_words", form, 1, inputs) > 0
 
 
 def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
@@ -91,11 +87,11 @@ def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
 
     A row of blocks holds all weights of one output.
     """
-    native, outputs = library(), len(rows)
+    native, (outputs, size), form = library(), rows.shape, FORMS[kind]
     assert native is not None and rows.dtype == np.uint8
-    words = np.zeros(native.packed_words(FORMS[kind], outputs, inputs), np.uint32)
-    rows = np.ascontiguousarray(rows)
-    call: Any = ctypes.CDLL(native.path).medusa_pack
-    longs = (ctypes.c_int64(n) for n in (rows.shape[1], outputs, inputs))
-    at = [ctypes.c_void_p(a.ctypes.data) for a in (rows, words)]
-    return words if call(ctypes.c_int64(FORMS[kind]), at[0], *longs, at[1]) else None
+    n_words = native.call("medusa_packed_words", form, outputs, inputs)
+    rows, words = np.ascontiguousarray(rows), np.zeros(n_words, np.uint32)
+    at, to = rows.ctypes.data, words.ctypes.data
+    return (
+        words if native.call("medusa_pack", form, at, size, outputs, inputs, to) else None
+    )

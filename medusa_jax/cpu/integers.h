@@ -109,7 +109,7 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
           for (int r = 0; r < R; ++r) {
             const int32_t minus = B::kGroup == 32 ? x[r].minus : x[r].minus_halves[g];
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) sum[r][v][0] = minus * kOffset - Ints{};
+            for (int v = 0; v < V; ++v) (X::kLimbs ? low[r][v] : sum[r][v][0]) = minus * kOffset - Ints{};
           }
           const uint32_t* codes = block + B::kScales + h * 16;
 #pragma GCC unroll 8

@@ -85,28 +85,6 @@ ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Bu
   return ffi::Error::Success();
 }
 
-// The sum of x [n]: how fast memory can be read here.
-ffi::Error ReadHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::F32> y) {
-  constexpr int64_t kBlock = 1 << 16;
-  const int64_t n = x.element_count(), blocks = n / kBlock;
-  const float* in = x.typed_data();
-  std::vector<float> sums(blocks);
-  Share(pool, blocks, [in, out = sums.data()](int64_t b) {
-    const float* at = in + b * kBlock;
-    Vector sum[4] = {};
-    for (int64_t i = 0; i < kBlock; i += 4 * kLanes) {
-      __builtin_prefetch(at + i + 1024);
-      for (int j = 0; j < 4; ++j) sum[j] += Load(at + i + j * kLanes);
-    }
-    out[b] = Sum(sum[0] + sum[1] + sum[2] + sum[3]);
-  });
-  float total = 0;
-  for (const float s : sums) total += s;
-  for (int64_t i = blocks * kBlock; i < n; ++i) total += in[i];
-  *y->typed_data() = total;
-  return ffi::Error::Success();
-}
-
 // y = x / sqrt(mean(x^2) + eps) * scale for the rows of x [..., D].
 ffi::Error NormHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
                        ffi::ResultBuffer<ffi::F32> y, double eps) {
@@ -213,13 +191,13 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
 
 }  // namespace
 
-extern "C" int medusa_panel_width() { return kPanel; }
+extern "C" int64_t medusa_panel_width() { return kPanel; }
 // Words of the panels of a kernel in blocks; 0 where these do not fill the inputs.
 extern "C" int64_t medusa_packed_words(int64_t form, int64_t outputs, int64_t inputs) {
   return (outputs + kWide - 1) / kWide * PanelWords(form, inputs);
 }
 // Rows of blocks [outputs, row_bytes] as panels, which are zero before; 0: a scale is no number.
-extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
+extern "C" int64_t medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
                            int64_t inputs, uint32_t* words) {
   const int64_t size = PanelWords(form, inputs);
   for (int64_t o = 0; o < outputs; ++o) {
@@ -231,7 +209,7 @@ extern "C" int medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes,
   }
   return 1;
 }
-extern "C" int medusa_attends(int head_dim) { return head_dim % kLanes == 0; }
+extern "C" int64_t medusa_attends(int64_t head_dim) { return head_dim % kLanes == 0; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                               ffi::Ffi::Bind()
@@ -288,12 +266,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_norm, NormHandler,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<double>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_read, ReadHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rotate, RotateHandler,
                               ffi::Ffi::Bind()

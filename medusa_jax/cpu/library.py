@@ -30,7 +30,7 @@ VARIABLE = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
-    f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate", "read")
+    f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate")
 )
 # For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
 MACHINE = (
@@ -59,11 +59,11 @@ class Library:
     panel: int
     path: str
 
-    def packed_words(self, form: int, outputs: int, inputs: int) -> int:
-        """Words of a kernel in blocks (`cpu/blocks.py`); 0: these blocks have no panels."""
-        count = ctypes.CDLL(self.path).medusa_packed_words
-        count.restype = ctypes.c_int64
-        return int(count(*map(ctypes.c_int64, (form, outputs, inputs))))
+    def call(self, name: str, *numbers: int) -> int:
+        """The result of one of its functions of whole numbers and addresses."""
+        function = getattr(ctypes.CDLL(self.path), name)
+        function.restype = ctypes.c_int64
+        return int(function(*map(ctypes.c_int64, numbers)))
 
 
 @functools.cache
@@ -83,9 +83,7 @@ def library() -> Library | None:
 
 
 def usable(dtype: DTypeLike) -> bool:
-    """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` (native, plain) does not refuse them.
-
-    Plain decoding and trees share the kernels, and speed-ups are relative to the fastest loop.
+    """Whether the kernels compute in this type here, and `MEDUSA_JAX_PRODUCTS` allows them.
 
     Raises:
       UserError: an unknown value of the variable, or "native" where they cannot be compiled.
@@ -113,7 +111,7 @@ def panel() -> int:
 def attends(head_dim: int) -> bool:
     """Whether a head of this size is whole vectors."""
     native = library()
-    return native is not None and bool(ctypes.CDLL(native.path).medusa_attends(head_dim))
+    return native is not None and bool(native.call("medusa_attends", head_dim))
 
 
 def mark() -> str:

@@ -8,7 +8,6 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from medusa_jax.cpu.library import library
 from medusa_jax.model.stored import Storage, Stored
 
 # Forms of weights in panels; see `enum Form` in cpu/blocks.h.
@@ -46,7 +45,22 @@ class Panels(Stored):
         return {form: n * self.inputs for form, n in self.parts}
 
     def product(self, x: jax.Array) -> jax.Array:
-        return panel_product(x, self)
+        """x [..., inputs] times the kernel -> [..., outputs], summed up in float32.
+
+        Every row's sums are taken in the order of the inputs, so a row comes out the same, bit for
+        bit, with any other rows. For int8 and blocks, x is first rounded to integers of `activations`
+        bits with a scale for 32 inputs (cpu/integers.h).
+        """
+        x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+        shape = jax.ShapeDtypeStruct(
+            (len(x_RI), sum(n for _, n in self.parts)), jnp.float32
+        )
+        call: Any = jax.ffi.ffi_call("medusa_product", shape)
+        nothing = jnp.zeros((0,), jnp.float32)
+        scales = nothing if self.scales is None else self.scales
+        forms = numbered(self.parts, self.activations)
+        y_RO = call(x_RI, self.panels, scales, nothing, **forms)
+        return y_RO.reshape(*x.shape[:-1], shape.shape[1])
 
     def rows(self, tokens: jax.Array) -> jax.Array:
         [(form, outputs)] = self.parts
@@ -63,10 +77,8 @@ def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -
     if scales_O is None:
         words = in_panels(kernel_IO, storage.panel)
     else:
-        words, scales_O = (
-            in_blocks(kernel_IO),
-            jnp.pad(scales_O, (0, -len(scales_O) % WIDE)),
-        )
+        words = in_blocks(kernel_IO)
+        scales_O = jnp.pad(scales_O, (0, -len(scales_O) % WIDE))
     return Panels(words, scales_O, parts, kernel_IO.shape[0], storage.activations)
 
 
@@ -75,9 +87,6 @@ def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
 
     A word of 32 bits holds the weights of consecutive inputs: one float32 or two bfloat16, the first in its
     lowest bits.
-
-    Example: outputs 0 1 2 of float32 in panels of two: panel 0 holds, input by input, the weights of
-    outputs 0 and 1, panel 1 the weights of output 2 and a zero.
     """
     outputs = kernel_IO.shape[1]
     per_word = 4 // kernel_IO.dtype.itemsize
@@ -96,26 +105,6 @@ def in_blocks(codes_IO: jax.Array) -> jax.Array:
     codes = codes.reshape(-1, BLOCK // 4, 4, codes.shape[1] // WIDE, WIDE)
     codes = codes[:, :, jnp.array([0, 2, 1, 3])].transpose(3, 0, 1, 4, 2)
     return lax.bitcast_convert_type(codes, jnp.uint32)
-
-
-def panel_product(x: jax.Array, kernel: Panels) -> jax.Array:
-    """x [..., inputs] times a kernel in panels -> [..., outputs], summed up in float32.
-
-    Every row's sums are taken in the order of the inputs, so a row comes out the same, bit for
-    bit, with any other rows. For int8 and blocks, x is first rounded to integers of
-    `kernel.activations` bits with a scale for 32 inputs (cpu/integers.h).
-    """
-    assert library() is not None
-    x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    outputs = sum(n for _, n in kernel.parts)
-    call = jax.ffi.ffi_call(
-        "medusa_product", jax.ShapeDtypeStruct((x_RI.shape[0], outputs), jnp.float32)
-    )
-    nothing = jnp.zeros((0,), jnp.float32)
-    scales = nothing if kernel.scales is None else kernel.scales
-    forms = numbered(kernel.parts, kernel.activations)
-    y_RO = call(x_RI, kernel.panels, scales, nothing, **forms)
-    return y_RO.reshape(*x.shape[:-1], outputs)
 
 
 def numbered(parts: Parts, activations: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Norm and rotation of single rows; reading memory for its own sake."""
+"""Norm and rotation of single rows."""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,3 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
     x, cos, sin = (a.reshape(B * T, -1, H) for a in (x_BTNH, cos_BT1H, sin_BT1H))
     call = jax.ffi.ffi_call("medusa_rotate", jax.ShapeDtypeStruct(x.shape, jnp.float32))
     return call(x, cos, sin).reshape(x_BTNH.shape)
-
-
-def read(x: jax.Array) -> jax.Array:
-    """The sum of x [n], read by all threads as fast as memory gives it."""
-    return jax.ffi.ffi_call("medusa_read", jax.ShapeDtypeStruct((), jnp.float32))(x)

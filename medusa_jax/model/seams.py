@@ -67,9 +67,6 @@ class Engine(Protocol):
     ) -> jax.Array:
         """`model.rope.rotate`, rounded alike in every program."""
 
-    def read(self, x: jax.Array) -> jax.Array:
-        """The sum of x [n], read by all threads."""
-
 
 def cpu() -> Engine:
     """The engine, for callers on one CPU device: the platform chooses."""

@@ -68,8 +68,7 @@ class Storage:
     @property
     def multiplied_by(self) -> int | None:
         """Bits of the activations in products with the backbone's kernels; None: they are floats."""
-        integers = self.panel and self.weights in (STORED, "int8")
-        return self.activations if integers else None
+        return self.activations if self.panel and self.weights in (STORED, "int8") else None
 
 
 class Stored(struct.PyTreeNode):

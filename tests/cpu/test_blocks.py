@@ -9,7 +9,7 @@ from gguf_files import SCALES, gguf, random_blocks
 
 from medusa_jax.cpu import library
 from medusa_jax.cpu.blocks import pack_blocks, packs
-from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panel_product, panels
+from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panels
 from medusa_jax.model.stored import Storage
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -130,11 +130,11 @@ def test_every_sum_is_that_of_integers(kind, bits, outputs, n_blocks):
     got = jax.jit(lambda ids: kernel.rows(ids))(ids)
     np.testing.assert_array_equal(bits_of(got), bits_of(unpacked(rows, kind)[ids]))
     x = activations(17, inputs, rng)
-    y = panel_product(x, kernel)
+    y = kernel.product(x)
     group = 16 if kind == "Q6_K" else 32
     np.testing.assert_array_equal(y, wanted(x, bits, *integers(rows, kind), group))
     for n in range(1, 17):
-        np.testing.assert_array_equal(bits_of(panel_product(x[:n], kernel)), bits_of(y[:n]))
+        np.testing.assert_array_equal(bits_of(kernel.product(x[:n])), bits_of(y[:n]))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -150,7 +150,7 @@ def test_every_sum_with_int8_is_that_of_integers(inputs, outputs, bits):
     ones = np.ones((outputs, inputs + 32), np.float32)
     sums = wanted(x, bits, codes.T.astype(np.int64), ones, None, 32)
     for n in (1, 2, 3, 5, 70):
-        np.testing.assert_array_equal(panel_product(x[:n], kernel), sums[:n] * scales)
+        np.testing.assert_array_equal(kernel.product(x[:n]), sums[:n] * scales)
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -160,10 +160,10 @@ def test_what_is_not_finite_is_seen_in_its_row_only(bits):
     words = jnp.asarray(pack_blocks("Q4_0", rows, 96))
     kernel = Panels(words, None, (("Q4_0", 40),), 96, bits)
     x = rng.standard_normal((6, 96)).astype(np.float32)
-    clean = np.asarray(panel_product(x, kernel))
+    clean = np.asarray(kernel.product(x))
     for row, value in ((1, np.nan), (3, np.inf), (4, -np.inf)):
         x[row, 40 + row] = value
-    y = np.asarray(panel_product(x, kernel))
+    y = np.asarray(kernel.product(x))
     assert np.isnan(y[[1, 3, 4]]).all()
     np.testing.assert_array_equal(y[[0, 2, 5]], clean[[0, 2, 5]])
 
@@ -182,13 +182,13 @@ def test_parts_of_several_types():
             words.append(jnp.asarray(pack_blocks(kind, rows, inputs)))
         parts.append((kind, outputs))
         alone = Panels(words[-1], None, tuple(parts[-1:]), inputs, 16)
-        own.append(panel_product(x, alone))
+        own.append(alone.product(x))
     together = Panels(jnp.concatenate(words), None, tuple(parts), inputs, 16)
-    got = panel_product(x, together)
+    got = together.product(x)
     np.testing.assert_array_equal(bits_of(got), bits_of(jnp.concatenate(own, axis=1)))
     swapped = together.replace(parts=tuple(parts[::-1]), panels=together.panels[:-1])
     with pytest.raises(Exception, match="do not fit"):
-        jax.block_until_ready(panel_product(x, swapped))
+        jax.block_until_ready(swapped.product(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

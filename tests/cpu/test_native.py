@@ -13,9 +13,9 @@ from planted import planted, planted_params
 from tiny import random_params, tiny_arch
 from trees import random_tree
 
-from medusa_jax.cpu import library, norm, read
+from medusa_jax.cpu import library, norm
 from medusa_jax.cpu import rotate as rotate_native
-from medusa_jax.cpu.panels import Panels, panel_product
+from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding import generate as loop
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.placing import decoder, prepare
@@ -86,8 +86,7 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
     with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
         kernel = Panels(words, None, ((form, width * panel + extra),), 5, 16)
-        y = panel_product(jnp.ones((2, 5)), kernel)
-        jax.block_until_ready(y)
+        jax.block_until_ready(kernel.product(jnp.ones((2, 5))))
 
 
 # Every option of a layer in one case at least; MLPs that fill panels and not.
@@ -126,7 +125,7 @@ def test_a_fused_layer_call(weights, options):
 
 
 @pytest.mark.parametrize("width", [5, 64, 70])
-def test_norm_and_sum(width):
+def test_norm(width):
     rng = np.random.default_rng(0)
     x, scale = rng.standard_normal((50, width)), rng.standard_normal(width)
     want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
@@ -134,8 +133,6 @@ def test_norm_and_sum(width):
     assert_close(got, want, dtype="float32")
     alone = norm(jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
     np.testing.assert_array_equal(alone, got[7])
-    many = jnp.arange(200_000, dtype=jnp.float32) % 3
-    assert float(read(many)) == float(np.asarray(many).sum())
 
 
 def test_rotation():
