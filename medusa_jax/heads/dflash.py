@@ -204,12 +204,12 @@ class Layers(nn.Module):
         return self(x_BTD, positions_BT, text, jnp.ones((1, 1, 1), bool))
 
 
-class TextState(PositionState):
+class ContextState(PositionState):
     """Keys and values of c at accepted positions."""
 
     cache: KVCache
 
-    def grow(self, slots: int) -> "TextState":
+    def grow(self, slots: int) -> "ContextState":
         return self.replace(cache=self.cache.grow(slots))
 
 
@@ -353,24 +353,24 @@ class DFlash(Tapped):
         bias = applied(linear, params["heads_0"]["markov_w2"], after)
         return bias.astype(at_least_f32(dtype))
 
-    def start(self, batch: int, slots: int, dtype: DTypeLike) -> TextState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> ContextState:
         c = self.shape
         sizes = (self.heads.n_layers, batch, slots, c.n_kv_heads, c.head_dim)
-        return TextState(jnp.zeros((batch,), jnp.int32), KVCache.zeros(*sizes, dtype))
+        return ContextState(jnp.zeros((batch,), jnp.int32), KVCache.zeros(*sizes, dtype))
 
     def commit(
-        self, params: Params, backbone: Backbone, state: TextState, new: Committed
-    ) -> TextState:
+        self, params: Params, backbone: Backbone, state: ContextState, new: Committed
+    ) -> ContextState:
         streams, dtype = new.hidden_BTE[..., self.llama.d_model :], backbone.llama.dtype
         pairs = self.run(params, dtype, streams, new.positions_BT, method="text")
         layers = tuple(
             write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)
         )
-        return TextState(state.length_B + new.n_B, KVCache(layers=layers))
+        return ContextState(state.length_B + new.n_B, KVCache(layers=layers))
 
     def propose(
-        self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest
+        self, params: Params, backbone: Backbone, state: ContextState, request: DraftRequest
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         slots_S = jnp.arange(state.cache.slots)
