@@ -14,6 +14,7 @@ from medusa_jax.api.automatic import tokens_by_size, trees_to_try
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import adapting
+from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.adapting import follows_free
 from medusa_jax.decoding.chooser import Chooser, Chunk
 from medusa_jax.heads.registry import make_drafter, whole_config
@@ -125,6 +126,21 @@ def test_drafters_with_layers_do_not_follow_plain_steps(name, free):
     assert follows_free(make_drafter(heads, LlamaConfig())) == free
 
 
+def test_with_evidence_a_measured_step_time_ends_the_changes(directory, free):
+    """Then whole texts have one tree; a drafter without a tree file goes on changing."""
+    for drafter, settles in (("", True), ("prompt_lookup", False)):
+        model = load(directory, drafter)
+        sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
+        for figures in sizes.learned.by_size.values():
+            figures.ratios.extend([1.2] * 9)
+            figures.samples = 9
+        _, engine, request = model.plan(PROMPTS[:1], OPTIONS, None, {})
+        assert (request.sizes is None) == settles
+        if settles:
+            [result] = model.generate(PROMPTS[:1], OPTIONS)
+            assert result.tree_nodes == engine.tree.n_nodes == model.tree_at(1).n_nodes
+
+
 def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     model = load(directory)
     assert model.tree.n_nodes == 4 and model.tree_at(2).n_nodes == 4
@@ -139,7 +155,7 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
     sizes.keep()
     again = load(directory, all_heads=False)
     assert again.tree.n_nodes == 3 and again.tree_at(2).n_nodes == 4
-    learned = again.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes.learned
+    learned = again.automatic.learned(1)
     assert learned.ratio(3) == 1.25 and learned.usual(3) == pytest.approx(2.0)
     # Drafts have lost: this device begins with plain steps.
     sizes.learned.by_size[3].add(10, 500, 0)
@@ -153,9 +169,9 @@ def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
 
 def test_a_request_writes_the_note(directory, free):
     model = load(directory)
-    sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-    sizes.learned.by_size[3].samples = 3
-    model.generate(PROMPTS[:1], OPTIONS)
+    _, engine, request = model.plan(PROMPTS[:1], OPTIONS, None, {})
+    request.sizes.learned.by_size[3].samples = 3
+    loop.generate(engine, model.variables_by("greedy"), request)
     ratio, tokens = json.loads(model.automatic.cache.file.read_text())["1 greedy"]["sizes"][
         "3"
     ]

@@ -17,7 +17,7 @@ import numpy as np
 from medusa_jax.api.results import Options
 from medusa_jax.arch import STORED
 from medusa_jax.decoding.adapting import Sizes, follows_free
-from medusa_jax.decoding.chooser import Learned
+from medusa_jax.decoding.chooser import KNOWN, Learned
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
@@ -189,11 +189,29 @@ class Automatic:
 
         Not where the text could depend on it: under rules that read the drafts, with a limit of steps, and in
         16-bit arithmetic, where passes over different numbers of tokens round differently. With a
-        constraint the host takes part in every step, and its tree stays the same.
+        constraint the host takes part in every step, and its tree stays the same. Nor once a tree file's
+        evidence and a measured step time decide: changes within a text would cost more than they gain.
         """
+        if self._is_settled(len(rows)):
+            return False
         exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
         plain = all(o.max_steps is None and o.constraint is None for o in rows)
         return exact and plain and bool(self.trees(len(rows))[0])
+
+    def _is_settled(self, rows: int) -> bool:
+        if not ladder_of(self.calibrated):
+            return False
+        known = self.learned(rows).by_size.values()
+        return any(figures.samples >= KNOWN for figures in known)
+
+    def learned(self, rows: int) -> Learned:
+        """What this process knows for a number of rows, else what earlier ones learned; under any rule."""
+        for (_, n), sizes in self._made.items():
+            if n == rows:
+                return sizes.learned
+        notes = self.cache.read() if self.cache else {}
+        kept = [name for name in notes if name.split()[0] == str(rows)]
+        return self._learned(rows, kept[0].split()[1] if kept else "")
 
     def prepare(self, engine: Engine, request: Request) -> Engine:
         """Let a request choose among the sizes; returns its engine, that of the largest."""
@@ -211,13 +229,7 @@ class Automatic:
 
     def tree(self, rows: int) -> Tree:
         """The tree to use where it cannot change: the best one known on this device."""
-        for (_, n), sizes in self._made.items():
-            if n == rows:
-                return ({1: Tree.none()} | dict(sizes.trees))[sizes.learned.best()]
-        notes = self.cache.read() if self.cache else {}
-        kept = [name for name in notes if name.split()[0] == str(rows)]
-        learned = self._learned(rows, kept[0].split()[1] if kept else "")
-        return ({1: Tree.none()} | self.trees(rows)[0])[learned.best()]
+        return ({1: Tree.none()} | self.trees(rows)[0])[self.learned(rows).best()]
 
     def keep(self, learned: Learned, name: str) -> None:
         """Keep what was learned: at once if another size is best, else now and then."""

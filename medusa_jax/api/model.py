@@ -449,6 +449,8 @@ class Model:
         engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
         if self.automatic and self.automatic.may_change(engine, rows, self.dtype):
             engine = self.automatic.prepare(engine, request)
+        elif self.automatic:
+            request.steps_by_size[engine.tree.n_nodes] = 0  # the one that all steps take
         return rows, engine, request
 
 
