@@ -4,8 +4,8 @@
 
 M is a directory in Hugging Face form, a .gguf file, a hub id or a name; D is JSON lines, best of the
 model's own text (`python -m medusa_jax distill` writes it). `--config.heads.drafter` chooses the family:
-medusa (the default), hydra, hydrapp, amphista, amphista_alpha, eagle or eagle3. Sizes follow from the
-model and the device, and every field can be set, such as `--config.train.steps=1000`. A twentieth of the
+medusa (the default), hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, dflash or dspark. Sizes follow
+from the model and the device, and every field can be set, such as `--config.train.steps=1000`. A twentieth of the
 samples is held out. On a CPU the defaults are a trial of minutes for a model below a billion
 parameters.
 """
@@ -28,6 +28,11 @@ from medusa_jax.heads.registry import DRAFTERS, drafter_class
 from medusa_jax.interop.hf import model_shape
 from medusa_jax.interop.hub import resolve
 
+# DFlash and DSpark.
+BLOCKS = {
+    "heads.draft_vocab": 0, "optim.lr": 2e-3, "train.label_weight": 0.1, "train.teacher_weight": 0.0,
+    "train.distance_weight": 0.9, "train.lambda_decay": 0.7788,
+}  # fmt: skip
 # Family -> fields that differ from those of Medusa in `get_config`, as in configs/smollm2_*.py.
 FAMILIES = {
     "medusa": {},
@@ -41,6 +46,9 @@ FAMILIES = {
         "heads.lm_head": "own", "optim.lr": 2e-3, "train.label_weight": 0.0,
         "train.levels": 4, "train.lambda_decay": 0.8,
     },
+    # Other engines score all tokens.
+    "dflash": BLOCKS | {"heads.n_layers": 2},
+    "dspark": BLOCKS | {"heads.markov_rank": 64, "heads.root_guesses": True},
 }  # fmt: skip
 # Backbones from this vocabulary on have a draft vocabulary.
 LARGE_VOCABULARY = 16_384
@@ -100,7 +108,7 @@ def complete(cfg: Config, given: frozenset[str]) -> Config:
         int(fields.get("data.seq_len", cfg.data.seq_len)), arch.max_position
     )
     if arch.vocab_size >= LARGE_VOCABULARY:
-        fields["heads.draft_vocab"] = 8192
+        fields.setdefault("heads.draft_vocab", 8192)
     for name, value in fields.items():
         if name not in given:
             override(cfg, name, value)

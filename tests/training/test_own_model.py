@@ -96,7 +96,7 @@ def own(*fields):
 
 
 def test_sizes_follow_from_model_and_family(model, questions):
-    for family in ("medusa", "hydrapp", "eagle", "eagle3"):
+    for family in ("medusa", "hydrapp", "eagle", "dspark", "dflash", "eagle3"):
         cfg = train.parse(
             own(
                 f"model.path={model}", f"data.source={questions}", f"heads.drafter={family}"
