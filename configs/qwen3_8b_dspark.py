@@ -6,6 +6,8 @@
     python train.py --config=configs/qwen3_8b_dspark.py --config.dry_run     (shapes and memory only)
 
 The recipe of llama31_8b_dspark.py with the five layers of the authors' code. 1.13 B parameters.
+
+What to expect: 3.72 tokens per step on MT-bench and 6.17 on GSM8K at T = 1, chains of seven (table 1).
 """
 
 from configs.llama31_8b_dspark import get_config as dspark_config

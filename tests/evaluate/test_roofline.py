@@ -138,7 +138,6 @@ def test_the_best_way_counts(monkeypatch, by_xla, by_numpy, best, n_bytes, calls
 
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(bandwidth.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(bandwidth, "engine_for", lambda *_: None)
     monkeypatch.setattr(jax, "jit", lambda function: reading(by_xla))
     monkeypatch.setattr(np, "max", reading(by_numpy))
     assert bandwidth.read_bandwidth(n_bytes, rounds=2) == pytest.approx(n_bytes / best)

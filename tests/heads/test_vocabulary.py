@@ -199,12 +199,15 @@ def test_ids_are_stored_with_the_heads(kind, tmp_path):
     assert load_file(file)[own_heads.IDS].dtype == np.int32
 
 
+WANTED = "should hold 11 ascending token ids below 23"
+
+
 @pytest.mark.parametrize(
     "ids, problem",
     [
-        (np.append(IDS[:-1], np.int32(23)), "vocabulary id 23, outside 0..22"),
-        (np.append(IDS[:-1], IDS[-2]), "ids 19 and 19 in a row: ids must be unique"),
-        (IDS[:-1], r"shape \[10\], draft_vocab is 11"),
+        (np.append(IDS[:-1], np.int32(23)), WANTED),
+        (np.append(IDS[:-1], IDS[-2]), WANTED),
+        (IDS[:-1], WANTED),
         (IDS.astype(np.float32), "in int32 is missing"),
     ],
 )
@@ -212,7 +215,7 @@ def test_bad_ids(ids, problem, tmp_path):
     _, _, config = saved(tmp_path, ids=ids)
     for read in (
         lambda: heads_io.load_heads(str(tmp_path), config, make_mesh()),
-        lambda: open_heads(str(tmp_path)),
+        lambda: open_heads(str(tmp_path)).read(config),
     ):
         with pytest.raises(UserError, match=problem):
             read()

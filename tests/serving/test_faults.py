@@ -30,6 +30,12 @@ def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
     gone = 'medusa_calls_total{endpoint="completions",status="499"}'
     before = counted(http, "medusa_cancelled_total"), counted(http, gone)
+    with port.held():  # the program of two rows is compiled
+        short = Request("in", Options(max_new_tokens=2))
+        both = [port.server.submit(short) for _ in range(2)]
+    for handle in both:
+        assert list(handle)[-1].ending
+    submitted.clear()
     with port.slowed(0.3):
         streaming = raw(port, ASKED | {"stream": True})
         assert b"200 OK" in streaming.recv(100)
