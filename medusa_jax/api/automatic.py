@@ -83,8 +83,11 @@ def tokens_by_size(calibrated: Json | None) -> dict[int, float]:
 
 def expected_ratios(calibrated: Json | None, sizes: Iterable[int]) -> dict[int, float]:
     """Step time by size over a plain step's, by the tree file's evidence or a rule of thumb."""
-    node = NODE_COST["cpu" if jax.default_backend() == "cpu" else "other"]
-    rows = {row["nodes"]: row.get("step_latency_ratio") for row in ladder_of(calibrated)}
+    platform = jax.default_backend()
+    node = NODE_COST["cpu" if platform == "cpu" else "other"]
+    here = calibrated and calibrated.get("platform", platform) == platform
+    ladder = ladder_of(calibrated) if here else []
+    rows = {row["nodes"]: row.get("step_latency_ratio") for row in ladder}
     return {n: rows.get(n) or 1 + node * (n - 1) for n in sizes}
 
 

@@ -50,6 +50,7 @@ def pair_of(name, lm_head, backbone, ids, seed=0):
     def cut(path, leaf):
         names = [key.key for key in path]
         is_output = names[-2] == "lm_head" and names[-1] in ("kernel", "up", "bias")
+        is_output |= names[-2:] == ["markov_w2", "kernel"]
         return leaf[..., ids] if is_output else leaf
 
     cut_params = jax.tree_util.tree_map_with_path(cut, params)

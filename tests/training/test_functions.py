@@ -14,6 +14,7 @@ from tiny import random_params
 from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
 from medusa_jax.errors import UserError
+from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.registry import DRAFTERS, make_drafter
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_writer import save_backbone
@@ -32,9 +33,7 @@ def problem(name, **fields):
     cfg.model.arch = ARCH
     heads = {"lm_head": "own", "draft_vocab": len(IDS)} if name == "eagle3" else {}
     cfg.heads = family.small_heads(name, **{"n_heads": 3} | heads | fields)
-    if (
-        make_drafter(cfg.heads, ARCH).stored_counts[0] == 1
-    ):  # one set of layers for all levels
+    if isinstance(make_drafter(cfg.heads, ARCH), Autoregressive):
         cfg.train.levels = 3
     frozen = {"backbone": jax.tree.map(jnp.asarray, random_params(ARCH, 0))}
     if cfg.heads.draft_vocab:
