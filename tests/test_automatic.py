@@ -43,6 +43,7 @@ def free(monkeypatch, tmp_path):
     """Trees are automatic, and nothing is known of this device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(automatic.VARIABLE)
+    monkeypatch.setattr(automatic, "AT_FIRST", 0)
 
 
 def load(directory, drafter="", **more):
@@ -124,6 +125,16 @@ def test_an_accelerator_may_use_more_than_the_evidence_reaches(monkeypatch):
 def test_drafters_with_layers_do_not_follow_plain_steps(name, free):
     heads = whole_config(HeadsConfig(drafter=name, lm_head="shared"))
     assert follows_free(make_drafter(heads, LlamaConfig())) == free
+
+
+def test_with_evidence_the_first_calls_of_a_process_measure_nothing(
+    directory, free, monkeypatch
+):
+    monkeypatch.setattr(automatic, "AT_FIRST", 2)
+    for drafter, counts in (("", 2), ("prompt_lookup", 0)):
+        model = load(directory, drafter)
+        plans = [model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes for _ in range(4)]
+        assert [sizes is None for sizes in plans] == [i < counts for i in range(4)]
 
 
 def test_with_evidence_a_measured_step_time_ends_the_changes(directory, free):

@@ -43,6 +43,9 @@ FEW = 3
 REACH, APART, PROMISING = 2.0, 1.5, 0.85
 # Time of a further node in plain steps, before any is measured.
 NODE_COST = {"cpu": 0.1, "other": 0.01}
+# Calls of a process for which the evidence of a tree file stands: measuring costs more than a process gains that
+# decodes little.
+AT_FIRST = 8
 # Seconds between two notes of one process.
 PATIENCE = 30.0
 
@@ -148,6 +151,7 @@ class Automatic:
     default: Tree
     narrow: bool
     cache: DeviceCache | None = None
+    _calls: int = 0
     _trees: dict[int, tuple[dict[int, Tree], int]] = field(default_factory=dict)
     _made: dict[tuple[Engine, int], Sizes] = field(default_factory=dict)
     _written: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -192,9 +196,11 @@ class Automatic:
 
         Not where the text could depend on it: under rules that read the drafts, with a limit of steps, and in
         16-bit arithmetic, where passes over different numbers of tokens round differently. With a
-        constraint the host takes part in every step, and its tree stays the same. Nor once a tree file's
-        evidence and a measured step time decide: changes within a text would cost more than they gain.
+        constraint the host takes part in every step, and its tree stays the same. With a tree file only
+        after `AT_FIRST` calls, and until its step time is measured on this device: chunks of steps cost
+        more than changes within a text gain.
         """
+        self._calls += 1
         if self._is_settled(len(rows)):
             return False
         exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
@@ -205,7 +211,7 @@ class Automatic:
         if not ladder_of(self.calibrated):
             return False
         known = self.learned(rows).by_size.values()
-        return any(figures.samples >= KNOWN for figures in known)
+        return self._calls <= AT_FIRST or any(f.samples >= KNOWN for f in known)
 
     def learned(self, rows: int) -> Learned:
         """What this process knows for a number of rows, else what earlier ones learned; under any rule."""
