@@ -252,13 +252,15 @@ def test_calls_without_constraints_wait_for_no_compilation(port, client, compili
             answers.append(None)
 
     with ThreadPoolExecutor(36) as pool:  # asyncio.to_thread has 32 threads at most
-        for i in range(36):
-            pool.submit(asked, i)
-        until(lambda: len(answers) == 30)
-        text = {"model": NAME, "prompt": "in the hat", "max_tokens": 3, "timeout": 30}
-        assert client.completions.create(**text).choices[0].text
-        assert answers == [None] * 30
-        done.set()
+        try:
+            for i in range(36):
+                pool.submit(asked, i)
+            until(lambda: len(answers) == 30)
+            text = {"model": NAME, "prompt": "in the hat", "max_tokens": 3, "timeout": 30}
+            assert client.completions.create(**text).choices[0].text
+            assert answers == [None] * 30
+        finally:
+            done.set()
     assert len(answers) == 36 and all(answers[30:])
 
 
@@ -294,7 +296,7 @@ def test_compiling_counts_against_the_timeout(port, compiling):
 
 
 def until(true):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
