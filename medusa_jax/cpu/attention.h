@@ -9,7 +9,7 @@
 
 namespace {
 
-// Values of one text by position, those of the new tokens along a path through the tree: the first
+// Values of one text by position, those of the nodes along a path through the tree: the first
 // `start` slots of its cache, then the slots of that path after them.
 struct Text {
   const float* cached;
@@ -20,14 +20,14 @@ struct Text {
   }
 };
 
-// The path to each of T new tokens, itself included, and how long it is: [T, T + 1], the length last, from
-// mask [T, T], where [t, s] says whether s is on the path to t.
-inline std::vector<int32_t> Paths(const bool* mask, int64_t T) {
-  std::vector<int32_t> paths(T * (T + 1));
+// The path to each of T new tokens, itself included, and how long it is: [T, M + 1], the length last, from
+// mask [T, M], where [t, s] says whether node s is on the path to t.
+inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
+  std::vector<int32_t> paths(T * (M + 1));
   for (int64_t t = 0; t < T; ++t) {
-    int32_t *path = paths.data() + t * (T + 1), &length = path[T];
-    for (int64_t s = 0; s < T; ++s)
-      if (mask[t * T + s]) path[length++] = int32_t(s);
+    int32_t *path = paths.data() + t * (M + 1), &length = path[M];
+    for (int64_t s = 0; s < M; ++s)
+      if (mask[t * M + s]) path[length++] = int32_t(s);
   }
   return paths;
 }
@@ -131,12 +131,12 @@ inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
 // Attention of some of the new tokens of a text, `heads` neighbouring query heads of each over one head of
 // keys and values: queries and out [rows, stride]. Every sum is in the order of a token's own positions, of
 // which it sees the last `window` (0: all). What all see, and the keys of the tree, are loaded once for all.
-// `paths` as `Paths` of T.
+// `paths` as `Paths` of M nodes.
 inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
-                   const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t T,
+                   const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t M,
                    int64_t window, float* out) {
-  const int64_t n = rows * heads, room = (start + T + kLanes) / kLanes * kLanes;
-  const auto count = [&](int64_t r) { return start + paths[r * (T + 1) + T]; };
+  const int64_t n = rows * heads, room = (start + M + kLanes) / kLanes * kLanes;
+  const auto count = [&](int64_t r) { return start + paths[r * (M + 1) + M]; };
   const auto first = [&](int64_t r) { return window ? std::max<int64_t>(0, count(r) - window) : 0; };
   int64_t begin = first(0);  // whole vectors of positions that all see begin and end here
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
@@ -159,9 +159,9 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
   const float* at[kLanes];
-  for (int64_t p = begin; p < start + T; p += kLanes) {
+  for (int64_t p = begin; p < start + M; p += kLanes) {
     fetch(keys, p + kLanes);
-    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + T - 1) * size;
+    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + M - 1) * size;
     if (n < kShared) {  // too few for keys in lanes to pay
       for (int64_t q = 0; q < n; ++q) ScoreRows(scaled + q * size, size, at, scores + q * room + p);
       continue;
@@ -174,9 +174,9 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   fetch(values, begin);
   for (int64_t q = 0; q < n; ++q) {
     const int64_t r = q / heads;
-    const int32_t* path = paths + r * (T + 1);
+    const int32_t* path = paths + r * (M + 1);
     float* of_new = scores + q * room + start;
-    for (int32_t i = 0; i < path[T]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
+    for (int32_t i = 0; i < path[M]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
     totals[q] = Weigh(scores + q * room, begin, first(r), count(r));
   }
   std::fill(sums, sums + n * size, 0.0f);
@@ -194,7 +194,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     add(0, n, p);
   }
   for (int64_t r = 0; r < rows; ++r) {
-    const Text text{values, paths + r * (T + 1), start, size};
+    const Text text{values, paths + r * (M + 1), start, size};
     for (int64_t p = end; p < count(r); p += kLanes) {
       for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
       add(r * heads, heads, p);

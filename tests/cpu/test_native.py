@@ -85,7 +85,7 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
     panel = library().panel
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
     with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
-        kernel = Panels(words, None, ((form, width * panel + extra),), 5, 16)
+        kernel = Panels(words, None, form, 5, width * panel + extra, 16)
         jax.block_until_ready(kernel.product(jnp.ones((2, 5))))
 
 
@@ -112,7 +112,7 @@ def test_a_fused_layer_call(weights, options):
 
     def run(storage, params):
         llama = decoder(config, jnp.float32, make_mesh(), storage)
-        params = store(prepare(params, config, jnp.float32), storage)
+        params = store(prepare(params, config, jnp.float32, llama.shards), storage)
         args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
         return llama.apply({"params": params}, *args, method="decode")
 
@@ -150,7 +150,9 @@ def model(request):
     storage = Storage(library().panel, weights, activations=int(bits or 16))
     llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
     assert llama.native
-    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32), storage))(params)
+    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage))(
+        params
+    )
 
 
 def test_every_number_is_that_of_one_token_at_a_time(model):
