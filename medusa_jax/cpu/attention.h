@@ -43,51 +43,25 @@ void InGroups(int64_t count, const Work& work) {
   if constexpr (kMost > 1) InGroups<kMost - 1>(count - i, [&](int64_t j, auto n) { work(i + j, n); });
 }
 
-// kLanes keys of this size, one in each lane: [size, kLanes].
-inline void InLanes(const float* const* keys, int64_t size, float* out) {
-  for (int64_t h = 0; h < size; h += kLanes) {
-    Vector x[kLanes];
-    for (int l = 0; l < kLanes; ++l) x[l] = Load(keys[l] + h);
-    Transpose(x);
-    for (int l = 0; l < kLanes; ++l) Store(out + (h + l) * kLanes, x[l]);
-  }
-}
-
-// Scores of queries [kQueries, size] for keys [size, kLanes]: [kQueries, stride]. Added up in the order of
-// `Sum`: what belongs to one of its lanes, then halves.
-template <int kQueries>
-void ScoreKeys(const float* queries, int64_t size, const float* keys, float* scores, int64_t stride) {
-  constexpr int kHalf = kLanes / 2;
-  Vector sums[kQueries][kHalf];
+// The sums of kLanes vectors, that of vector l in lane l; each is added up in the order of `Sum`.
+template <int d = kLanes / 2>
+inline Vector Sums(Vector* x) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes;
 #pragma GCC unroll 8
-  for (int l = 0; l < kHalf; ++l) {
-    Vector low[kQueries], high[kQueries];
-    for (int q = 0; q < kQueries; ++q) low[q] = high[q] = Vector{};
-    for (int64_t h = l; h < size; h += kLanes) {
-      Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
-      InRegister(key), InRegister(other);
-#pragma GCC unroll 4
-      for (int q = 0; q < kQueries; ++q) {
-        low[q] = MulAdd(Spread(queries[q * size + h]), key, low[q]);
-        high[q] = MulAdd(Spread(queries[q * size + h + kHalf]), other, high[q]);
-      }
-    }
-    for (int q = 0; q < kQueries; ++q) sums[q][l] = low[q] + high[q];
-  }
-  for (int q = 0; q < kQueries; ++q) {
-    for (int n = kHalf / 2; n; n /= 2)
-      for (int l = 0; l < n; ++l) sums[q][l] += sums[q][l + n];
-    Store(scores + q * stride, sums[q][0]);
-  }
+  for (int i = 0; i < d; ++i) x[i] = Mixed<d, 0>(x[i], x[i + d], lanes) + Mixed<d, d>(x[i], x[i + d], lanes);
+  if constexpr (d == 1) return x[0];
+  else return Sums<d / 2>(x);
 }
 
-// The same for kLanes keys in rows, and one query.
-inline void ScoreRows(const float* query, int64_t size, const float* const* keys, float* scores) {
-  for (int p = 0; p < kLanes; ++p) {
-    Vector sum = {};
-    for (int64_t h = 0; h < size; h += kLanes) sum = MulAdd(Load(query + h), Load(keys[p] + h), sum);
-    scores[p] = Sum(sum);
-  }
+// Scores of a query for kLanes keys.
+inline Vector Scores(const float* query, int64_t size, const float* const* keys) {
+  Vector sums[kLanes];
+#pragma GCC unroll 16
+  for (int p = 0; p < kLanes; ++p) sums[p] = Load(query) * Load(keys[p]) + Vector{};
+  for (int64_t h = kLanes; h < size; h += kLanes)
+#pragma GCC unroll 16
+    for (int p = 0; p < kLanes; ++p) sums[p] = MulAdd(Load(query + h), Load(keys[p] + h), sums[p]);
+  return Sums(sums);
 }
 
 // Adds kLanes values by their weights [kQueries, stride] to kVectors vectors of out [kQueries, size].
@@ -148,12 +122,11 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   };
   fetch(keys, begin);
   thread_local std::vector<float> memory;
-  memory.resize(kLanes + size * kLanes + n * (room + 2 * size + 1));
+  memory.resize(kLanes + n * (room + 2 * size + 1));
   // All but the totals are whole vectors: none lies across two lines of the processor's cache.
   const uintptr_t line = kLanes * 4, from = reinterpret_cast<uintptr_t>(memory.data());
-  float* in_lanes = memory.data() + (line - from % line) / 4;
-  float *scores = in_lanes + size * kLanes, *scaled = scores + n * room, *sums = scaled + n * size;
-  float* totals = sums + n * size;
+  float* scores = memory.data() + (line - from % line) / 4;
+  float *scaled = scores + n * room, *sums = scaled + n * size, *totals = sums + n * size;
   const float scale = 1.0f / std::sqrt(float(size));
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads * size; h += kLanes)
@@ -162,14 +135,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   for (int64_t p = begin; p < start + M; p += kLanes) {
     fetch(keys, p + kLanes);
     for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + M - 1) * size;
-    if (n < kShared) {  // too few for keys in lanes to pay
-      for (int64_t q = 0; q < n; ++q) ScoreRows(scaled + q * size, size, at, scores + q * room + p);
-      continue;
-    }
-    InLanes(at, size, in_lanes);
-    InGroups<kShared>(n, [&](int64_t q, auto some) {
-      ScoreKeys<some>(scaled + q * size, size, in_lanes, scores + q * room + p, room);
-    });
+    for (int64_t q = 0; q < n; ++q) Store(scores + q * room + p, Scores(scaled + q * size, size, at));
   }
   fetch(values, begin);
   for (int64_t q = 0; q < n; ++q) {
