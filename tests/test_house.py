@@ -151,6 +151,7 @@ SEAMS = {
     "commands/requests.py": "--prompts_file",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
+    "decoding/loop.py": "--tree auto of a drafter without a tree file",
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
