@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from medusa_jax.errors import UserError
@@ -18,14 +19,23 @@ from medusa_jax.formats.eagle_files import to_eagle, to_eagle_engine
 from medusa_jax.formats.engines import TARGETS, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.hydra_files import to_hydra
-from medusa_jax.formats.medusa_files import to_tensorrt_llm, to_tgi, to_tgi_shared, to_vllm
-from medusa_jax.formats.merge import to_merged
+from medusa_jax.formats.medusa_files import (
+    authors_form,
+    is_head_key,
+    to_tensorrt_llm,
+    to_tgi,
+    to_tgi_shared,
+    to_vllm,
+)
 from medusa_jax.formats.model_card import model_card
 from medusa_jax.heads import vocabulary
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.own_heads import base_record, save_heads
-from medusa_jax.interop.tensors import optional_json
-from medusa_jax.interop.tokenizer_files import copy_inside
+from medusa_jax.interop.shards import save_weights
+from medusa_jax.interop.stored_heads import made_directory
+from medusa_jax.interop.tensor import cast, whole
+from medusa_jax.interop.tensors import optional_json, read_json, save_json
+from medusa_jax.interop.tokenizer_files import copy_inside, copy_tokenizer
 from medusa_jax.whole_files import write_text
 
 
@@ -42,6 +52,38 @@ def to_native(export: Export, out: str) -> None:
     dtype = export.dtype or None
     save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
     copy_inside(stored.directory, "tree.json", out)
+
+
+def to_merged(export: Export, out: str) -> None:
+    """A full model in Hugging Face format with its heads in it (Medusa v1.0).
+
+    Tensors are copied file to file, a shard at a time, without a device.
+
+    Raises:
+      UserError: weights that are not finite in the stored type; the disk is full.
+    """
+    heads, base, dtype = export.stored.heads, export.base, export.dtype
+    arrays = authors_form(heads, "medusa_head.{k}.").arrays(export)
+    backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
+
+    def read(key: str) -> np.ndarray:
+        array = arrays[key] if key in arrays else whole(backbone[key])
+        return cast(array, dtype, repr(key)) if dtype else array
+
+    first = next(iter(backbone.values()))
+    kind = np.dtype(dtype or first.dtype)
+    shapes = {key: tensor.shape for key, tensor in backbone.items()}
+    shapes |= {key: array.shape for key, array in arrays.items()}
+    save_weights(made_directory(out), shapes, read, kind)
+    raw = read_json(os.path.join(base.directory, "config.json"))
+    if raw.get("tie_word_embeddings"):
+        raw["tie_word_embeddings"] = base.config.tie_embeddings
+    raw["medusa_num_heads"] = heads.n_heads
+    raw["medusa_num_layers"] = heads.n_layers
+    if dtype:
+        raw |= {"torch_dtype": dtype, "dtype": dtype}
+    copy_tokenizer("", base.directory, out)
+    save_json(os.path.join(out, "config.json"), raw)
 
 
 # By target, or target and drafter.

@@ -13,8 +13,7 @@ from tiny import set_template, write_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
-from medusa_jax.distill import files
-from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
 from medusa_jax.errors import UserError
@@ -127,12 +126,13 @@ class Script:
 
 def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
     script = Script(tokenizer, lines)
-    converse = Converse(tokenizer, context, script, "", self_talk, turns)
 
     def talk(seeds):
         found = {}
-        converse(seeds, lambda seed, record: found.update({seed.number: record}))
-        return [found[seed.number] for seed in seeds]
+        given = tokenizer, context, "", self_talk, turns
+        talks = [(seed, conversation.talk(seed, *given)) for seed in seeds]
+        conversation.converse(talks, script, lambda seed, line: found.update({seed: line}))
+        return [found[seed] for seed in seeds]
 
     return talk, script
 
