@@ -1,6 +1,7 @@
 """Conversations that a chat model writes from seeds, in batches."""
 
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.distill.seeds import Seed
@@ -110,6 +111,9 @@ def converse(
             waiting.pop(i, None)
             ended(seed, end.value)
 
+    def take(batch: list[int], row: int, result: "Result") -> None:
+        advance(batch[row], result)
+
     for i in range(len(talks)):
         advance(i)
     while waiting:
@@ -118,9 +122,4 @@ def converse(
         prompts = [waiting[i].prompt for i in batch]
         stops = [waiting[i].stop or "" for i in batch] if users else None
         numbers = [talks[i][0].number for i in batch]
-        decode(
-            prompts,
-            numbers,
-            stops,
-            lambda row, result, batch=batch: advance(batch[row], result),
-        )
+        decode(prompts, numbers, stops, partial(take, batch))

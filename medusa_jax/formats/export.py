@@ -8,9 +8,10 @@ import numpy as np
 
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.stored_heads import Arrays, Locate, StoredHeads, made_directory
+from medusa_jax.interop.hf import BaseFiles
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads, made_directory
 from medusa_jax.interop.tensor import cast
+from medusa_jax.interop.tensors import Locate
 from medusa_jax.whole_files import Json
 
 

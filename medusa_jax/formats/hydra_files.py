@@ -84,10 +84,10 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         copy = match is not None and match[2] in copies
         return copy or key in _UNUSED or bool(HARMLESS.search(key))
 
-    layout = "Hydra++ heads" if plus else "Hydra heads"
     return StoredHeads(
-        source, directory, layout, heads, tensors, locate, ignore, meta=config
-    )
+        source=source, directory=directory, layout=f"Hydra{'++' * plus} heads", heads=heads,
+        tensors=tensors, locate=locate, ignore=ignore, meta=config,
+    )  # fmt: skip
 
 
 def _keys_of(path: str, n_layers: int, plus: bool) -> list[str]:

@@ -20,7 +20,7 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
-from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, take_rows, whole
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
@@ -153,8 +153,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         return layout in (FULL_MODEL, ADAPTER) and not inside
 
     return StoredHeads(
-        source, directory, "vLLM" if vllm else layout, heads, tensors, found.locate, ignore,
-        meta=config, base=base, ids=ids,
+        source=source, directory=directory, layout="vLLM" if vllm else layout, heads=heads,
+        tensors=tensors, locate=found.locate, ignore=ignore, meta=config, base=base, ids=ids,
     )  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def _write_tgi(export: Export, out: str, form: Form, version: Json) -> None:
         "torch_dtype": export.kind.name,
     }
     export.write(out, "medusa_lm_head.safetensors", form.arrays(export), config | version)
-    copy_tokenizer("", export.base.directory, out)
+    copy_tokenizer("", export.base.source, out)
 
 
 def to_vllm(export: Export, out: str) -> None:

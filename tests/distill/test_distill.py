@@ -409,25 +409,6 @@ def test_twenty_kills_at_random_moments(model, tmp_path, mode):
     assert len(set(lines)) > 3, "the kills hardly met a run at work"
 
 
-def test_heads_do_not_change_the_text(tmp_path, seeds):
-    """Also in mid-run: half without, half with heads."""
-    directory = tmp_path / "model"
-    write_model(directory)
-    set_template(directory, TEMPLATE)
-    plain = flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0")
-    assert distill.main(plain) == 0
-    texts = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
-    fast = [*flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0"),
-            f"--drafter={directory}/heads", "--tree=chain:3"]  # fmt: skip
-    (tmp_path / "plain" / "messages.jsonl").write_text("\n".join(texts[:4]) + "\n")
-    assert distill.main(fast) == 0
-    again = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
-    without = [[json.loads(x)["messages"] for x in lines] for lines in (texts, again)]
-    assert without[0] == without[1]
-    found = json.loads((tmp_path / "plain" / "provenance.json").read_text())
-    assert found["tree_nodes"] == 4 and found["mean_accepted_length"] >= 1
-
-
 def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):
     """Each line twice, as two processes at the same time would leave it; the file is unchanged."""
     flags = flags_for(model, tmp_path / "out", seeds, "--limit=8", "--max_turns=1")

@@ -16,8 +16,7 @@ from medusa_jax.model.barrier import completion_of, depend_on
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, path_string, spec_for, split_rows
 from medusa_jax.training.losses import Sums
-from medusa_jax.training.losses.packing import Rows, columns, pack
-from medusa_jax.training.losses.row_split import RowSplit
+from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
 
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
 
