@@ -156,12 +156,10 @@ SEAMS = {
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
     "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
-    "training/data/prepare.py": "data.source",
-    "training/export.py": "train.stage",
-    "training/log/run_log.py": "the extra tensorboardX",
+    "training/data/sources.py": "data.source",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
-    "training/setup.py": "train.heads_path",
+    "training/setup.py": "train.heads_path, train.stage",
     "training/trainer.py": "data.cache_features",
 }
 

@@ -7,7 +7,7 @@ from children import devices, output_of
 from tiny import random_params
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.interop import shards
+from medusa_jax.interop import hf_writer
 from medusa_jax.interop.hf_writer import save_backbone
 
 # 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
@@ -101,7 +101,7 @@ MESHES = {"1,8,1": 1 / 8, "2,2,2": 1 / 4}
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("large")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "SHARD_BYTES", 20 * 10**6)
+        patch.setattr(hf_writer, "SHARD_BYTES", 20 * 10**6)
         save_backbone(str(path), CONFIG, random_params(CONFIG, 0), "float32")
     assert len(list(path.glob("*.safetensors"))) > 3
     return path

@@ -25,8 +25,8 @@ from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import BASELINES, make_drafter
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.fingerprint import Fingerprint
+from medusa_jax.interop.hf import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensors import stands_for_gguf
 from medusa_jax.interop.tokenizer import (
@@ -122,8 +122,10 @@ def load(
     else:
         text_to_ids = NoTokenizer(directory)
     weights = _weights(weights, directory, kind, devices)
-    opened = hf.open_model(directory)
-    number, storage = _forms(opened[0], kind, devices, weights, draft_weights, activations)
+    opened = hf.BaseFiles.open(directory)
+    number, storage = _forms(
+        opened.config, kind, devices, weights, draft_weights, activations
+    )
     marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:

@@ -104,8 +104,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         return unread or bool(HARMLESS.search(key))
 
     return StoredHeads(
-        source, directory, f"{kind.__name__.removesuffix('Config')} heads", heads, tensors,
-        locate, ignore, meta=config, layers=shape,
+        source=source, directory=directory, layout=f"{kind.__name__.removesuffix('Config')} heads",
+        heads=heads, tensors=tensors, locate=locate, ignore=ignore, meta=config, layers=shape,
     )  # fmt: skip
 
 

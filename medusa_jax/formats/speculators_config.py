@@ -1,4 +1,4 @@
-"""config.json of an EAGLE-3 directory of speculators, read into the fields of EAGLE's form and written.
+"""config.json of an EAGLE-3 directory of speculators, known by `TYPE`, read into the fields of EAGLE's form and written.
 
   speculators_model_type             "eagle3"
   speculators_config                 algorithm, proposal_methods, default_proposal_method, verifier
@@ -31,11 +31,6 @@ UNUSED = {
 }  # fmt: skip
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
-
-
-def is_speculators(config: Json) -> bool:
-    """Whether a config.json is of speculators."""
-    return TYPE in config
 
 
 def unknown(fields: Json, known: Set[str]) -> list[str]:

@@ -25,7 +25,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Params, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, pair_counts
