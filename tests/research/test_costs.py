@@ -6,7 +6,7 @@ import pytest
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.interop.shapes import SHAPES
-from research import draft_cost, prefill_cost
+from research import draft_cost
 from research.scaling import mesh_for
 
 # Percent of one backbone pass, 7B, weights read once.
@@ -60,19 +60,6 @@ def test_a_draft_vocabulary_is_what_heads_read():
 
 
 # The memory of reading a prompt, from shapes alone.
-
-
-SMALL = LlamaConfig(512, 128, 1, 4, 2, 32, 256, 8192)
-
-
-@pytest.mark.wide
-def test_temporaries_do_not_grow_with_the_prompt():
-    """Through a drafter with a decoder layer; four times the tokens, a few numbers each."""
-    short, long = (
-        prefill_cost.temporary_bytes(SMALL, "hydrapp", 2, tokens) for tokens in (1024, 4096)
-    )
-    assert long - short < 2 * (4096 - 1024) * 32
-    assert short < 2 * 512 * 4 * (3 * 256 + 12 * 128 + 2 * 4 * 512)
 
 
 # `scaling`: figures of all layers from those of few; meshes that decoding can lie on.

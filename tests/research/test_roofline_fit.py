@@ -1,6 +1,5 @@
 """The roofline fitted to products that are timed here."""
 
-import json
 import math
 
 import jax
@@ -8,7 +7,6 @@ import pytest
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.evaluate import roofline
-from medusa_jax.interop.shapes import SHAPES
 from research import roofline as measure
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
@@ -48,26 +46,3 @@ def test_a_fit_finds_the_roof_that_timings_were_made_from():
     assert only.bound[0] == 0
     (line,) = measure.fit_table({"g": only}).splitlines()[2:]
     assert line.startswith("| g | - | 700.0 |")
-
-
-@pytest.mark.wide
-def test_command_measures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(SHAPES, "llama-7b", TINY)
-    monkeypatch.setattr(measure, "STRETCH", 1e-4)
-    monkeypatch.setattr(measure, "MOST_COPIES", 2)
-    flags = ["--measure_batches", "1", "--measure_lengths", "8,32",
-             "--measure_trees", "4", "--rounds", "1", "--most_gflop", "2e-4",
-             "--batches", "1", "--lengths", "32", "--out", str(tmp_path)]  # fmt: skip
-    assert measure.main(flags) == 0
-    said = capsys.readouterr().out
-    assert "timings, 2 points larger than the limits" in said  # prefill of 32, q and up
-    measured = json.loads((tmp_path / "measured.json").read_text())
-    assert {r["phase"] for r in measured["timings"]} == {"prefill", "decode", "tree"}
-    assert all(r["seconds"] > 0 for r in measured["timings"])
-    assert set(measured["fits"]) == set(roofline.GROUPS)
-    # Predicted in the type that was timed: float32 moves twice what bfloat16 does.
-    halves = roofline.block_operators(TINY, 1, 64, 1024)
-    for half, whole in zip(halves, measured["predicted"]["operators"], strict=True):
-        assert whole["bytes"] == 2 * half.bytes and whole["flops"] == half.flops
-    assert (tmp_path / "measured.png").exists()
-    assert (tmp_path / "acceleration.png").exists()
