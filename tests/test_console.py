@@ -40,16 +40,6 @@ def test_an_accelerator_that_jax_does_not_use_is_told(devices, capsys, path, wor
     assert words in err
 
 
-def test_slow_things_are_announced_and_quick_ones_are_not(capsys):
-    import time
-
-    with console.announced("compiling", after=0.01):
-        time.sleep(0.3)
-    with console.announced("something quick", after=30):
-        pass
-    assert capsys.readouterr().err == "compiling ...\n"
-
-
 # Standard streams: a shell may close them, or send them to a full disk. The program prints a result
 # and a message, and opens a file between: without care its number is that of a closed stream.
 PROGRAM = """

@@ -11,7 +11,6 @@ from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop import own_heads
@@ -105,13 +104,6 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         kinds = {model.draft_weights(rule) for rule in ("greedy", "typical")}
         assert kinds == {asked}
         assert model.storage.weights == ""
-
-
-def test_what_cannot_be_asked_for(directory):
-    with pytest.raises(UserError, match="float32, bfloat16 or int8, not 'int3'"):
-        read(directory, draft_weights="int3")
-    with pytest.raises(UserError, match="float32 need dtype float32, not bfloat16"):
-        read(directory, draft_weights="float32", dtype="bfloat16")
 
 
 def test_decode_says_which(directory):

@@ -1,8 +1,5 @@
 """A bar with the time left at a terminal, lines elsewhere."""
 
-import io
-import sys
-
 import pytest
 
 from medusa_jax import progress
@@ -27,16 +24,3 @@ def test_lines_where_there_is_no_terminal(clock, capsys):
         clock[0] = 300.0
         bar.update(3)
         assert capsys.readouterr().err == "timing trees: 5 of 10 runs, 5 minutes left\n"
-
-
-def test_a_bar_at_a_terminal(clock, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress("timing trees", 2, "run") as bar:
-        clock[0] = 100.0
-        bar.update(2)
-    said = sys.stderr.getvalue()
-    assert "timing trees: 100%" in said and "2/2" in said and "left" not in said

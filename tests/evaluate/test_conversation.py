@@ -5,7 +5,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import UserError
-from medusa_jax.evaluate.conversation import asked
+from medusa_jax.evaluate.questions import asked
 from medusa_jax.interop.answers import encode_conversation
 from medusa_jax.interop.chat import PLAIN
 from research.asking import find_template, turn_prompt

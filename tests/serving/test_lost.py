@@ -3,9 +3,8 @@
 import threading
 import time
 
-import httpx2 as httpx
 import pytest
-from served import ASKED, NAME, TREE, Port, alone, ask_app
+from served import NAME, TREE, ask_app
 
 from medusa_jax import Options
 from medusa_jax.serving import Request, Server, Stopped, programs
@@ -132,48 +131,3 @@ def test_what_cannot_be_compiled_costs_only_who_needs_it(
             list(server.submit(Request("in the", acceptance="typical")))
     [*_, again] = server.submit(asked)
     assert again.ending.result.token_ids == last.ending.result.token_ids
-
-
-def test_attack_on_loopback(port, server, monkeypatch, capsys):
-    """A device that fails now and then, clients that do not stop: every call ends, with the right
-    text or 503."""
-    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
-    batch, count = server._scheduler._batch, [0]
-    list(server.submit(Request("in", Options(max_new_tokens=3))))
-
-    def flaky(true):
-        def call(*given):
-            count[0] += 1
-            if count[0] % 61 == 0:
-                raise Lost("out of memory")
-            return true(*given)
-
-        return call
-
-    for call in ("begin", "read", "insert", "run"):
-        monkeypatch.setattr(batch, call, flaky(getattr(batch, call)))
-    second = Port(server, make_app(server, name=NAME, template=""))
-    seen, longest = [], 0.0
-
-    def ask():
-        nonlocal longest
-        with httpx.Client(base_url=second.url, timeout=60) as http:
-            for _ in range(6):
-                start = time.monotonic()
-                answer = http.post("/v1/completions", json=ASKED)
-                longest = max(longest, time.monotonic() - start)
-                text = answer.json()["choices"][0]["text"] if answer.is_success else ""
-                seen.append((answer.status_code, text))
-
-    clients = [threading.Thread(target=ask) for _ in range(4)]
-    for client in clients:
-        client.start()
-    for client in clients:
-        client.join()
-    second.close()
-    assert server.running
-    with capsys.disabled():
-        lost = sum(status == 503 for status, _ in seen)
-        print(f"\n{len(seen)} calls, {lost} lost with the device, longest {longest:.2f} s")
-    assert len(seen) == 24 and {status for status, _ in seen} == {200, 503}
-    assert {text for status, text in seen if status == 200} == {expected}
