@@ -60,7 +60,7 @@ def test_a_rule_whose_text_the_drafts_decide_reads_them_wide(directory, monkeypa
             texts[products, rule] = model.generate([PROMPT], options, acceptance=rule)[0]
             form = kernel(model.variables_by(rule))
             narrow = "int8" if rule == "sampled" else "float32"
-            assert products == "plain" or form.parts[0][0] == narrow
+            assert products == "plain" or form.form == narrow
     for rule in ("sampled", "typical", "rejection"):
         plain, panels = (texts[p, rule] for p in ("plain", "native"))
         assert plain.token_ids == panels.token_ids
@@ -96,7 +96,7 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         model = read(directory, draft_weights=asked)
         form, bits = kernel(model.variables), (4, 2, 1)[number]
         if products == "native":
-            assert isinstance(form, Panels) and form.parts[0][0] == asked
+            assert isinstance(form, Panels) and form.form == asked
         else:
             assert isinstance(form, Codes) or form.dtype.itemsize == bits
         assert model.variables_by("typical") is model.variables
