@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 from medusa_jax.config import TrainConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
@@ -48,6 +49,7 @@ class Stage:
         they are cached.
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
       draft_vocab: number of tokens that the heads score, 0: all.
+      anchors: number of positions of a row that a step trains, 0: all.
     """
 
     groups: dict[str, Trains]
@@ -60,6 +62,7 @@ class Stage:
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
+    anchors: int = 0
 
     @property
     def width(self) -> int:
@@ -116,8 +119,9 @@ def make_stage(
         loss, offsets = joint_stage(backbone, objective), (1, *offsets)
     ranks = partial(label_ranks, backbone, drafter, train.loss_chunk)
     return Stage(
-        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab
-    )
+        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
+        train.anchors,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,10 +176,15 @@ def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
         train.label_weight,
         train.teacher_weight,
         train.distance_weight,
+        train.confidence_weight,
         train.hidden_noise,
         train.feature_weight,
         train.induction_weight,
     )
+    if train.anchors and not drafter.anchored:
+        raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
+    if bool(train.confidence_weight) != getattr(drafter.heads, "confidence", False):
+        raise UserError("train.confidence_weight and heads.confidence need each other")
     view = drafter.loss_view(train.levels)
     return HeadObjective(view, train.loss_chunk, train.lambda_decay, targets)
 

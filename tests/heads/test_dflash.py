@@ -1,5 +1,7 @@
 """DFlash and DSpark against numpy: the guesses of a block after a text, and the files of their fields."""
 
+from dataclasses import replace
+
 import family
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.training import losses
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -106,9 +109,11 @@ def test_layers_that_are_read():
     assert drafter.taps == (2, 10, 18, 26, 34)  # target_layer_ids 1, 9, 17, 25, 33
 
 
-@pytest.mark.parametrize("fields", [{"mask_token": 23}, {"n_taps": 0}, {"markov_rank": -1}])
+@pytest.mark.parametrize(
+    "fields", [{"mask_token": 23}, {"n_taps": 0}, {"markov_rank": -1}, {"confidence": True}]
+)
 def test_fields_out_of_range(fields):
-    with pytest.raises(UserError, match=next(iter(fields))):
+    with pytest.raises(UserError, match="|".join(fields)):
         make_drafter(DFlashConfig(**fields), stored_base().llama.config)
 
 
@@ -123,3 +128,65 @@ def test_the_text_of_a_block_is_not_written():
     root = np.array([5], np.int32)
     logits = [propose(params, s, root)[1] for s in (state, full)]
     jax.tree.map(assert_close, *logits)
+
+
+def test_the_loss_at_drawn_anchors():
+    """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2, in NumPy; only the head of the confidence learns it."""
+    backbone = stored_base()
+    sure = replace(DSPARK, confidence=True)
+    drafter, params = drafter_of(sure, backbone)
+    rng = np.random.default_rng(3)
+    T, E = 11, family.width(drafter)
+    hidden, tokens, positions, segments = family.random_rows(rng, B=2, T=T, E=E)
+    batch = {
+        "hidden": hidden, "tokens": tokens, "positions": positions, "segment_ids": segments,
+        "counted": np.arange(T)[None] >= np.array([[3], [7]]),
+    }  # fmt: skip
+    anchors = losses.draw_anchors(jax.random.key(0), batch, 4)
+    # Positions whose next two tokens count; the second row has three, the last token's before the answer included.
+    assert (
+        set(np.asarray(anchors)[0]) <= set(range(2, 9))
+        and len(set(np.asarray(anchors)[0])) == 4
+    )
+    assert set(range(6, 9)) <= set(np.asarray(anchors)[1])
+    batch["anchors"] = anchors
+
+    def loss(params, weight):
+        targets = losses.HeadTargets(0.1, 0.0, 0.9, weight)
+        objective = losses.HeadObjective(drafter, 3, 0.7, targets)
+        counts = losses.pair_counts(batch, (2, 3, 4, 5))
+        return losses.head_loss(
+            params, backbone, objective, losses.StepInputs(batch, counts)
+        )[0]
+
+    mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
+    for b, t in ((i, t) for i in range(2) for t in np.asarray(anchors)[i]):
+        block = numpy_block(drafter, params, backbone, hidden[b, : t + 1], tokens[b, t + 1])
+        for k in range(4):
+            if t + k + 2 >= T or not batch["counted"][b, t + 1 : t + k + 3].all():
+                continue
+            before = mine["markov_w1"]["embedding"][tokens[b, t + k + 1]]
+            score = family.numpy_lm_head(mine, backbone, block[k])
+            q = softmax(score + before @ mine["markov_w2"]["kernel"])
+            p = softmax(np.asarray(backbone.lm_head(hidden[b, t + k + 1, :D])))
+            both = np.concatenate([block[k], before])
+            say = (both @ mine["confidence"]["kernel"])[0] + mine["confidence"]["bias"][0]
+            apart = np.abs(p - q).sum()
+            right = 1 - apart / 2
+            wrong = -right * np.log(1 / (1 + np.exp(-say))) - (1 - right) * np.log(
+                1 / (1 + np.exp(say))
+            )
+            total[k] += -0.1 * np.log(q[tokens[b, t + k + 2]]) + 0.9 * apart + wrong, 1
+    expected = sum(0.7 ** (k + 1) * total[k, 0] / total[k, 1] for k in range(4))
+    value, gradient = jax.value_and_grad(loss)(params, 1.0)
+    assert_close(value, expected)
+    without = jax.grad(loss)(params, 0.0)
+    learnt = gradient["heads_0"].pop("confidence")
+    assert np.abs(learnt["kernel"]).max() > 0
+    assert np.abs(without["heads_0"].pop("confidence")["kernel"]).max() == 0
+    jax.tree.map(assert_close, gradient, without)
+
+
+def softmax(x):
+    y = np.exp(x - x.max())
+    return y / y.sum()

@@ -11,7 +11,14 @@ from medusa_jax.training.losses.objectives import (
     next_token_mean,
 )
 from medusa_jax.training.losses.streamed import Sums
-from medusa_jax.training.losses.targets import Batch, delay, pair_counts, pair_mask, rows
+from medusa_jax.training.losses.targets import (
+    Batch,
+    delay,
+    draw_anchors,
+    pair_counts,
+    pair_mask,
+    rows,
+)
 
 __all__ = [
     "Batch",
@@ -21,6 +28,7 @@ __all__ = [
     "Sums",
     "backbone_loss",
     "delay",
+    "draw_anchors",
     "head_loss",
     "hidden_states",
     "joint_loss",
