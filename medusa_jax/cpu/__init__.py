@@ -4,6 +4,7 @@
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
+from medusa_jax.cpu.layer import commit as commit
 from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.library import attends as attends
 from medusa_jax.cpu.library import library as library

@@ -30,7 +30,7 @@ VARIABLE = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
-    f"medusa_{name}" for name in ("product", "rows", "layer", "norm", "rotate")
+    f"medusa_{name}" for name in ("product", "rows", "layer", "commit", "norm", "rotate")
 )
 # For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
 MACHINE = (

@@ -5,12 +5,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_jax import hosts
 from medusa_jax.console import announced
-from medusa_jax.distill.conversation import Converse, Take
+from medusa_jax.distill.conversation import Take, converse, talk
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
@@ -25,7 +26,7 @@ class Writer:
 
     Args:
       options, user_options: of answers, and of user turns that the model writes.
-      chat_template, max_turns: as for `Converse`.
+      chat_template, max_turns: as for `conversation.talk`.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class Writer:
         # New tokens of finished decode calls.
         self.tokens = 0
         self.batch_size, self.user_options = batch_size, user_options
-        self.converse = Converse(
-            model.tokenizer, model.config.max_position, self.decode, chat_template,
-            mode == "self_talk", max_turns,
+        self.talk = partial(
+            talk, tokenizer=model.tokenizer, context=model.config.max_position,
+            template=chat_template, self_talk=mode == "self_talk", max_turns=max_turns,
         )  # fmt: skip
 
     def decode(
@@ -97,7 +98,7 @@ class Writer:
     def answer(self, seeds: list[Seed], ended: Callable[[Seed, Json], None]) -> None:
         """Answer a batch of seeds; calls `ended` with the output line of each."""
         if self.mode != "continue":
-            return self.converse(seeds, ended)
+            return converse([(seed, self.talk(seed)) for seed in seeds], self.decode, ended)
         prompts = [prompt_of(self.model, seed) for seed in seeds]
         return self.decode(
             prompts, [seed.number for seed in seeds], None,

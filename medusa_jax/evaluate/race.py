@@ -14,8 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import in_rounds
 from medusa_jax.repetition import mean_repeated_ngram_share
@@ -223,43 +221,3 @@ def ourselves(
     weights = model.storage.weights or str(model.dtype)
     label = row.pop("label", facts["drafter"])
     return Contender(label, decode, weights, facts, **row)
-
-
-def step_seconds(
-    model: Model,
-    trees: Sequence[Tree],
-    prompt: Sequence[int],
-    *,
-    batch: int = 1,
-    temperature: float = 0.0,
-    n_steps: int = 16,
-    rounds: int = 7,
-    watch: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Median seconds of one decode step with each tree: draft, verify, accept, commit, append.
-
-    Runs of `n_steps` steps are interleaved, after one round that compiles.
-
-    Args:
-      watch: called after each run.
-
-    Raises:
-      UserError: the context leaves no room for a step after the prompt.
-    """
-    engines = [model.engine(tree, sampled=temperature > 0) for tree in trees]
-    clock = StepClock(
-        engines,
-        model.variables,
-        prompt,
-        batch=batch,
-        temperature=temperature,
-        n_steps=n_steps,
-    )
-
-    def run(engine: Engine) -> float:
-        seconds = clock.seconds(engine)
-        watch()
-        return seconds
-
-    _, *times = in_rounds([partial(run, engine) for engine in engines], 1 + rounds)
-    return [statistics.median(own) for own in zip(*times)]

@@ -68,7 +68,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
       UserError: missing or unsupported fields.
     """
     file = os.path.join(directory, "config.json")
-    if speculators_config.is_speculators(config):
+    if speculators_config.TYPE in config:
         values = _of_speculators(file, config)
     else:
         table = Fields(file, config).table(_TABLE)
@@ -127,8 +127,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         return unread or bool(HARMLESS.search(key))
 
     return StoredHeads(
-        source, directory, f"{kind.__name__.removesuffix('Config')} heads", heads, tensors,
-        locate, ignore, meta=config, layers=shape, ids=ids,
+        source=source, directory=directory, layout=f"{kind.__name__.removesuffix('Config')} heads",
+        heads=heads, tensors=tensors, locate=locate, ignore=ignore, meta=config, layers=shape, ids=ids,
     )  # fmt: skip
 
 
@@ -205,11 +205,11 @@ def to_speculators(export: Export, out: str) -> None:
     raw = speculators_config.write(
         kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
     )  # fmt: skip
-    ids, lm_head_DV = export.stored.ids, export.lm_head(0)
-    if heads.lm_head == "shared" and ids is not None:
-        lm_head_DV = lm_head_DV[:, ids]
-    # speculators computes with NaN where a file has neither.
-    copies = {_EMBEDDING: export.embedding(), _LM_HEAD: lm_head_DV.T}
+    # speculators computes with NaN where a file has neither of these.
+    copies = {_EMBEDDING: export.embedding()}
+    if heads.lm_head == "shared":
+        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
+        copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
     arrays = export.arrays(locate) | vocabulary_arrays(export) | copies
     export.write(out, "model.safetensors", arrays, raw)
 

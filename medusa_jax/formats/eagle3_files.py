@@ -99,7 +99,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
     file = os.path.join(directory, "config.json")
     taps, depth = "", {}
-    if speculators_config.is_speculators(config):
+    if speculators_config.TYPE in config:
         fields, given = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
         taps = ",".join(map(str, given))
         if "norm_before_residual" not in config:
@@ -148,8 +148,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         return key == _EMBEDDING or bool(HARMLESS.search(key))
 
     return StoredHeads(
-        source, directory, "EAGLE-3 heads", heads, tensors, partial(_locate, stem=stem),
-        ignore, meta=config, layers=shape | depth, ids=ids,
+        source=source, directory=directory, layout="EAGLE-3 heads", heads=heads, tensors=tensors,
+        locate=partial(_locate, stem=stem), ignore=ignore, meta=config, layers=shape | depth, ids=ids,
     )  # fmt: skip
 
 

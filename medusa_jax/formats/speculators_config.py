@@ -1,4 +1,4 @@
-"""config.json of a directory of speculators: EAGLE-3, DFlash or DSpark, read and written.
+"""config.json of a directory of speculators, known by `TYPE`: EAGLE-3, DFlash or DSpark, read and written.
 
   speculators_model_type             "eagle3", "dflash" or "dspark"
   speculators_config                 algorithm, proposal_methods, default_proposal_method, verifier
@@ -27,11 +27,6 @@ UNUSED = {
     "architectures", "auto_map", "dtype", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-
-
-def is_speculators(config: Json) -> bool:
-    """Whether a config.json is of speculators."""
-    return TYPE in config
 
 
 def unknown(fields: Json, known: Set[str]) -> list[str]:

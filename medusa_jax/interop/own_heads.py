@@ -50,8 +50,8 @@ def open_own(directory: str) -> StoredHeads:
             raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
         ids = whole(tensors.pop(IDS))
     return StoredHeads(
-        weights, directory, OWN, heads, codes.decode(tensors, weights),
-        lambda path: (path, False), meta=meta, base=base, ids=ids,
+        source=weights, directory=directory, layout=OWN, heads=heads, meta=meta, base=base, ids=ids,
+        tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
 
 
 def base_record(config: LlamaConfig, fingerprint: str) -> Json:
-    """The `base` record of `save_heads`, for a backbone with this `fingerprint.py`."""
+    """The `base` record of `save_heads`, for a backbone with this fingerprint (`fingerprint.py`)."""
     return {
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,

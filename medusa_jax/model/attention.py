@@ -75,11 +75,12 @@ class PathMask(struct.PyTreeNode):
     """Visibility in whole layers of the CPU engine: the cached text and the path to the token itself.
 
     Attributes:
-      mask_TT: [t, s] is True where new token s is on the path to t, itself included.
+      mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
+        new tokens are the last T of the rows.
       window: of these positions, only the last `window`; 0: all.
     """
 
-    mask_TT: jax.Array
+    mask_TR: jax.Array
     window: int = struct.field(pytree_node=False, default=0)
 
 

@@ -40,14 +40,14 @@ class Engine(Protocol):
         """Outputs of a panel (`Storage.panel`)."""
 
     def prepare(
-        self, config: LlamaConfig, part: Params, blocks: Params, place: Any, storage: Any
+        self, config: LlamaConfig, part: Params, blocks: Params, rest: Params, storage: Any
     ) -> Params:
         """Convert an entry of the backbone whose kernels are `BlockRows` to decoding form.
 
         Args:
           part: the entry, such as {"layers_3": ...}.
           blocks: its `BlockRows`.
-          place: converts the rest of the entry.
+          rest: the rest of the entry in decoding form.
         """
 
     def panels(self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Any) -> Any:
@@ -55,9 +55,17 @@ class Engine(Protocol):
 
     def layer(
         self, config: LlamaConfig, params: Mapping[str, Any], x_BTD: jax.Array, rope: Pair, mask: Any,
-        cache: Pair, start_B: jax.Array,
+        cache: Pair, start_B: jax.Array, read_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:  # fmt: skip
-        """The result of `Block` for few new tokens along their paths, and the cache with them."""
+        """The result of `Block` for few new tokens along their paths, and the cache with them.
+
+        Attention reads `read_BTI`, by default the norm of x.
+        """
+
+    def commit(
+        self, caches: list[jax.Array], start_B: jax.Array, path_BL: jax.Array
+    ) -> list[jax.Array]:
+        """`KVCache.commit` of all keys and values [B, G, S, H] at once."""
 
     def norm(self, x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
         """`RMSNorm`, summed in one order for any number of rows."""

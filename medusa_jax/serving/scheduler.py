@@ -267,8 +267,7 @@ class Scheduler:
         shared = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, known)]
         at, source = self._free_row(shared), int(np.argmax(shared))
         reading = batch.begin(job.decode, source, shared[source], job.group)
-        drafted = rows[source].drafted
-        job.begin(reading.position, batch.longest, drafted)
+        job.begin(reading.position, rows[source].drafted)
         rows[at].job = job
         return Begun(job, reading, at)
 

@@ -27,11 +27,8 @@ from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.data import prepare, sources
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import Rows, batches, mix, read
-from medusa_jax.training.data.vocabulary import draft_vocab
-from medusa_jax.training.export import export
-from medusa_jax.training.log.run_log import RunLog
 from medusa_jax.training.optim.optimizer import keep_if, make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import (
@@ -40,9 +37,9 @@ from medusa_jax.training.placement import (
     local_numbers,
     microbatches,
 )
-from medusa_jax.training.setup import load_setup, with_draft_vocab
+from medusa_jax.training.run_log import RunLog
+from medusa_jax.training.setup import draft_vocab, export, load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.stop import StopRequest
 from medusa_jax.whole_files import Json
 
 
@@ -89,7 +86,7 @@ class Run:
         # Text, and the tokens that heads score.
         size = setup.arch.vocab_size
         source = (cfg.data, cfg.model, cfg.workdir, size)
-        texts, held_out = prepare.texts(*source), prepare.held_out_texts(*source)
+        texts, held_out = sources.texts(*source), sources.held_out_texts(*source)
         rows, evaluated = mix(texts), mix(held_out) if held_out else None
         self.checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
         resumed = self.checkpoints.latest is not None
@@ -157,7 +154,7 @@ class Run:
             self.log.open()
         last: Json = {}
         pending = None
-        with closing(self.log), StopRequest() as stop_request:
+        with closing(self.log), resume.StopRequest() as stop_request:
             local = local_numbers(self.mesh, train.batch_size, train.accumulation)
             read_ahead = batches(self.rows, train.batch_size, start + 1, self.steps, local)
             for n, rows in enumerate(read_ahead, start + 1):

@@ -11,11 +11,13 @@ from family import D, drafter_of, stored_base
 from numpy_layers import numpy_norm, rope, silu
 from trees import WILD
 
+from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.training import losses
+from medusa_jax.training.losses.objectives import heads_loss
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -133,34 +135,31 @@ def test_the_text_of_a_block_is_not_written():
 def test_the_loss_at_drawn_anchors():
     """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2, in NumPy; only the head of the confidence learns it."""
     backbone = stored_base()
-    sure = replace(DSPARK, confidence=True)
-    drafter, params = drafter_of(sure, backbone)
+    drafter, params = drafter_of(replace(DSPARK, confidence=True), backbone)
     rng = np.random.default_rng(3)
     T, E = 11, family.width(drafter)
     hidden, tokens, positions, segments = family.random_rows(rng, B=2, T=T, E=E)
     batch = {
-        "hidden": hidden, "tokens": tokens, "positions": positions, "segment_ids": segments,
+        "tokens": tokens, "positions": positions, "segment_ids": segments,
         "counted": np.arange(T)[None] >= np.array([[3], [7]]),
     }  # fmt: skip
-    anchors = losses.draw_anchors(jax.random.key(0), batch, 4)
-    # Positions whose next two tokens count; the second row has three, the last token's before the answer included.
-    assert (
-        set(np.asarray(anchors)[0]) <= set(range(2, 9))
-        and len(set(np.asarray(anchors)[0])) == 4
-    )
-    assert set(range(6, 9)) <= set(np.asarray(anchors)[1])
-    batch["anchors"] = anchors
+    batch["anchors"] = np.asarray(losses.draw_anchors(jax.random.key(0), batch, 4))
+    # Positions whose next two tokens count; the second row has three, also the one before its answer.
+    first, second = map(set, batch["anchors"])
+    assert len(first) == 4 and first <= set(range(2, 9)) and set(range(6, 9)) <= second
 
     def loss(params, weight):
-        targets = losses.HeadTargets(0.1, 0.0, 0.9, weight)
-        objective = losses.HeadObjective(drafter, 3, 0.7, targets)
-        counts = losses.pair_counts(batch, (2, 3, 4, 5))
-        return losses.head_loss(
-            params, backbone, objective, losses.StepInputs(batch, counts)
-        )[0]
+        train = TrainConfig(
+            label_weight=0.1, distance_weight=0.9, confidence_weight=weight, lambda_decay=0.7,
+            loss_chunk=3,
+        )  # fmt: skip
+        inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
+        return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)[
+            0
+        ]
 
     mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
-    for b, t in ((i, t) for i in range(2) for t in np.asarray(anchors)[i]):
+    for b, t in ((i, t) for i in range(2) for t in batch["anchors"][i]):
         block = numpy_block(drafter, params, backbone, hidden[b, : t + 1], tokens[b, t + 1])
         for k in range(4):
             if t + k + 2 >= T or not batch["counted"][b, t + 1 : t + k + 3].all():

@@ -232,20 +232,6 @@ def test_an_answer_shown_twice_is_refused(llama3):
         encode_conversation(with_template(llama3, template), TALK)
 
 
-def test_masks_of_transformers_agree(llama3, byte_level_dir):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(byte_level_dir)
-    for name in ("llama3", "chatml"):
-        out = theirs.apply_chat_template(
-            TALK,
-            chat_template=shipped_template(name),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        ids, counted = encode_conversation(llama3, TALK, name)
-        assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
-
-
 def named(**sources):
     return [{"name": name, "template": source} for name, source in sources.items()]
 

@@ -16,8 +16,8 @@ from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.interop import own_heads
-from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.stored_heads import abstract_heads
 

@@ -21,29 +21,17 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
-from gguf_files import byte_level_metadata, llama_tensors, shape_metadata
-from gguf_files import write as write_gguf
-from head_files import (
-    EAGLE,
-    EAGLE3,
-    LLAMA,
-    SPECULATORS,
-    eagle3_state,
-    eagle_state,
-    hydra_state,
-    medusa_state,
-    renamed,
-    write,
-)
+from gguf_files import tiny
+from head_files import FILES, LLAMA, medusa_state, write
 from tiny import random_params, write_tokenizer
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf.convert import convert
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
@@ -139,18 +127,11 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
         add(name, folder / file, read_heads(folder), weights=True)
         add(f"{name}-config", folder / "config.json", read_heads(folder), same=same)
 
-    two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
-    for kind in ("pt", "safetensors"):
-        add_heads(f"medusa-{kind}", medusa_state(2), f"medusa_lm_head.{kind}", two)
-    hydra = {"hydra_num_heads": 2, "hydra_num_layers": 3}
-    add_heads("hydra", hydra_state(2, plus=True, tied=False), "hydra_lm_head.pt", hydra)
-    add_heads("eagle", eagle_state(), "pytorch_model.bin", EAGLE)
-    add_heads("eagle3", eagle3_state(), "model.safetensors", EAGLE3, same=False)
-    state = renamed(eagle3_state())
-    folder = write(root / "speculators", state, "model.safetensors", SPECULATORS)
-    add("speculators-config", folder / "config.json", read_heads(folder), same=False)
-
-    stored = open_heads(str(root / "medusa-pt"))
+    same = ("vllm", "medusa", "hydra", "eagle")
+    for kind, (state, file, config) in FILES.items():
+        add_heads(kind, state, file, config, kind in same)
+    add_heads("safe", medusa_state(2), "medusa_lm_head.safetensors", {})
+    stored = open_heads(str(root / "medusa"))
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     tree = unflatten_dict(stored.read(LLAMA), sep="/")
     own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
@@ -185,9 +166,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     add("index", sharded / "model.safetensors.index.json", read_model(sharded), same=False)
 
-    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
-    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
-    file = write_gguf(root / "a.gguf", metadata | shape_metadata("llama"), tensors)
+    file = tiny(root / "a.gguf", (byte_level_dir / "tokenizer.json").read_text())
     (root / "gguf").mkdir()
     add("gguf", file, read_gguf_file(file, root / "gguf"), same=False, end=True)
 

@@ -88,7 +88,7 @@ def test_layers_of_one_native_call_give_the_same_streams():
     llama = placing.decoder(config, jnp.float32, make_mesh(), storage)
     assert llama.native
     raw = random_params(config, 1)
-    native = jax.jit(lambda p: store(prepare(p, config, jnp.float32), storage))(raw)
+    native = jax.jit(lambda p: store(prepare(p, config, jnp.float32, 0), storage))(raw)
     tokens = np.random.default_rng(2).integers(0, 23, (2, 6))
 
     @jax.jit

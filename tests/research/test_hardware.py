@@ -10,7 +10,6 @@ from children import environment
 
 from research.hardware import summary
 from research.hardware.record import Record, read_rows
-from research.hardware.steps import PLAN, rows_of
 
 
 def command_line(out, *more):
@@ -66,8 +65,3 @@ def test_a_cut_line_and_an_error_are_no_end(tmp_path):
     )
     text = summary.write_summary(tmp_path)
     assert "| steps | step | medusa 1 | ValueError: no / memory left |" in text
-
-
-def test_the_plan_has_every_trained_family():
-    names = {name for _, name, _ in rows_of(PLAN)}
-    assert names == {"medusa", "hydra", "hydrapp", "amphista", "eagle", "eagle3"}

@@ -16,30 +16,11 @@ from jax.sharding import Mesh
 from medusa_jax.model.barrier import completion_of, depend_on
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, path_string, spec_for, split_rows
-from medusa_jax.training.losses.packing import Rows, columns, pack
-from medusa_jax.training.losses.row_split import RowSplit
+from medusa_jax.training.losses import Sums
+from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
 
 # (parameters, features) -> logits, or logits and the logit of their confidence (`Teacher`).
 LogitsFn = Callable[[PyTree, jax.Array], jax.Array | tuple[jax.Array, jax.Array]]
-
-
-class Sums(NamedTuple):
-    """Sums over the pairs of a loss. Only `loss` has a gradient; the others are logged.
-
-    Attributes:
-      loss: the minimised sum: `nll`, or its combination with the teacher's terms.
-      nll: cross-entropy of the counted pairs in nats.
-      top1, top5: counted pairs whose label is ranked first, or among the first five.
-      scored: counted pairs whose label has a logit (without a draft vocabulary, all).
-      entropy: the teacher's, in nats; cross-entropy minus entropy is KL(teacher || student).
-    """
-
-    loss: jax.Array
-    nll: jax.Array
-    top1: jax.Array
-    top5: jax.Array
-    scored: jax.Array
-    entropy: jax.Array
 
 
 class Teacher(NamedTuple):
@@ -65,25 +46,6 @@ class TeacherProbs(NamedTuple):
 
     p_BTV: jax.Array
     entropy_BT: jax.Array
-
-
-def cross_entropy_sums(
-    logits_fn: LogitsFn,
-    params: PyTree,
-    features_BTD: jax.Array,
-    labels_BT: jax.Array,
-    mask_BT: jax.Array,
-    chunk: int,
-    teacher: Teacher | None = None,
-    teacher_BTD: jax.Array | None = None,
-    mesh: Mesh | None = None,
-) -> Sums:
-    """`heads_cross_entropy` of one head of weight 1; `loss` has the gradient."""
-    total, sums = heads_cross_entropy(
-        [logits_fn], params, jnp.ones((1,)), [features_BTD], labels_BT, [mask_BT], chunk,
-        teacher, teacher_BTD, mesh,
-    )  # fmt: skip
-    return jax.tree.map(lambda s: s[0], sums)._replace(loss=total)
 
 
 def heads_cross_entropy(
