@@ -8,10 +8,8 @@ from tiny import random_heads, write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop import own_heads
@@ -62,7 +60,7 @@ def test_a_rule_whose_text_the_drafts_decide_reads_them_wide(directory, monkeypa
             texts[products, rule] = model.generate([PROMPT], options, acceptance=rule)[0]
             form = kernel(model.variables_by(rule))
             narrow = "int8" if rule == "sampled" else "float32"
-            assert products == "plain" or form.parts[0][0] == narrow
+            assert products == "plain" or form.form == narrow
     for rule in ("sampled", "typical", "rejection"):
         plain, panels = (texts[p, rule] for p in ("plain", "native"))
         assert plain.token_ids == panels.token_ids
@@ -98,26 +96,10 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         model = read(directory, draft_weights=asked)
         form, bits = kernel(model.variables), (4, 2, 1)[number]
         if products == "native":
-            assert isinstance(form, Panels) and form.parts[0][0] == asked
+            assert isinstance(form, Panels) and form.form == asked
         else:
             assert isinstance(form, Codes) or form.dtype.itemsize == bits
         assert model.variables_by("typical") is model.variables
         kinds = {model.draft_weights(rule) for rule in ("greedy", "typical")}
         assert kinds == {asked}
         assert model.storage.weights == ""
-
-
-def test_what_cannot_be_asked_for(directory):
-    with pytest.raises(UserError, match="float32, bfloat16 or int8, not 'int3'"):
-        read(directory, draft_weights="int3")
-    with pytest.raises(UserError, match="float32 need dtype float32, not bfloat16"):
-        read(directory, draft_weights="float32", dtype="bfloat16")
-
-
-def test_decode_says_which(directory):
-    options = Options(2, eos_ids=())
-    plain = medusa_jax.load(str(directory), "none")
-    [result] = plain.generate([PROMPT], options)
-    models = [plain, *(read(directory, draft_weights=t) for t in (None, "int8"))]
-    found = [describe(m, result, "greedy", options, None)["draft_weights"] for m in models]
-    assert found == [None, "float32", "int8"]

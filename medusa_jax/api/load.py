@@ -77,8 +77,8 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" follows the steps that the process measures
-        (`decoding/chooser.py`), plain ones among them.
+      tree: the default tree, as for `--tree`. "auto" is a tree file's, as fits this device, or without
+        one follows the drafts that were right so far (`api/automatic.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.

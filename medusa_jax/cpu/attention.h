@@ -9,7 +9,7 @@
 
 namespace {
 
-// Values of one text by position, those of the new tokens along a path through the tree: the first
+// Values of one text by position, those of the nodes along a path through the tree: the first
 // `start` slots of its cache, then the slots of that path after them.
 struct Text {
   const float* cached;
@@ -20,14 +20,14 @@ struct Text {
   }
 };
 
-// The path to each of T new tokens, itself included, and how long it is: [T, T + 1], the length last, from
-// mask [T, T], where [t, s] says whether s is on the path to t.
-inline std::vector<int32_t> Paths(const bool* mask, int64_t T) {
-  std::vector<int32_t> paths(T * (T + 1));
+// The path to each of T new tokens, itself included, and how long it is: [T, M + 1], the length last, from
+// mask [T, M], where [t, s] says whether node s is on the path to t.
+inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
+  std::vector<int32_t> paths(T * (M + 1));
   for (int64_t t = 0; t < T; ++t) {
-    int32_t *path = paths.data() + t * (T + 1), &length = path[T];
-    for (int64_t s = 0; s < T; ++s)
-      if (mask[t * T + s]) path[length++] = int32_t(s);
+    int32_t *path = paths.data() + t * (M + 1), &length = path[M];
+    for (int64_t s = 0; s < M; ++s)
+      if (mask[t * M + s]) path[length++] = int32_t(s);
   }
   return paths;
 }
@@ -43,51 +43,25 @@ void InGroups(int64_t count, const Work& work) {
   if constexpr (kMost > 1) InGroups<kMost - 1>(count - i, [&](int64_t j, auto n) { work(i + j, n); });
 }
 
-// kLanes keys of this size, one in each lane: [size, kLanes].
-inline void InLanes(const float* const* keys, int64_t size, float* out) {
-  for (int64_t h = 0; h < size; h += kLanes) {
-    Vector x[kLanes];
-    for (int l = 0; l < kLanes; ++l) x[l] = Load(keys[l] + h);
-    Transpose(x);
-    for (int l = 0; l < kLanes; ++l) Store(out + (h + l) * kLanes, x[l]);
-  }
-}
-
-// Scores of queries [kQueries, size] for keys [size, kLanes]: [kQueries, stride]. Added up in the order of
-// `Sum`: what belongs to one of its lanes, then halves.
-template <int kQueries>
-void ScoreKeys(const float* queries, int64_t size, const float* keys, float* scores, int64_t stride) {
-  constexpr int kHalf = kLanes / 2;
-  Vector sums[kQueries][kHalf];
+// The sums of kLanes vectors, that of vector l in lane l; each is added up in the order of `Sum`.
+template <int d = kLanes / 2>
+inline Vector Sums(Vector* x) {
+  constexpr std::make_integer_sequence<int, kLanes> lanes;
 #pragma GCC unroll 8
-  for (int l = 0; l < kHalf; ++l) {
-    Vector low[kQueries], high[kQueries];
-    for (int q = 0; q < kQueries; ++q) low[q] = high[q] = Vector{};
-    for (int64_t h = l; h < size; h += kLanes) {
-      Vector key = Load(keys + h * kLanes), other = Load(keys + (h + kHalf) * kLanes);
-      InRegister(key), InRegister(other);
-#pragma GCC unroll 4
-      for (int q = 0; q < kQueries; ++q) {
-        low[q] = MulAdd(Spread(queries[q * size + h]), key, low[q]);
-        high[q] = MulAdd(Spread(queries[q * size + h + kHalf]), other, high[q]);
-      }
-    }
-    for (int q = 0; q < kQueries; ++q) sums[q][l] = low[q] + high[q];
-  }
-  for (int q = 0; q < kQueries; ++q) {
-    for (int n = kHalf / 2; n; n /= 2)
-      for (int l = 0; l < n; ++l) sums[q][l] += sums[q][l + n];
-    Store(scores + q * stride, sums[q][0]);
-  }
+  for (int i = 0; i < d; ++i) x[i] = Mixed<d, 0>(x[i], x[i + d], lanes) + Mixed<d, d>(x[i], x[i + d], lanes);
+  if constexpr (d == 1) return x[0];
+  else return Sums<d / 2>(x);
 }
 
-// The same for kLanes keys in rows, and one query.
-inline void ScoreRows(const float* query, int64_t size, const float* const* keys, float* scores) {
-  for (int p = 0; p < kLanes; ++p) {
-    Vector sum = {};
-    for (int64_t h = 0; h < size; h += kLanes) sum = MulAdd(Load(query + h), Load(keys[p] + h), sum);
-    scores[p] = Sum(sum);
-  }
+// Scores of a query for kLanes keys.
+inline Vector Scores(const float* query, int64_t size, const float* const* keys) {
+  Vector sums[kLanes];
+#pragma GCC unroll 16
+  for (int p = 0; p < kLanes; ++p) sums[p] = Load(query) * Load(keys[p]) + Vector{};
+  for (int64_t h = kLanes; h < size; h += kLanes)
+#pragma GCC unroll 16
+    for (int p = 0; p < kLanes; ++p) sums[p] = MulAdd(Load(query + h), Load(keys[p] + h), sums[p]);
+  return Sums(sums);
 }
 
 // Adds kLanes values by their weights [kQueries, stride] to kVectors vectors of out [kQueries, size].
@@ -131,12 +105,12 @@ inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
 // Attention of some of the new tokens of a text, `heads` neighbouring query heads of each over one head of
 // keys and values: queries and out [rows, stride]. Every sum is in the order of a token's own positions, of
 // which it sees the last `window` (0: all). What all see, and the keys of the tree, are loaded once for all.
-// `paths` as `Paths` of T.
+// `paths` as `Paths` of M nodes.
 inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
-                   const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t T,
+                   const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t M,
                    int64_t window, float* out) {
-  const int64_t n = rows * heads, room = (start + T + kLanes) / kLanes * kLanes;
-  const auto count = [&](int64_t r) { return start + paths[r * (T + 1) + T]; };
+  const int64_t n = rows * heads, room = (start + M + kLanes) / kLanes * kLanes;
+  const auto count = [&](int64_t r) { return start + paths[r * (M + 1) + M]; };
   const auto first = [&](int64_t r) { return window ? std::max<int64_t>(0, count(r) - window) : 0; };
   int64_t begin = first(0);  // whole vectors of positions that all see begin and end here
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
@@ -148,35 +122,27 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   };
   fetch(keys, begin);
   thread_local std::vector<float> memory;
-  memory.resize(kLanes + size * kLanes + n * (room + 2 * size + 1));
+  memory.resize(kLanes + n * (room + 2 * size + 1));
   // All but the totals are whole vectors: none lies across two lines of the processor's cache.
   const uintptr_t line = kLanes * 4, from = reinterpret_cast<uintptr_t>(memory.data());
-  float* in_lanes = memory.data() + (line - from % line) / 4;
-  float *scores = in_lanes + size * kLanes, *scaled = scores + n * room, *sums = scaled + n * size;
-  float* totals = sums + n * size;
+  float* scores = memory.data() + (line - from % line) / 4;
+  float *scaled = scores + n * room, *sums = scaled + n * size, *totals = sums + n * size;
   const float scale = 1.0f / std::sqrt(float(size));
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
   const float* at[kLanes];
-  for (int64_t p = begin; p < start + T; p += kLanes) {
+  for (int64_t p = begin; p < start + M; p += kLanes) {
     fetch(keys, p + kLanes);
-    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + T - 1) * size;
-    if (n < kShared) {  // too few for keys in lanes to pay
-      for (int64_t q = 0; q < n; ++q) ScoreRows(scaled + q * size, size, at, scores + q * room + p);
-      continue;
-    }
-    InLanes(at, size, in_lanes);
-    InGroups<kShared>(n, [&](int64_t q, auto some) {
-      ScoreKeys<some>(scaled + q * size, size, in_lanes, scores + q * room + p, room);
-    });
+    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + M - 1) * size;
+    for (int64_t q = 0; q < n; ++q) Store(scores + q * room + p, Scores(scaled + q * size, size, at));
   }
   fetch(values, begin);
   for (int64_t q = 0; q < n; ++q) {
     const int64_t r = q / heads;
-    const int32_t* path = paths + r * (T + 1);
+    const int32_t* path = paths + r * (M + 1);
     float* of_new = scores + q * room + start;
-    for (int32_t i = 0; i < path[T]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
+    for (int32_t i = 0; i < path[M]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
     totals[q] = Weigh(scores + q * room, begin, first(r), count(r));
   }
   std::fill(sums, sums + n * size, 0.0f);
@@ -194,7 +160,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     add(0, n, p);
   }
   for (int64_t r = 0; r < rows; ++r) {
-    const Text text{values, paths + r * (T + 1), start, size};
+    const Text text{values, paths + r * (M + 1), start, size};
     for (int64_t p = end; p < count(r); p += kLanes) {
       for (int l = 0; l < kLanes; ++l) at[l] = text[std::min(p + l, count(r) - 1)];
       add(r * heads, heads, p);

@@ -46,32 +46,38 @@ struct Integers {
 template <int bits>
 void Quantise(const float* x, int64_t n, Integers<bits>* out, int64_t stride) {
   using To = Integers<bits>;
+  constexpr int V = 32 / kLanes;
   for (; n > 0; n -= 32, x += 32, out += stride) {
-    float in[32] = {};
-    int32_t q[32], most = 0;
-    std::memcpy(in, x, std::min<int64_t>(n, 32) * 4);
-    std::memcpy(q, in, sizeof q);
-    for (int i = 0; i < 32; ++i) most = std::max(most, q[i] & 0x7fffffff);  // floats in the order of their bits
+    float last[32] = {};
+    if (n < 32) x = static_cast<const float*>(std::memcpy(last, x, n * 4));
+    Ints q[V], most = {}, sums[2] = {};
+    for (int v = 0; v < V; ++v) {
+      const Ints size = Ints(Load(x + v * kLanes)) & 0x7fffffff;  // floats in the order of their bits
+      most = size > most ? size : most;
+    }
+    const int32_t top = FoldOf<kLanes>(most, [](auto a, auto b) { return a > b ? a : b; });
     float largest;
-    std::memcpy(&largest, &most, 4);
+    std::memcpy(&largest, &top, 4);
     const bool none = largest < 1e-30f;
     const float by = none ? 0 : To::kTop / largest;
-    // Adding 1.5 x 2^23 rounds to an integer, which is then in the lower bits.
-    for (int i = 0; i < 32; ++i) in[i] = in[i] * by + 12582912.0f;
-    std::memcpy(q, in, sizeof q);
-    int32_t sums[2] = {};
-    for (int i = 0; i < 32; ++i) q[i] -= 0x4b400000;
-    for (int i = 0; i < 16; ++i) sums[0] += q[i], sums[1] += q[16 + i];
-    out->scale = most >= 0x7f800000 ? NAN : none ? 0 : largest / To::kTop;
-    out->sum = out->scale * float(sums[0] + sums[1]);
-    out->minus = -(sums[0] + sums[1]);
-    for (int h = 0; h < 2; ++h) out->minus_halves[h] = -sums[h];
+    for (int v = 0; v < V; ++v) {
+      // Adding 1.5 x 2^23 rounds to an integer, which is then in the lower bits.
+      q[v] = Ints(Load(x + v * kLanes) * by + 12582912.0f) - 0x4b400000;
+      sums[v / (V / 2)] += q[v];
+    }
+    const int32_t first = SumOf<kLanes>(sums[0]), second = SumOf<kLanes>(sums[1]);
+    out->scale = top >= 0x7f800000 ? NAN : none ? 0 : largest / To::kTop;
+    out->sum = out->scale * float(first + second);
+    out->minus = -(first + second), out->minus_halves[0] = -first, out->minus_halves[1] = -second;
     if constexpr (!To::kBytes) {
-      for (int i = 0; i < 32; ++i) out->codes[i] = int16_t(q[i]);
+      for (int v = 0; v < V; ++v) {
+        const auto narrow = __builtin_convertvector(q[v], Shorts);
+        std::memcpy(out->codes + v * kLanes, &narrow, sizeof narrow);
+      }
     } else {  // bytes in the order of `Codes`
+      const int32_t* code = reinterpret_cast<const int32_t*>(q);
       const auto store = [&](int8_t* to, auto byte) {
-        for (int i = 0; i < 32; i += 4)
-          to[i] = byte(q[i]), to[i + 1] = byte(q[i + 2]), to[i + 2] = byte(q[i + 1]), to[i + 3] = byte(q[i + 3]);
+        for (int i = 0; i < 32; ++i) to[i / 4 * 4 + ByteOf(i)] = byte(code[i]);
       };
       store(out->codes, [](int32_t v) { return int8_t(To::kLimbs ? (v + 128) >> 8 : v); });
       if (To::kLimbs) store(out->codes + 32, [](int32_t v) { return int8_t(v); });

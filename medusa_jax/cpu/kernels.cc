@@ -2,7 +2,6 @@
 // text, the norm and rotation. All sum each output in one order, whatever the number of rows: a row's result
 // is the same, bit for bit, alone and among others.
 
-#include <numeric>
 #include <utility>
 
 #include "layer.h"
@@ -10,6 +9,7 @@
 namespace {
 
 using Numbers = ffi::Span<const int64_t>;
+using Floats = ffi::Buffer<ffi::F32>;
 
 // Memory of a call, kept for the next: fresh memory is cleared by the system first, page by page.
 float* Scratch(size_t floats) {
@@ -18,41 +18,32 @@ float* Scratch(size_t floats) {
   return memory.data();
 }
 
-// A kernel of parts in `forms`, with `widths` outputs each, whose words follow one another; with scales of
-// all panels' outputs and a bias [outputs], or none of either; for activations of 8 or 16 bits. No parts: it does
-// not fit.
-Kernel KernelOf(ffi::Buffer<ffi::U32> words, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
-                const int64_t* forms, const int64_t* widths, size_t n_parts, int64_t inputs,
-                int64_t outputs, int64_t activations) {
-  Kernel kernel{{}, n_parts, nullptr, nullptr, inputs, outputs, 0};
-  if (scales.element_count()) kernel.scales = scales.typed_data();
-  if (bias.element_count()) kernel.bias = bias.typed_data();
-  if (n_parts < 1 || n_parts > kernel.parts.size() || (activations != 8 && activations != 16)) return {};
-  int64_t at = 0, columns = 0, width = 0;
-  for (size_t i = 0; i < n_parts; ++i) {
-    Part& part = kernel.parts[i];
-    part = {forms[i], widths[i], inputs, words.typed_data() + at};
-    const bool floats = part.form == kFloat32 || part.form == kBfloat16;
-    if (part.outputs < 1 || !(floats || PanelWords(part.form, inputs))) return {};
-    if (!floats) kernel.bits = activations;
-    at += part.Panels() * part.Size(), columns += part.Panels() * part.Width(), width += part.outputs;
-  }
-  if (at != int64_t(words.element_count()) || width != outputs ||
-      (kernel.scales && (n_parts > 1 || int64_t(scales.element_count()) != columns)) ||
-      (kernel.bias && int64_t(bias.element_count()) != outputs))
-    return {};
-  return kernel;
+// Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty. False: it
+// does not fit.
+bool AddPart(Kernel& kernel, ffi::Buffer<ffi::U32> words, Floats scales, const float* bias, size_t n_bias, int64_t form,
+             int64_t outputs, int64_t activations) {
+  const Part part{form, outputs, kernel.inputs, words.typed_data(),
+                  scales.element_count() ? scales.typed_data() : nullptr, n_bias ? bias : nullptr};
+  const bool floats = form == kFloat32 || form == kBfloat16;
+  if (outputs < 1 || !(floats || PanelWords(form, kernel.inputs)) || (activations != 8 && activations != 16) ||
+      part.Panels() * part.Size() != int64_t(words.element_count()) ||
+      (part.scales && part.Panels() * part.Width() != int64_t(scales.element_count())) ||
+      (part.bias && outputs != int64_t(n_bias)))
+    return false;
+  kernel.parts[kernel.n_parts++] = part;
+  kernel.outputs += outputs;
+  if (!floats) kernel.bits = activations;
+  return true;
 }
 
-// x [R, I] times a kernel: `KernelOf`.
-ffi::Error ProductHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U32> panels,
-                          ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> bias,
-                          ffi::ResultBuffer<ffi::F32> y, Numbers forms, Numbers widths, int64_t activations) {
+// x [R, I] times a kernel in a form.
+ffi::Error ProductHandler(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::U32> panels, Floats scales,
+                          ffi::ResultBuffer<ffi::F32> y, int64_t form, int64_t activations) {
   const auto xs = x.dimensions(), ys = y->dimensions();
-  Kernel kernel{};
-  if (xs.size() == 2 && ys.size() == 2 && ys[0] == xs[0] && forms.size() == widths.size())
-    kernel = KernelOf(panels, scales, bias, forms.begin(), widths.begin(), forms.size(), xs[1], ys[1], activations);
-  if (!kernel.n_parts) return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
+  Kernel kernel{{}, 0, xs.size() == 2 ? xs[1] : 0, 0, 0};
+  if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] ||
+      !AddPart(kernel, panels, scales, nullptr, 0, form, ys[1], activations))
+    return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
   Rows in{const_cast<float*>(x.typed_data()), nullptr, xs[0], xs[1], kernel.bits};
   if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
   float* out = y->typed_data();
@@ -86,7 +77,7 @@ ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Bu
 }
 
 // y = x / sqrt(mean(x^2) + eps) * scale for the rows of x [..., D].
-ffi::Error NormHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scale,
+ffi::Error NormHandler(ffi::ThreadPool pool, Floats x, Floats scale,
                        ffi::ResultBuffer<ffi::F32> y, double eps) {
   const int64_t size = scale.element_count();
   if (!size || x.element_count() % size || y->element_count() != x.element_count())
@@ -102,8 +93,8 @@ ffi::Error NormHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
 }
 
 // Heads x [rows, N, H] turned by angles whose cosines and sines are [rows, H].
-ffi::Error RotateHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
-                         ffi::Buffer<ffi::F32> sin, ffi::ResultBuffer<ffi::F32> y) {
+ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
+                         Floats sin, ffi::ResultBuffer<ffi::F32> y) {
   const auto xs = x.dimensions();
   if (xs.size() != 3 || xs[2] % 2 || int64_t(cos.element_count()) != xs[0] * xs[2] ||
       sin.element_count() != cos.element_count())
@@ -119,63 +110,58 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buf
   return ffi::Error::Success();
 }
 
-// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], after
-// texts that fill slots [0, start) of keys and values [B, G, S, H], which new_keys and new_values are too.
-// Token t sees new token s where mask [T, T] says so: its ancestors and itself, which stand in their order.
-// The kernels come last, each as panels, scales and bias: queries, keys and values; attention's output; gate
-// and up; down.
-ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos,
-                        ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start,
-                        ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> keys,
-                        ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::F32> attn_norm,
-                        ffi::Buffer<ffi::F32> mlp_norm, ffi::Buffer<ffi::F32> q_norm,
-                        ffi::Buffer<ffi::F32> k_norm, ffi::RemainingArgs kernels,
+// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], in slots from `start`
+// on of keys and values [B, G, S, H], which new_keys and new_values are too. Mask [T, M] says which of M nodes, whose
+// last T these are, each sees: its ancestors and itself, which stand in their order. Without attn_norm, attention reads
+// `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values; attention's
+// output; gate, up; down.
+ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, ffi::Buffer<ffi::S32> start,
+                        ffi::Buffer<ffi::PRED> mask, Floats keys, Floats values, Floats read, Floats attn_norm,
+                        Floats mlp_norm, Floats q_norm, Floats k_norm, ffi::RemainingArgs linears,
                         ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
-                        ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff,
-                        int64_t window, int64_t activations, Numbers forms, Numbers widths, Numbers counts,
-                        double eps) {
-  const auto xs = x.dimensions(), cs = keys.dimensions();
-  if (xs.size() != 3 || cs.size() != 4)
-    return ffi::Error::InvalidArgument("x is [B, T, D] and the cache [B, G, S, H]");
+                        ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff, int64_t window,
+                        int64_t activations, Numbers forms, double eps) {
+  const auto xs = x.dimensions(), cs = keys.dimensions(), ms = mask.dimensions();
+  if (xs.size() != 3 || cs.size() != 4 || ms.size() != 2)
+    return ffi::Error::InvalidArgument("x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
   Layer l{};
-  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3];
+  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3], l.M = ms[1];
   l.N = n_heads, l.F = d_ff, l.window = window, l.eps = float(eps);
   const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
-  const auto has = [](ffi::Buffer<ffi::F32> b, int64_t n) { return int64_t(b.element_count()) == n; };
-  if (l.H % kLanes || cs[0] != l.B || l.T > l.S || l.N % l.G || int64_t(mask.element_count()) != l.T * l.T ||
+  const auto has = [](Floats b, int64_t n) { return int64_t(b.element_count()) == n; };
+  const bool norms = has(attn_norm, l.D);
+  l.I = norms ? l.D : read.element_count() / R;
+  if (l.H % kLanes || cs[0] != l.B || l.T > l.M || l.M > l.S || l.N % l.G || ms[0] != l.T ||
       int64_t(start.element_count()) != l.B || !has(cos, R * l.H) || !has(sin, R * l.H) ||
-      !has(values, l.B * l.G * l.S * l.H) || !has(attn_norm, l.D) || !has(mlp_norm, l.D) ||
-      !has(k_norm, q_norm.element_count()) || !(has(q_norm, 0) || has(q_norm, l.H)))
+      !has(values, l.B * l.G * l.S * l.H) || !(norms || has(attn_norm, 0)) || !(norms || has(read, R * l.I)) ||
+      !has(mlp_norm, l.D) || !has(k_norm, q_norm.element_count()) || !(has(q_norm, 0) || has(q_norm, l.H)))
     return ffi::Error::InvalidArgument("these heads, norms, angles or this mask do not fit");
   if (keys.typed_data() != new_keys->typed_data() || values.typed_data() != new_values->typed_data())
     return ffi::Error::InvalidArgument("the cache is written in place");
-  Kernel* const all[] = {&l.qkv, &l.out, &l.gate_up, &l.down};
-  const int64_t inputs[] = {l.D, queries, l.D, l.F}, outputs[] = {heads, l.D, 2 * l.F, l.D};
-  if (counts.size() != 4 || std::accumulate(counts.begin(), counts.end(), int64_t(0)) != int64_t(forms.size()) ||
-      widths.size() != forms.size() || *std::min_element(counts.begin(), counts.end()) < 1)
-    return ffi::Error::InvalidArgument("each of four kernels has parts");
-  for (size_t i = 0, part = 0; i < 4; part += counts.begin()[i++]) {
-    const auto panels = kernels.get<ffi::Buffer<ffi::U32>>(3 * i);
-    const auto scales = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 1);
-    const auto bias = kernels.get<ffi::Buffer<ffi::F32>>(3 * i + 2);
-    if (!panels || !scales || !bias)
-      return ffi::Error::InvalidArgument("each of four kernels is panels, scales and a bias");
-    *all[i] = KernelOf(*panels, *scales, *bias, forms.begin() + part, widths.begin() + part, counts.begin()[i],
-                       inputs[i], outputs[i], activations);
-    if (!all[i]->n_parts) return ffi::Error::InvalidArgument("a kernel does not fit");
+  l.qkv.inputs = l.I, l.out.inputs = queries, l.gate_up.inputs = l.D, l.down.inputs = l.F;
+  Kernel* const of[] = {&l.qkv, &l.qkv, &l.qkv, &l.out, &l.gate_up, &l.gate_up, &l.down};
+  const int64_t outputs[] = {queries, l.G * l.H, l.G * l.H, l.D, l.F, l.F, l.D};
+  for (size_t i = 0; i < 7; ++i) {
+    const auto panels = linears.get<ffi::Buffer<ffi::U32>>(3 * i);
+    const auto scales = linears.get<Floats>(3 * i + 1), bias = linears.get<Floats>(3 * i + 2);
+    if (forms.size() != 7 || !panels || !scales || !bias ||
+        !AddPart(*of[i], *panels, *scales, bias->typed_data(), bias->element_count(), forms.begin()[i], outputs[i],
+                 activations))
+      return ffi::Error::InvalidArgument("seven linear maps, each with panels, scales and a bias, do not fit");
   }
-  const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T);
-  l.x = x.typed_data(), l.cos = cos.typed_data(), l.sin = sin.typed_data();
+  const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T, l.M);
+  l.x = x.typed_data(), l.read = norms ? nullptr : read.typed_data();
+  l.cos = cos.typed_data(), l.sin = sin.typed_data();
   l.start = start.typed_data(), l.paths = paths.data();
   l.shares = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
   l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
   if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
-  l.normed = {nullptr, nullptr, R, l.D, std::max(l.qkv.bits, l.gate_up.bits)};
-  l.attended = {nullptr, nullptr, R, queries, l.out.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
+  l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
+  l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
   const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
   const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
-  Rows* const rows[] = {&l.normed, &l.attended, &l.inner};
+  Rows* const rows[] = {&l.entered, &l.attended, &l.normed, &l.inner};
   size_t needed = R * (heads + queries + 2 * l.F);
   for (const Rows* x : rows) needed += words_of(*x) + floats_of(*x);
   float* at = Scratch(needed);
@@ -186,6 +172,30 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   }
   l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * 2 * l.F);
   RunLayer(pool, l);
+  return ffi::Error::Success();
+}
+
+// Copies slots start + path [B, L] of caches [B, G, S, H] to those from `start` on, in place.
+ffi::Error CommitHandler(ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> path, ffi::RemainingArgs caches,
+                         ffi::RemainingRets moved) {
+  const auto ps = path.dimensions();
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const auto from = caches.get<Floats>(i);
+    auto to = moved.get<Floats>(i);
+    if (!from || !to || from->dimensions().size() != 4 || from->typed_data() != (*to)->typed_data() || ps.size() != 2 ||
+        ps[0] != from->dimensions()[0] || int64_t(start.element_count()) != ps[0] || ps[1] > from->dimensions()[2])
+      return ffi::Error::InvalidArgument("caches [B, G, S, H] in place, start [B] and path [B, L] do not fit");
+    const int64_t B = ps[0], L = ps[1], G = from->dimensions()[1], S = from->dimensions()[2], H = from->dimensions()[3];
+    for (int64_t b = 0; b < B; ++b)
+      for (int64_t i = 0; i < L; ++i) {
+        const int64_t begin = start.typed_data()[b], node = path.typed_data()[b * L + i];
+        const int64_t source = std::clamp<int64_t>(begin + node, 0, S - 1);
+        const int64_t slot = std::clamp<int64_t>(begin, 0, S - L) + i;
+        if (source == slot) continue;
+        for (int64_t g = b * G; g < (b + 1) * G; ++g)
+          std::memcpy((*to)->typed_data() + (g * S + slot) * H, from->typed_data() + (g * S + source) * H, H * 4);
+      }
+  }
   return ffi::Error::Success();
 }
 
@@ -214,13 +224,11 @@ extern "C" int64_t medusa_attends(int64_t head_dim) { return head_dim % kLanes =
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Floats>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<Numbers>("forms")
-                                  .Attr<Numbers>("widths")
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<int64_t>("form")
                                   .Attr<int64_t>("activations"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rows, RowsHandler,
@@ -228,49 +236,55 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rows, RowsHandler,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::U32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<Floats>()
                                   .Attr<int64_t>("form")
                                   .Attr<int64_t>("outputs"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
                                   .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
                                   .Attr<int64_t>("n_heads")
                                   .Attr<int64_t>("d_ff")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("activations")
                                   .Attr<Numbers>("forms")
-                                  .Attr<Numbers>("widths")
-                                  .Attr<Numbers>("counts")
                                   .Attr<double>("eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_commit, CommitHandler,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_norm, NormHandler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>()
                                   .Attr<double>("eps"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rotate, RotateHandler,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Ret<Floats>());

@@ -12,30 +12,38 @@
 
 namespace {
 
-// B texts with T new tokens each, R = B * T rows, after S slots of cache; N query heads of size H, G of keys
-// and of values; D wide, F within the MLP.
+// B texts with T new tokens each, R = B * T rows, the last of M nodes after a text, in S slots of cache; N query heads
+// of size H, G of keys and of values; D wide, F within the MLP. Attention reads I values of each row.
 struct Layer {
-  int64_t B, T, N, G, H, S, D, F, window;
+  int64_t B, T, M, N, G, H, S, D, F, I, window;
   float eps;
-  const float *x, *cos, *sin;             // [R, D], [R, H]
-  const int32_t* start;                   // [B], where each text ends
-  const int32_t* paths;                   // [T, T + 1], see `Paths`
+  const float *x, *read, *cos, *sin;      // [R, D], [R, I], [R, H]; read is null: attention reads the norm of x
+  const int32_t* start;                   // [B], the slots of the first new tokens
+  const int32_t* paths;                   // [T, M + 1], see `Paths`
   const float *attn_norm, *mlp_norm;      // [D]
   const float *q_norm, *k_norm;           // [H]; null: heads have none
   Kernel qkv, out, gate_up, down;
   float *keys, *values;                   // [B, G, S, H]
   float* y;                               // [R, D]
   int64_t shares;                         // of the tokens of a text, for attention
-  // Between the stages: [R, D], [R, N, H], [R, F]; [R, N + 2 G, H], [R, N, H], [R, 2 F].
-  Rows normed, attended, inner;
+  // Between the stages: [R, I], [R, N, H], [R, D], [R, F]; [R, N + 2 G, H], [R, N, H], [R, 2 F].
+  Rows entered, attended, normed, inner;
   float *heads, *queries, *gates;
 
-  // The slot of a text's first new token. A row that is not to step now may have no room left.
-  int64_t Slot(int64_t b) const { return std::clamp<int64_t>(start[b], 0, S - T); }
+  // Where a text ends, and its M nodes begin. A row that is not to step now may have no room left.
+  int64_t End(int64_t b) const { return std::clamp<int64_t>(start[b] - (M - T), 0, S - M); }
+
+  // What attention reads of row r.
+  void Enter(int64_t r) const {
+    float* to = entered.floats + r * I;
+    if (read) std::memcpy(to, read + r * I, I * 4);
+    else NormRow(x + r * D, attn_norm, D, eps, to);
+    entered.Make(r, 0, I);
+  }
 
   // Query heads of row r by their angles; keys, likewise, and values into their slots.
   void Place(int64_t r) const {
-    const int64_t b = r / T, slot = Slot(b) + r % T;
+    const int64_t b = r / T, slot = End(b) + M - T + r % T;
     for (int64_t n = 0; n < N + 2 * G; ++n) {
       float* head = heads + (r * (N + 2 * G) + n) * H;
       const auto slot_of = [&](float* cache, int64_t g) { return cache + ((b * G + g) * S + slot) * H; };
@@ -55,7 +63,7 @@ struct Layer {
     const int64_t g = i % G, b = i / G / shares, share = i / G % shares;
     const int64_t t = T * share / shares, rows = T * (share + 1) / shares - t;
     const int64_t heads = N / G, at = (b * G + g) * S * H, row = ((b * T + t) * N + g * heads) * H;
-    Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, Slot(b), paths + t * (T + 1), T, window,
+    Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, End(b), paths + t * (M + 1), M, window,
            attended.floats + row);
     if (!Aligned()) return;
     for (int64_t r = b * T + t; r < b * T + t + rows; ++r) attended.Make(r, g * heads * H, heads * H);
@@ -75,18 +83,16 @@ inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
       R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G,
       layer.Aligned() || !layer.out.bits ? 0 : R, layer.out.Chunks(), R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
   ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
-    const auto norm = [&](const float* x, const float* scale) {
-      NormRow(x + i * l.D, scale, l.D, l.eps, l.normed.floats + i * l.D);
-      l.normed.Make(i, 0, l.D);
-    };
     switch (stage) {
-      case 0: return norm(l.x, l.attn_norm);
-      case 1: return MultiplyChunk(l.qkv, l.normed, i, nullptr, l.heads);
+      case 0: return l.Enter(i);
+      case 1: return MultiplyChunk(l.qkv, l.entered, i, nullptr, l.heads);
       case 2: return l.Place(i);
       case 3: return l.AttendSome(i);
       case 4: return l.attended.Make(i, 0, l.N * l.H);
       case 5: return MultiplyChunk(l.out, l.attended, i, l.x, l.y);
-      case 6: return norm(l.y, l.mlp_norm);
+      case 6:
+        NormRow(l.y + i * l.D, l.mlp_norm, l.D, l.eps, l.normed.floats + i * l.D);
+        return l.normed.Make(i, 0, l.D);
       case 7: return MultiplyChunk(l.gate_up, l.normed, i, nullptr, l.gates);
       case 8: {
         const int64_t r = i / gated, begin = i % gated * kGated, n = std::min(kGated, l.F - begin);

@@ -1,4 +1,4 @@
-"""A layer of the backbone in one call: few new tokens after a cached text, each along its path."""
+"""A layer of the backbone or of draft heads in one call: few new tokens after a cached text, each along its path; norms and rotations of rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.cpu.panels import numbered
+from medusa_jax.cpu.panels import FORMS, Panels, floats
 from medusa_jax.model.attention import Pair, PathMask
+
+LINEARS = {
+    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
 
 
 def layer(
@@ -20,8 +25,9 @@ def layer(
     mask: PathMask,
     cache: Pair,
     start_B: jax.Array,
+    read_BTI: jax.Array | None = None,
 ) -> tuple[jax.Array, Pair]:
-    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: `Block`, as `Engine.layer`.
+    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `Block`.
 
     Between some ten operations a layer, threads fall asleep and memory is idle; within one they do not.
 
@@ -30,38 +36,58 @@ def layer(
     bit for bit, as a node of a tree and in plain decoding, in a batch and alone.
 
     Args:
-      params: the layer's, with its kernels in `Panels`, fused by `placing.prepare`.
+      params: the layer's, with its kernels in `Panels`.
       rope: cos and sin of the tokens' angles, [B, T, 1, H].
-      cache: keys and values [B, G, S, H]; slots [0, start) are the text. Those after it are
-        written, in place if nothing else needs the old cache.
+      cache: keys and values [B, G, S, H]. The new ones are written to the slots from `start` on, in place if
+        nothing else needs the old cache. If the mask has more than T columns, earlier nodes lie before them.
+      read_BTI: what attention reads; None: the norm of x.
 
     Returns: the rows [B, T, D], and the cache with their keys and values.
     """
-    f32, attention, mlp = jnp.float32, params["self_attn"], params["mlp"]
-    norms = [params["input_layernorm"], params["post_attention_layernorm"]]
+    attention = params["self_attn"]
+    linears = [params[room][name] for room, names in LINEARS.items() for name in names]
+    kernels: list[Panels] = [linear["kernel"] for linear in linears]
+    input_norm = params["input_layernorm"] if read_BTI is None else None
+    norms = [input_norm, params["post_attention_layernorm"]]
     norms += [attention.get("q_norm"), attention.get("k_norm")]
-    linears = [attention["qkv_proj"], attention["o_proj"]]
-    linears += [mlp["gate_up_proj"], mlp["down_proj"]]
-    kernels = [linear["kernel"] for linear in linears]
-
-    def given(x: jax.Array | None) -> jax.Array:
-        return jnp.zeros((0,), f32) if x is None else x.astype(f32).reshape(-1)
-
-    weights = [
-        (k.panels, given(k.scales), given(linear.get("bias")))
-        for k, linear in zip(kernels, linears)
-    ]
-    counts = np.array([len(k.parts) for k in kernels], np.int64)
-    parts = tuple(part for k in kernels for part in k.parts)
-    results = [jax.ShapeDtypeStruct(a.shape, f32) for a in (x_BTD, *cache)]
+    results = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
     y_BTD, keys_BGSH, values_BGSH = call(
-        x_BTD.astype(f32), *rope, start_B.astype(jnp.int32), mask.mask_TT.astype(bool), *cache,
-        *(given(norm and norm["scale"]) for norm in norms),
-        *(operand for kernel in weights for operand in kernel),
+        x_BTD.astype(jnp.float32), *rope, start_B.astype(jnp.int32),
+        mask.mask_TR.astype(bool), *cache, floats(read_BTI),
+        *(floats(norm and norm["scale"]) for norm in norms),
+        *(
+            operand
+            for linear, k in zip(linears, kernels)
+            for operand in (k.panels, floats(k.scales), floats(linear.get("bias")))
+        ),
         n_heads=np.int64(config.n_heads), d_ff=np.int64(config.d_ff),
-        window=np.int64(mask.window), counts=counts,
-        **numbered(parts, kernels[0].activations),
-        eps=np.float64(config.rms_eps),
+        window=np.int64(mask.window), forms=np.array([FORMS[k.form] for k in kernels], np.int64),
+        activations=np.int64(kernels[0].activations), eps=np.float64(config.rms_eps),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)
+
+
+def commit(
+    caches: list[jax.Array], start_B: jax.Array, path_BL: jax.Array
+) -> list[jax.Array]:
+    """`KVCache.commit` of all keys and values at once, each [B, G, S, H] float32, in place."""
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in caches]
+    aliases = {2 + i: i for i in range(len(caches))}
+    call = jax.ffi.ffi_call("medusa_commit", shapes, input_output_aliases=aliases)
+    return list(call(start_B.astype(jnp.int32), path_BL.astype(jnp.int32), *caches))
+
+
+def norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] / rms(x) * scale in float32; XLA's order of summing depends on the number of rows."""
+    call = jax.ffi.ffi_call("medusa_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x.astype(jnp.float32), scale_D.astype(jnp.float32), eps=np.float64(eps))
+
+
+def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
+    """`model.rope.rotate` in float32. XLA fuses a product and a sum into one rounding in some
+    programs and not in others."""
+    B, T, _, H = x_BTNH.shape
+    x, cos, sin = (a.reshape(B * T, -1, H) for a in (x_BTNH, cos_BT1H, sin_BT1H))
+    call = jax.ffi.ffi_call("medusa_rotate", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, cos, sin).reshape(x_BTNH.shape)

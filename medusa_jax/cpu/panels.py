@@ -19,30 +19,29 @@ FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
 }
 # Outputs of a panel of int8 or of blocks, and inputs of a block.
 WIDE, BLOCK = 32, 32
-# Neighbouring outputs that are stored alike: (a name of `FORMS`, their number).
-Parts = tuple[tuple[str, int], ...]
 
 
 class Panels(Stored):
     """A kernel in panels of words.
 
     Attributes:
-      panels: `in_panels` of the kernel, or `pack_blocks` of its parts, one after the other.
+      panels: words as `in_panels`, `in_blocks` or `blocks.pack` make them.
       scales: [n * panel] float32, by which the outputs are multiplied; None is 1.
-      parts: the forms of outputs and their numbers, in their order.
-      inputs: weights of an output.
+      form: the name of the form of its weights.
+      inputs, outputs: the shape of the kernel.
       activations: bits of the activations that int8 and blocks are multiplied by.
     """
 
     panels: jax.Array
     scales: jax.Array | None
-    parts: Parts = struct.field(pytree_node=False)
+    form: str = struct.field(pytree_node=False)
     inputs: int = struct.field(pytree_node=False)
+    outputs: int = struct.field(pytree_node=False)
     activations: int = struct.field(pytree_node=False)
 
     @property
     def types(self) -> dict[str, int]:
-        return {form: n * self.inputs for form, n in self.parts}
+        return {self.form: self.inputs * self.outputs}
 
     def product(self, x: jax.Array) -> jax.Array:
         """x [..., inputs] times the kernel -> [..., outputs], summed up in float32.
@@ -52,34 +51,29 @@ class Panels(Stored):
         bits with a scale for 32 inputs (cpu/integers.h).
         """
         x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-        shape = jax.ShapeDtypeStruct(
-            (len(x_RI), sum(n for _, n in self.parts)), jnp.float32
-        )
+        shape = jax.ShapeDtypeStruct((len(x_RI), self.outputs), jnp.float32)
         call: Any = jax.ffi.ffi_call("medusa_product", shape)
-        nothing = jnp.zeros((0,), jnp.float32)
-        scales = nothing if self.scales is None else self.scales
-        forms = numbered(self.parts, self.activations)
-        y_RO = call(x_RI, self.panels, scales, nothing, **forms)
-        return y_RO.reshape(*x.shape[:-1], shape.shape[1])
+        number, bits = np.int64(FORMS[self.form]), np.int64(self.activations)
+        y_RO = call(x_RI, self.panels, floats(self.scales), form=number, activations=bits)
+        return y_RO.reshape(*x.shape[:-1], self.outputs)
 
     def rows(self, tokens: jax.Array) -> jax.Array:
-        [(form, outputs)] = self.parts
         shape = jax.ShapeDtypeStruct((tokens.size, self.inputs), jnp.float32)
         call: Any = jax.ffi.ffi_call("medusa_rows", shape)
         given = tokens.reshape(-1).astype(jnp.int32), self.panels
-        y = call(*given, form=np.int64(FORMS[form]), outputs=np.int64(outputs))
+        y = call(*given, form=np.int64(FORMS[self.form]), outputs=np.int64(self.outputs))
         return y.reshape(*tokens.shape, self.inputs)
 
 
 def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -> Panels:
-    """`Engine.panels`: a kernel of floats, or of int8 with its scales."""
-    parts = ((kernel_IO.dtype.name, kernel_IO.shape[1]),)
+    """A kernel of floats, or of int8 with a scale for each output, in panels of `storage`."""
     if scales_O is None:
         words = in_panels(kernel_IO, storage.panel)
     else:
         words = in_blocks(kernel_IO)
         scales_O = jnp.pad(scales_O, (0, -len(scales_O) % WIDE))
-    return Panels(words, scales_O, parts, kernel_IO.shape[0], storage.activations)
+    form, activations = kernel_IO.dtype.name, storage.activations
+    return Panels(words, scales_O, form, *kernel_IO.shape, activations)
 
 
 def in_panels(kernel_IO: Any, panel: int) -> jax.Array:
@@ -107,7 +101,6 @@ def in_blocks(codes_IO: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(codes, jnp.uint32)
 
 
-def numbered(parts: Parts, activations: int) -> dict[str, Any]:
-    """Parts, and the bits of activations, as the kernels take them."""
-    forms, widths = (np.array(n, np.int64) for n in zip(*((FORMS[f], n) for f, n in parts)))
-    return {"forms": forms, "widths": widths, "activations": np.int64(activations)}
+def floats(x: jax.Array | None) -> jax.Array:
+    """Operands of the kernels: a vector in float32; empty for None."""
+    return jnp.zeros((0,), jnp.float32) if x is None else x.astype(jnp.float32).reshape(-1)

@@ -20,10 +20,12 @@ constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
 constexpr int64_t kChunkOfBlocks = 1 << 15;
 
-// Outputs of a kernel that are stored alike: panels of `size` words in a form.
+// A linear map: panels of `Size()` words in one form. Outputs are multiplied by scales [panels * width] and added to
+// bias [outputs], unless these are null.
 struct Part {
   int64_t form, outputs, inputs;
   const uint32_t* words;
+  const float *scales, *bias;
 
   bool Blocks() const { return form >= kInt8; }
   int64_t Width() const { return Blocks() ? kWide : kPanel; }
@@ -36,12 +38,10 @@ struct Part {
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
 };
 
-// A kernel in parts, one after the other. Outputs are multiplied by scales [panels * width] and added to bias
-// [outputs], unless these are null. x becomes integers of `bits` where parts are in blocks.
+// Linear maps of the same x, whose outputs follow one another. x becomes integers of `bits` where some are in blocks.
 struct Kernel {
   std::array<Part, 3> parts;  // those of a layer are at most queries, keys and values
   size_t n_parts;
-  const float *scales, *bias;
   int64_t inputs, outputs, bits;
 
   int64_t Chunks() const {
@@ -210,8 +210,8 @@ inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, co
   for (int64_t p = chunk * per; p < end; ++p) {
     const uint32_t* words = part.words + p * size;
     const int64_t begin = p * wide, width = std::min(wide, part.outputs - begin), column = before + begin;
-    const float* bias = kernel.bias ? kernel.bias + column : nullptr;
-    const float* scales = kernel.scales ? kernel.scales + begin : nullptr;
+    const float* bias = part.bias ? part.bias + begin : nullptr;
+    const float* scales = part.scales ? part.scales + begin : nullptr;
     for (int64_t band = 0; band < bands; ++band) {
       const int64_t from = all * band / bands, to = all * (band + 1) / bands;
       const int64_t first = part.Blocks() ? x.First(from) : from, last = part.Blocks() ? x.First(to) : to;

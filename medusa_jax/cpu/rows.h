@@ -21,11 +21,14 @@ inline void NormRow(const float* x, const float* scale, int64_t size, float eps,
 
 // Rotary position embedding of one head: plane i pairs components i and i + size / 2.
 inline void RotateHead(const float* x, const float* cos, const float* sin, int64_t size, float* y) {
-  const int64_t half = size / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    y[i] = x[i] * cos[i] - x[i + half] * sin[i];
-    y[i + half] = x[i + half] * cos[i + half] + x[i] * sin[i + half];
-  }
+  const int64_t half = size / 2, whole = half / kLanes * kLanes;
+  const auto turn = [&](int64_t i, auto load, auto store) {
+    const auto first = load(x + i), second = load(x + i + half);
+    store(y + i, first * load(cos + i) - second * load(sin + i));
+    store(y + i + half, second * load(cos + i + half) + first * load(sin + i + half));
+  };
+  for (int64_t i = 0; i < whole; i += kLanes) turn(i, Load, Store);
+  for (int64_t i = whole; i < half; ++i) turn(i, [](const float* p) { return *p; }, [](float* p, float v) { *p = v; });
 }
 
 // silu(gate) * up, silu(x) = x / (1 + exp(-x)).

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX2__)
@@ -32,6 +33,7 @@ constexpr int kLanes = 4, kRows = 6;
 typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(4)));
 
@@ -134,21 +136,26 @@ inline Vector Bytes(const uint8_t* at) {
   return __builtin_convertvector(wide, Vector);
 }
 
-template <int n>
+template <int n, typename T>
 struct Lanes {
-  typedef float Type __attribute__((vector_size(n * 4)));
+  typedef T Type __attribute__((vector_size(n * 4)));
 };
 
-// The sum of n lanes, halves first. In registers: a loop over an array of them goes through memory.
-template <int n>
-inline float SumOf(typename Lanes<n>::Type x) {
+// n lanes folded to one, halves first. In registers: a loop over an array of them goes through memory.
+template <int n, typename X, typename Fold>
+inline auto FoldOf(X x, const Fold& fold) {
   if constexpr (n == 1) {
     return x[0];
   } else {
-    typename Lanes<n / 2>::Type halves[2];
+    typename Lanes<n / 2, std::decay_t<decltype(x[0])>>::Type halves[2];
     std::memcpy(halves, &x, sizeof x);
-    return SumOf<n / 2>(halves[0] + halves[1]);
+    return FoldOf<n / 2>(fold(halves[0], halves[1]), fold);
   }
+}
+
+template <int n, typename X>
+inline auto SumOf(X x) {
+  return FoldOf<n>(x, [](auto a, auto b) { return a + b; });
 }
 
 inline float Sum(Vector x) { return SumOf<kLanes>(x); }
@@ -161,18 +168,6 @@ inline Vector Mixed(Vector a, Vector b, std::integer_sequence<int, l...>) {
 #else
   return __builtin_shuffle(a, b, Ints{(l / (2 * d) * 2 * d + l % d + from + (l & d ? kLanes : 0))...});
 #endif
-}
-
-// Lane j of vector i to lane i of vector j, for kLanes vectors.
-template <int d = kLanes / 2>
-inline void Transpose(Vector* x) {
-  constexpr std::make_integer_sequence<int, kLanes> lanes;
-  for (int i = 0; i < kLanes; ++i) {
-    if (i & d) continue;
-    const Vector a = x[i], b = x[i + d];
-    x[i] = Mixed<d, 0>(a, b, lanes), x[i + d] = Mixed<d, d>(a, b, lanes);
-  }
-  if constexpr (d > 1) Transpose<d / 2>(x);
 }
 
 // exp(x) for x <= 0 to 2 units in the last place: 2^n exp(r) with x = n ln 2 + r, |r| <= ln 2 / 2, and the

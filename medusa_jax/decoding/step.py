@@ -230,7 +230,7 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL)
+        cache = cache.commit(state.length_B, path_BL, engine.llama.native)
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = write_tokens(text_BS, outcome.emitted_BL, state.length_B + 1)

@@ -112,8 +112,8 @@ TARGETS = {
         "--speculative-draft-model-path {out}`",
     ),
     "speculators": Target(
-        ("eagle3",),
-        "EAGLE-3 in vLLM and speculators",
+        ("eagle3", "dflash", "dspark"),
+        "EAGLE-3, DFlash and DSpark in vLLM and speculators",
         "`vllm serve {out}`, which serves the base model with these heads",
         draft_vocab=True,
     ),
@@ -138,7 +138,7 @@ ENGINES = {
     "medusa_jax": Engine(dict.fromkeys(DRAFTERS, ("native",))),
     "vLLM": Engine(
         {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
-        | _BLOCKS,
+        | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
         "vLLM runs Medusa, EAGLE and DFlash heads only",
     ),
     "SGLang": Engine(
@@ -287,6 +287,8 @@ def _why_not_eagle3(heads: HeadsConfig, target: str, llama: LlamaConfig | None) 
 
 
 def _why_not_dflash(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    if target == "speculators":
+        return "heads.lm_head low_rank has no place there" * (heads.lm_head == "low_rank")
     if heads.lm_head != "shared" or heads.draft_vocab:
         return (
             "DFlash heads score all tokens by the model's LM head, these have LM head "

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats.dflash_files import to_dflash
+from medusa_jax.formats import dflash_files
 from medusa_jax.formats.eagle3_files import to_eagle3, to_speculators
 from medusa_jax.formats.eagle_files import to_eagle, to_eagle_engine
 from medusa_jax.formats.engines import TARGETS, why_not
@@ -98,8 +98,10 @@ WRITERS: dict[str, Callable[[Export, str], None]] = {
     "hydra": to_hydra,
     "eagle": to_eagle,
     "eagle3": to_eagle3,
-    "dflash": to_dflash,
+    "dflash": dflash_files.to_dflash,
     "speculators": to_speculators,
+    "speculators dflash": dflash_files.to_speculators,
+    "speculators dspark": dflash_files.to_speculators,
 }
 
 

@@ -184,7 +184,8 @@ class Amphista(SeparateHeads):
           x_BTD, next_BTD: h_t and e_{t+1}.
         """
         h, dtype = self.heads, backbone.llama.dtype
-        module = CausalLayer(self._stage_shape, dtype, h.stage_norm)
+        native = backbone.llama.native
+        module = CausalLayer(self._stage_shape, dtype, h.stage_norm, native)
         fc, out = Linear(self.llama.d_model, False, dtype), []
         x = x_BTD
         for s in range(h.stages):

@@ -41,6 +41,7 @@ from medusa_jax.heads.layers import (
     zero_output,
 )
 from medusa_jax.model.attention import CausalMask, LevelCache
+from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import PyTree
 
 
@@ -74,6 +75,10 @@ class Autoregressive(Drafter):
     ) -> PyTree:
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, **options)
+
+    def native(self, backbone: Backbone) -> bool:
+        """Whether the CPU engine runs the layers."""
+        return backbone.llama.native and cpu().attends(self.shape.head_dim)
 
     def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
@@ -122,7 +127,8 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = cached_mask(next_BTD.shape[1], state.cache.slots, state.length_B)
+        T, native = next_BTD.shape[1], self.native(backbone)
+        mask = cached_mask(T, state.cache.slots, state.length_B, native=native)
         read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -143,8 +149,8 @@ class Autoregressive(Drafter):
             if depth:
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
-                start_B = state.length_B
-                mask = cached_mask(P, state.cache.slots, start_B, mask_PR)
+                start_B, native = state.length_B, self.native(backbone)
+                mask = cached_mask(P, state.cache.slots, start_B, mask_PR, native)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

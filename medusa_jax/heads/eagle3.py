@@ -32,9 +32,10 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair
+from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair, PathMask
 from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.seams import cpu
 
 
 @dataclass(unsafe_hash=True)
@@ -80,11 +81,16 @@ class WideBlock(nn.Module):
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
-        attention = Attention(self.config, self.dtype, 0, name="self_attn")
-        out_BTD, cache = attention(
-            jnp.concatenate(both, axis=-1), rope, mask, cache, start_B, only_B
-        )
+        both_BTI = jnp.concatenate(both, axis=-1)
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
+        if isinstance(mask, PathMask):
+            assert isinstance(cache, tuple) and start_B is not None
+            layer = self.variables["params"]
+            given = layer, x_BTD, rope, mask, cache, start_B, both_BTI
+            x_BTD, cache = cpu().layer(self.config, *given)
+            return row_of(x_BTD, only_B), cache
+        attention = Attention(self.config, self.dtype, 0, name="self_attn")
+        out_BTD, cache = attention(both_BTI, rope, mask, cache, start_B, only_B)
         x_BTD = row_of(x_BTD, only_B) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), cache

@@ -44,7 +44,8 @@ class HydraPP(Hydra):
     def _prefix(
         self, params: Params, backbone: Backbone, method: str, *args: PyTree
     ) -> PyTree:
-        layer = CausalLayer(self.llama, backbone.llama.dtype)
+        llama = backbone.llama
+        layer = CausalLayer(self.llama, llama.dtype, native=llama.native)
         return layer.apply({"params": params["prefix"]}, *args, method=method)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:

@@ -21,7 +21,14 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, Pair, tree_mask
+from medusa_jax.model.attention import (
+    MAX_MASKED,
+    CausalMask,
+    Mask,
+    Pair,
+    PathMask,
+    tree_mask,
+)
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
 from medusa_jax.model.product import at_least_f32
@@ -44,10 +51,9 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
-def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
+def applied(module: nn.Module, params: Params, *args: Any) -> Any:
     """The output of a module with these parameters."""
-    out: Any = module.apply({"params": params}, *args)
-    return out
+    return module.apply({"params": params}, *args)
 
 
 def last_of(n_B: jax.Array) -> jax.Array:
@@ -173,14 +179,22 @@ def zero_output(layer: Params) -> Params:
 
 
 def cached_mask(
-    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None = None
+    T: int,
+    slots: int,
+    start_B: jax.Array,
+    self_mask_TR: jax.Array | None = None,
+    native: bool = False,
 ) -> Mask:
-    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally)."""
-    if self_mask_TR is not None:
-        return tree_mask(slots, start_B, self_mask_TR)
-    if T > MAX_MASKED:
+    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
+
+    Args:
+      native: the CPU engine runs the layers (`Llama.native`).
+    """
+    if self_mask_TR is None and T > MAX_MASKED:
         return CausalMask()
-    return tree_mask(slots, start_B, jnp.asarray(np.tri(T, dtype=bool)))
+    if self_mask_TR is None:
+        self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
+    return PathMask(self_mask_TR) if native else tree_mask(slots, start_B, self_mask_TR)
 
 
 class CausalLayer(nn.Module):
@@ -192,11 +206,12 @@ class CausalLayer(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     out_norm: bool = True
+    native: bool = False
 
     def setup(self) -> None:
-        self.layers_0 = Block(self.config, self.dtype)
+        self.layers_0 = Block(self.config, self.dtype, native=self.native)
         if self.out_norm:
-            self.norm = RMSNorm(self.config.rms_eps, self.dtype)
+            self.norm = RMSNorm(self.config.rms_eps, self.dtype, self.native)
 
     def forward(
         self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
@@ -219,7 +234,8 @@ class CausalLayer(nn.Module):
         Args:
           only_B: the row whose output is needed; None: all.
         """
-        mask = cached_mask(x_BTD.shape[1], cache[0].shape[2], start_B)
+        T, slots = x_BTD.shape[1], cache[0].shape[2]
+        mask = cached_mask(T, slots, start_B, native=self.native)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(
             x_BTD.astype(self.dtype), rope, mask, cache, start_B, only_B

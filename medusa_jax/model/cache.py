@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.model.seams import tpu
+from medusa_jax.model.seams import cpu, tpu
 
 
 class KVCache(struct.PyTreeNode):
@@ -56,7 +56,9 @@ class KVCache(struct.PyTreeNode):
         )
 
     @jax.named_scope("cache")
-    def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
+    def commit(
+        self, length_B: jax.Array, path_BL: jax.Array, native: bool = False
+    ) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
@@ -66,7 +68,13 @@ class KVCache(struct.PyTreeNode):
         Example: length 10, four candidates in slots 10..13, path [0, 2, 3]: slots 10, 11, 12
         get the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
+
+        Args:
+          native: by the CPU engine; the cache is float32.
         """
+        if native:
+            leaves, treedef = jax.tree.flatten(self)
+            return treedef.unflatten(cpu().commit(leaves, length_B, path_BL))
         if on_tpu := tpu():
             return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL

@@ -227,8 +227,9 @@ class Block(nn.Module):
         c = self.config
         if isinstance(mask, PathMask):
             assert isinstance(cache, tuple) and start_B is not None
-            layer = self.variables["params"]
-            return cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B)
+            layer, read = self.variables["params"], None if self.input_norm else x_BTD
+            x_BTD, cache = cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B, read)
+            return row_of(x_BTD, only_B), cache
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
         normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")

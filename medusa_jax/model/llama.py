@@ -123,7 +123,7 @@ class Llama(nn.Module):
           start_B: length of the text; the next R slots are used.
           self_mask_TR: [t, r] is True where new token t sees row r after the text (itself included).
             The last T rows are the new tokens; earlier rows, if R > T, are nodes of the same tree from
-            previous calls (not with `native`). None: the tokens are a text and see causally.
+            previous calls. None: the tokens are a text and see causally.
 
         Returns: hidden states after the final norm [B, T, E], and the cache with the new rows.
         """

@@ -65,8 +65,13 @@ def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
 def decoder(config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage) -> Llama:
     """The backbone for parameters from `place_part`."""
     native = bool(storage.panel) and dtype == jnp.float32 and cpu().attends(config.head_dim)
-    shards = mesh.shape["tensor"]
+    shards = fused_shards(mesh, storage)
     return Llama(decoding_config(config), dtype, shards=shards, mesh=mesh, native=native)
+
+
+def fused_shards(mesh: Mesh, storage: Storage) -> int:
+    """`Llama.shards` of these devices; 0 for panels, whose layers are one call anyway."""
+    return 0 if storage.panel else mesh.shape["tensor"]
 
 
 def place_part(
@@ -79,7 +84,9 @@ def place_part(
     [(name, inner)] = part.items()
     blocks, rest = split_blocks(inner)
     if blocks:
-        others = partial(place_part, config, {name: rest}, dtype, mesh, storage)
+        others = (
+            place_part(config, {name: rest}, dtype, mesh, storage) if rest else {name: rest}
+        )
         return cpu().prepare(config, part, blocks, others, storage)
     # One program places every layer; the sharding table needs only one layer's name.
     known = "layers_0" if name.startswith("layers_") else name
@@ -96,7 +103,7 @@ def place_head(part: Params, form: Storage) -> Params:
 def _prepared(
     part: Params, config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage
 ) -> Params:
-    out = prepare(part, config, dtype, mesh.shape["tensor"])
+    out = prepare(part, config, dtype, fused_shards(mesh, storage))
     out = jax.lax.with_sharding_constraint(out, param_shardings(mesh, out))
     return store(out, storage)
 
@@ -111,7 +118,7 @@ def prepare(
 
     Kernels are fused per tensor shard: with 2 shards the fused outputs are [q0 k0 v0 | q1 k1 v1], so splitting
     the fused kernel over devices also splits q, k and v. Use with
-    `Llama(decoding_config(config), dtype, shards=shards)`.
+    `Llama(decoding_config(config), dtype, shards=shards)`; with 0 nothing is fused.
 
     Args:
       params: the whole tree, or some of its entries, such as {"layers_3": ...}.
@@ -132,7 +139,7 @@ def prepare(
         return layer | {"self_attn": attention, "mlp": mlp}
 
     out = {
-        name: fuse_layer(inner) if name.startswith("layers_") else inner
+        name: fuse_layer(inner) if shards and name.startswith("layers_") else inner
         for name, inner in params.items()
     }
     if config.tie_embeddings and "embed_tokens" in params:

@@ -268,9 +268,11 @@ def make_step(
     gradient = jax.value_and_grad(stage.loss, has_aux=True)
 
     def step(state: TrainState, frozen: PyTree, batch: PyTree) -> tuple[TrainState, PyTree]:
-        counts_K = losses.pair_counts(batch, stage.offsets)
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if stage.anchors:
+            batch = batch | {"anchors": losses.draw_anchors(step_key, batch, stage.anchors)}
+        counts_K = losses.pair_counts(batch, stage.offsets)
         A = batch["tokens"].shape[0]
 
         def microbatch_gradient(micro: PyTree, i: jax.Array) -> PyTree:

@@ -9,7 +9,7 @@ from gguf_files import SCALES, gguf, random_blocks
 
 from medusa_jax.cpu import library
 from medusa_jax.cpu.blocks import pack_blocks, packs
-from medusa_jax.cpu.panels import FORMS, Panels, in_panels, panels
+from medusa_jax.cpu.panels import FORMS, Panels, panels
 from medusa_jax.model.stored import Storage
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -125,7 +125,7 @@ def test_every_sum_is_that_of_integers(kind, bits, outputs, n_blocks):
     inputs = n_blocks * block_of(kind)
     rows = random_blocks(kind, outputs, inputs, rng)
     words = jnp.asarray(pack_blocks(kind, rows, inputs))
-    kernel = Panels(words, None, ((kind, outputs),), inputs, bits)
+    kernel = Panels(words, None, kind, inputs, outputs, bits)
     ids = jnp.asarray(rng.permutation(outputs))
     got = jax.jit(lambda ids: kernel.rows(ids))(ids)
     np.testing.assert_array_equal(bits_of(got), bits_of(unpacked(rows, kind)[ids]))
@@ -158,7 +158,7 @@ def test_what_is_not_finite_is_seen_in_its_row_only(bits):
     rng = np.random.default_rng(0)
     rows = random_blocks("Q4_0", 40, 96, rng)
     words = jnp.asarray(pack_blocks("Q4_0", rows, 96))
-    kernel = Panels(words, None, (("Q4_0", 40),), 96, bits)
+    kernel = Panels(words, None, "Q4_0", 96, 40, bits)
     x = rng.standard_normal((6, 96)).astype(np.float32)
     clean = np.asarray(kernel.product(x))
     for row, value in ((1, np.nan), (3, np.inf), (4, -np.inf)):
@@ -166,29 +166,6 @@ def test_what_is_not_finite_is_seen_in_its_row_only(bits):
     y = np.asarray(kernel.product(x))
     assert np.isnan(y[[1, 3, 4]]).all()
     np.testing.assert_array_equal(y[[0, 2, 5]], clean[[0, 2, 5]])
-
-
-def test_parts_of_several_types():
-    """As queries, keys and values of one kernel may be; none fills its last panel."""
-    rng, inputs, widths = np.random.default_rng(0), 256, (40, 70, 3)
-    words, parts, own = [], [], []
-    x = rng.standard_normal((3, inputs)).astype(np.float32)
-    for kind, outputs in zip(("Q6_K", "float32", "Q4_K"), widths):
-        rows = random_blocks("Q4_0" if kind == "float32" else kind, outputs, inputs, rng)
-        if kind == "float32":
-            floats = jnp.asarray(unpacked(rows, "Q4_0").T)
-            words.append(in_panels(floats, library().panel).ravel())
-        else:
-            words.append(jnp.asarray(pack_blocks(kind, rows, inputs)))
-        parts.append((kind, outputs))
-        alone = Panels(words[-1], None, tuple(parts[-1:]), inputs, 16)
-        own.append(alone.product(x))
-    together = Panels(jnp.concatenate(words), None, tuple(parts), inputs, 16)
-    got = together.product(x)
-    np.testing.assert_array_equal(bits_of(got), bits_of(jnp.concatenate(own, axis=1)))
-    swapped = together.replace(parts=tuple(parts[::-1]), panels=together.panels[:-1])
-    with pytest.raises(Exception, match="do not fit"):
-        jax.block_until_ready(swapped.product(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,14 +10,17 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from planted import planted, planted_params
-from tiny import random_params, tiny_arch
+from tiny import random_heads, random_params, tiny_arch
 from trees import random_tree
 
 from medusa_jax.cpu import library, norm
 from medusa_jax.cpu import rotate as rotate_native
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding import generate as loop
+from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.llama import Llama
 from medusa_jax.model.placing import decoder, prepare
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage, multiply, store
@@ -85,7 +88,7 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
     panel = library().panel
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
     with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
-        kernel = Panels(words, None, ((form, width * panel + extra),), 5, 16)
+        kernel = Panels(words, None, form, 5, width * panel + extra, 16)
         jax.block_until_ready(kernel.product(jnp.ones((2, 5))))
 
 
@@ -112,7 +115,7 @@ def test_a_fused_layer_call(weights, options):
 
     def run(storage, params):
         llama = decoder(config, jnp.float32, make_mesh(), storage)
-        params = store(prepare(params, config, jnp.float32), storage)
+        params = store(prepare(params, config, jnp.float32, llama.shards), storage)
         args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
         return llama.apply({"params": params}, *args, method="decode")
 
@@ -125,21 +128,17 @@ def test_a_fused_layer_call(weights, options):
 
 
 @pytest.mark.parametrize("width", [5, 64, 70])
-def test_norm(width):
-    rng = np.random.default_rng(0)
+def test_norm_and_rotation(width):
+    rng, f32 = np.random.default_rng(0), partial(jnp.asarray, dtype=jnp.float32)
     x, scale = rng.standard_normal((50, width)), rng.standard_normal(width)
+    got = norm(f32(x), f32(scale), 1e-5)
     want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
-    got = norm(jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
     assert_close(got, want, dtype="float32")
-    alone = norm(jnp.asarray(x[7], jnp.float32), jnp.asarray(scale, jnp.float32), 1e-5)
-    np.testing.assert_array_equal(alone, got[7])
-
-
-def test_rotation():
-    rng = np.random.default_rng(0)
-    x, angle = rng.standard_normal((2, 40, 3, 12)), rng.standard_normal((2, 40, 1, 12))
-    f32 = [jnp.asarray(a, jnp.float32) for a in (x, np.cos(angle), np.sin(angle))]
-    assert_close(rotate_native(*f32), rotate(*f32))
+    np.testing.assert_array_equal(norm(f32(x[7]), f32(scale), 1e-5), got[7])
+    H = width // 2 * 2
+    x, angle = rng.standard_normal((2, 40, 3, H)), rng.standard_normal((2, 40, 1, H))
+    turned = f32(x), f32(np.cos(angle)), f32(np.sin(angle))
+    assert_close(rotate_native(*turned), rotate(*turned))
 
 
 @pytest.fixture(scope="module", params=["", "bfloat16", "int8", *wide("int8/8")])
@@ -150,7 +149,9 @@ def model(request):
     storage = Storage(library().panel, weights, activations=int(bits or 16))
     llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
     assert llama.native
-    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32), storage))(params)
+    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage))(
+        params
+    )
 
 
 def test_every_number_is_that_of_one_token_at_a_time(model):
@@ -216,3 +217,41 @@ def test_texts_are_equal_bit_for_bit(model, rule):
     drafted = text(random_tree(rng, 12, 4), texts)
     np.testing.assert_array_equal(np.asarray(drafted.tokens_BO)[:, :120], plain[:, :120])
     assert np.asarray(drafted.histogram_BL)[:, 1:].sum() > 0
+
+
+@pytest.mark.parametrize("name", ["hydrapp", "amphista", "eagle", "eagle3"])
+def test_layers_of_draft_heads_are_native_calls(name):
+    """The states and drafts of XLA's layers, level by level; rows of two lengths."""
+    raw = random_params(CONFIG, 0)
+    fields = {} if name == "amphista" else {"n_layers": 2}
+    heads = drafter_class(name).Config(drafter=name, n_heads=4, **fields)
+    drafter = make_drafter(heads, CONFIG)
+    given = random_heads(drafter, Backbone(Llama(CONFIG), raw), 1)
+    given = jax.tree.map(jnp.float32, given)
+    rng, tree, B, T, E = np.random.default_rng(0), Tree.cartesian([2, 2, 1]), 2, 5, 48
+    E *= 1 + len(drafter.taps)
+    hidden = rng.standard_normal((3, B, T, E)).astype(np.float32)
+    tokens, counts = rng.integers(0, 70, (4, B, T)), ([5, 3], [1, 5], [4, 2])
+
+    def run(panel):
+        storage = Storage(panel)
+        llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
+        params = store(prepare(raw, CONFIG, jnp.float32, llama.shards), storage)
+        backbone, own = Backbone(llama, params), store(given, storage)
+        state, at = drafter.start(B, 32, jnp.float32), np.zeros(B, int)
+        for x, here, after, n in zip(hidden, tokens, tokens[1:], counts):
+            positions = at[:, None] + np.arange(T)[None]
+            new = Committed(x, here, after, positions, jnp.array(n))
+            state = drafter.commit(own, backbone, state, new)
+            at += n
+        rank = lambda depth, logits: Ranked(logits, logits)  # noqa: E731
+        request = DraftRequest(jnp.array([3, 4]), tree, rank)
+        nodes, ranked = drafter.propose(own, backbone, state, request)
+        return nodes, [r.logits for r in ranked], state.context_BSD
+
+    (nodes, *native), (wanted, *plain) = (
+        jax.jit(run, static_argnums=0)(panel) for panel in (library().panel, 0)
+    )
+    np.testing.assert_array_equal(nodes, wanted)
+    assert_close(native, plain, roundings=1024)
+    assert "medusa_layer" in jax.jit(run, static_argnums=0).lower(library().panel).as_text()

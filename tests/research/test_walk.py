@@ -20,17 +20,6 @@ def test_the_page_is_the_commands_output(capsys):
 
 
 @pytest.mark.wide
-def test_pictures_are_drawn_as_well(tmp_path, capsys):
-    assert main(["--tree", "cartesian:2,1", "--pictures", str(tmp_path)]) == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "mask.svg",
-        "step.svg",
-        "tree.svg",
-    ]
-    assert "kept" in capsys.readouterr().out
-
-
-@pytest.mark.wide
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch, temperature):
     """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 
@@ -18,7 +19,8 @@ from medusa_jax.sharding import PyTree, path_string, spec_for, split_rows
 from medusa_jax.training.losses import Sums
 from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
 
-LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
+# (parameters, features) -> logits, or logits and the logit of their confidence (`Teacher`).
+LogitsFn = Callable[[PyTree, jax.Array], jax.Array | tuple[jax.Array, jax.Array]]
 
 
 class Teacher(NamedTuple):
@@ -29,12 +31,14 @@ class Teacher(NamedTuple):
       weight, label_weight: weights of its cross-entropy and of the labels'.
       distance_weight: weight of the L1 distance of the probabilities. One minus half the distance is the
         probability that rejection sampling accepts a draft.
+      confidence_weight: weight of the binary cross-entropy of a head's confidence with that probability.
     """
 
     logits_fn: Callable[[jax.Array], jax.Array]
     weight: float
     label_weight: float
     distance_weight: float = 0.0
+    confidence_weight: float = 0.0
 
 
 class TeacherProbs(NamedTuple):
@@ -81,7 +85,7 @@ def heads_cross_entropy(
             features: jax.Array,
             used: list[int] = used,
             logits_fn: LogitsFn = logits_fn,
-        ) -> jax.Array:
+        ) -> jax.Array | tuple[jax.Array, jax.Array]:
             full = list(constants)
             for i, leaf in zip(used, read_params, strict=True):
                 full[i] = leaf
@@ -135,7 +139,8 @@ def _chunk_sums(
     probs: TeacherProbs | None,
     teacher: Teacher | None,
 ) -> Sums:
-    logits_BTV = fn(params, features_BTD)
+    out = fn(params, features_BTD)
+    logits_BTV, confidence_BT = out if isinstance(out, tuple) else (out, None)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
     log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     nll_BT = log_sum_BT - label_BT1[..., 0]
@@ -151,11 +156,15 @@ def _chunk_sums(
         soft_BT = log_sum_BT - jnp.sum(probs.p_BTV * logits_BTV, axis=-1)
         soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
-        if teacher.distance_weight:
+        if teacher.distance_weight or confidence_BT is not None:
             q_BTV = jnp.exp(logits_BTV - log_sum_BT[..., None])
             apart_BT = jnp.sum(jnp.abs(q_BTV - probs.p_BTV), axis=-1)
             apart = jnp.sum(jnp.where(mask_BT, apart_BT, 0.0))
             total += teacher.distance_weight * apart
+        if confidence_BT is not None:
+            accepted_BT = lax.stop_gradient(1 - apart_BT / 2)
+            wrong_BT = optax.sigmoid_binary_cross_entropy(confidence_BT, accepted_BT)
+            total += teacher.confidence_weight * jnp.sum(jnp.where(mask_BT, wrong_BT, 0.0))
         entropy = jnp.sum(jnp.where(mask_BT, probs.entropy_BT, 0.0))
     return Sums(total, nll, top1, top5, scored, entropy)
 
@@ -178,7 +187,7 @@ class Head(NamedTuple):
       reads: their indices in the parameters of the plan.
     """
 
-    logits_fn: Callable[[list[jax.Array], jax.Array], jax.Array]
+    logits_fn: LogitsFn
     reads: list[int]
 
 
