@@ -171,22 +171,6 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_features_look_no_further_than_decoding_will(name):
-    """Row t of head k is a function of hidden states up to t and tokens up to t + k + 1."""
-    backbone, drafter, params = noisy(name)
-    rows = family.random_rows(np.random.default_rng(3), 1, 10, family.width(drafter))
-    run = jax.jit(lambda *r: drafter.features(params, backbone, TextRows(*r)))
-    before, t = run(*rows), 4
-    for k in range(4):
-        hidden, tokens, positions, segments = (x.copy() for x in rows)
-        hidden[:, t + 1 :] += 1
-        tokens[:, t + k + 2 :] = (tokens[:, t + k + 2 :] + 5) % family.V
-        after = run(hidden, tokens, positions, segments)
-        assert_close(before[k][:, : t + 1], after[k][:, : t + 1])
-        assert not np.allclose(before[k][:, t + 1], after[k][:, t + 1])
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_heads_deeper_than_the_tree_are_not_read(name):
     """What a separable drafter of fewer heads proposes is what the whole one does."""
     backbone, drafter, params = noisy(name)
