@@ -39,7 +39,7 @@ from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start, zero_output
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.attention import BlockCache, CausalMask, Pair, write
+from medusa_jax.model.attention import BlockCache, CausalMask, Pair, write_both
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
@@ -298,7 +298,7 @@ class DFlash(Tapped):
     ) -> ContextState:
         pairs = self.text(params, backbone.llama.dtype, new.hidden_BTE, new.positions_BT)
         layers = tuple(
-            write(old, pair, state.length_B)
+            write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)
         )
         return ContextState(state.length_B + new.n_B, KVCache(layers=layers))
