@@ -16,11 +16,11 @@ from medusa_jax.commands.flags import (
     numbers,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.fitting import measure_rung
+from medusa_jax.evaluate.fitting import figures_of, rung_of, time_sizes
 from medusa_jax.evaluate.race import Contender, Run, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.files import tree_of_size
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json
 from research.asking import PromptFlags, first_prompts, questions_of
 
@@ -113,6 +113,15 @@ def in_batches(
         results += found
     prefill, decode = seconds
     return replace(Run.of(results), prefill_seconds=prefill, decode_seconds=decode)
+
+
+def measure_rung(model: Model, calibrated: Json, rows: int, most_nodes: int) -> Json:
+    """Time the sizes of a tree file's evidence, up to `most_nodes`, for a batch size."""
+    tokens = {n: t for n, t in tokens_by_size(calibrated).items() if n <= most_nodes}
+    order = Order(calibrated["growth"], calibrated.get("spares") or ())
+    return rung_of(
+        rows, figures_of(time_sizes(model, order, tokens, [1] * 16, rows), tokens)
+    )
 
 
 main = Program("python -m research batches", Flags, run, EXAMPLES)

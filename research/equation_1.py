@@ -4,23 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.config import TrainConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.attention import CausalMask
 from medusa_jax.sharding import PyTree
-from medusa_jax.training.losses.objectives import HeadObjective, hidden_states
-from medusa_jax.training.losses.targets import Batch, pair_mask, rows
+from medusa_jax.training.losses import Batch, pair_mask, rows
+from medusa_jax.training.losses.objectives import hidden_states
 
 
 def equation_1(
-    params: PyTree, backbone: Backbone, objective: HeadObjective, batch: Batch
+    params: PyTree, backbone: Backbone, drafter: Drafter, train: TrainConfig, batch: Batch
 ) -> jax.Array:
     """L = sum_k lambda_k L_k, L_k = -log p_t^(k)(y_{t+k+1}), with the logits of all heads at once.
 
-    The same value as `objectives.head_loss` over all tokens, but with K x B x T x V logits in memory. The
+    The same value as `objectives.heads_loss` over all tokens, but with K x B x T x V logits in memory. The
     teacher's distribution may take part; noise and the regression to hidden states may not.
     """
-    drafter, targets = objective.drafter, objective.targets
     hidden_BTE = jax.lax.stop_gradient(hidden_states(backbone, batch))
     features_KBTD = unrolled(drafter, params, backbone, TextRows(hidden_BTE, *rows(batch)))
     offsets = range(2, drafter.n_heads + 2)
@@ -32,16 +32,16 @@ def equation_1(
     )
     logp_KBTV = jax.nn.log_softmax(logits_KBTV)
     nll_KBT = (
-        -targets.label_weight
+        -train.label_weight
         * jnp.take_along_axis(logp_KBTV, labels_KBT[..., None], axis=-1)[..., 0]
     )
-    if targets.teacher_weight:
+    if train.teacher_weight:
         p_BTV = jax.nn.softmax(jax.lax.stop_gradient(backbone.lm_head(hidden_BTE)))
         p_KBTV = jnp.stack([shift_left(p_BTV, a - 1) for a in offsets])
-        nll_KBT -= targets.teacher_weight * jnp.sum(p_KBTV * logp_KBTV, axis=-1)
+        nll_KBT -= train.teacher_weight * jnp.sum(p_KBTV * logp_KBTV, axis=-1)
     count_K = jnp.maximum(jnp.sum(mask_KBT, axis=(1, 2)), 1)
     loss_K = jnp.sum(nll_KBT * mask_KBT, axis=(1, 2)) / count_K
-    lambda_K = jnp.array([objective.lambda_k(k) for k in range(1, drafter.n_heads + 1)])
+    lambda_K = jnp.array([train.lambda_decay**k for k in range(1, drafter.n_heads + 1)])
     return jnp.sum(loss_K * lambda_K)
 
 

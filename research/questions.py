@@ -56,7 +56,7 @@ class Flags(PromptFlags, TreeFlags):
 
 def run(flags: Flags) -> int:
     """Answer the file with every drafter and tree, print the table, write the files."""
-    from medusa_jax.evaluate.conversation import ending_turns
+    from medusa_jax.api.asking import ending_turns
     from medusa_jax.evaluate.race import rows_of, timed_runs
     from research.asking import find_template
 
@@ -65,7 +65,7 @@ def run(flags: Flags) -> int:
     entrants = list(load_entrants(flags, names_of(flags), flags.trees))
     model = entrants[0].model
     template = find_template(model, flags.chat_template)
-    options = ending_turns(model, options, template)
+    options = ending_turns(model.tokenizer, model.eos_ids, options, template)
     room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
     turns = answered_turns(model, questions, template, room, options)
     prompts, numbers = [t.prompt for t in turns], [t.number for t in turns]

@@ -74,8 +74,8 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
 def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
+    from medusa_jax.api.asking import ending_turns
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import ending_turns
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
     from research.asking import find_template
@@ -95,7 +95,7 @@ def run(flags: Flags) -> int:
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")
         template = find_template(model, flags.chat_template)
-        ending = ending_turns(model, options, template)
+        ending = ending_turns(model.tokenizer, model.eos_ids, options, template)
         if not texts:
             categories, texts = answers_to(model, questions, ending, template, flags)
         recorded = record(model, texts, ending)
@@ -153,8 +153,8 @@ def order_for(
     model: "Model", fitted: Sequence[Json], options: "Options", *, copies: bool
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
-    from medusa_jax.evaluate.conversation import asked
     from medusa_jax.evaluate.fitting import GROWTH, rank_texts
+    from medusa_jax.evaluate.questions import asked
 
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)

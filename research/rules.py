@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.batching import equal_batches
+from medusa_jax.api.asking import equal_batches
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.whole_files import Json

@@ -19,10 +19,10 @@ from medusa_jax.commands.bench_race import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
-from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.placing import choose_storage
@@ -31,6 +31,7 @@ from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 from research.bandwidth import read_bandwidth
+from research.timed_steps import step_seconds
 from research.weights import random_backbone, random_heads
 
 SIZES = (8, 16, 32, 64)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.batching import equal_batches
+from medusa_jax.api.asking import equal_batches
 from medusa_jax.console import announced
 from medusa_jax.evaluate.compare import Comparison, compare
 from medusa_jax.whole_files import Json

@@ -66,8 +66,8 @@ def summary(facts: Json) -> str:
 
 def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
+    from medusa_jax.api.asking import ending_turns
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import ending_turns
     from research.asking import find_template
     from research.tie_report import Judged, compare_batches, tie_report
     from research.turns import all_turns
@@ -80,7 +80,7 @@ def run(flags: Flags) -> int:
     model = load_model(flags, needs_heads=True, tree=flags.tree, batch=batch)
     if flags.questions:
         template = find_template(model, flags.chat_template)
-        options = ending_turns(model, options, template)
+        options = ending_turns(model.tokenizer, model.eos_ids, options, template)
         room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
 
         def ask(prompts: list[list[int]]) -> list[tuple[Judged, str]]:

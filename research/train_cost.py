@@ -38,7 +38,7 @@ from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
 from medusa_jax.training.setup import load_setup, with_draft_vocab
-from medusa_jax.training.stage import Stage, head_objective, make_stage
+from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.trainer import TrainState, init_state, make_step
 from research.equation_1 import equation_1
 
@@ -52,7 +52,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
-    objective = head_objective(cfg.train, drafter)
+    view = drafter.loss_view(cfg.train.levels)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 
@@ -60,7 +60,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
         params: PyTree, frozen: PyTree, inputs: losses.StepInputs
     ) -> tuple[jax.Array, losses.Sums]:
         backbone = Backbone(llama, frozen["backbone"])
-        return equation_1(params["heads"], backbone, objective, inputs.batch), empty
+        return equation_1(params["heads"], backbone, view, cfg.train, inputs.batch), empty
 
     return dataclasses.replace(stage, loss=loss, ranks=None)
 

@@ -26,11 +26,11 @@ from medusa_jax.commands.flags import (
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.evaluate.fitting import GROWTH, figures, rank_texts
 from medusa_jax.evaluate.questions import prompt_of, read_prompts
-from medusa_jax.evaluate.race import step_seconds
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json, write_json
+from research.timed_steps import step_seconds
 
 EXAMPLES = """examples:
   python -m research tree_shapes --drafter hydra --prompts work/demo/calibration.jsonl

@@ -16,7 +16,6 @@ from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import StoppingText
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.compare import compare
 
@@ -269,14 +268,6 @@ def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
     assert load(eos_ids=[5, -1, 10**6]).eos_ids == (5,)  # the others never come
 
 
-def test_float64_is_for_the_caller_to_switch_on(directory):
-    with (
-        jax.enable_x64(False),
-        pytest.raises(UserError, match=r"float64 needs 64-bit types.*jax_enable_x64"),
-    ):
-        medusa_jax.load(str(directory[0]), "none", dtype="float64")
-
-
 def test_heads_of_another_backbone_are_used_when_allowed(directory, tmp_path):
     write_model(tmp_path, seed=1)
     load = partial(medusa_jax.load, str(tmp_path), str(directory[0] / "heads"))
@@ -451,20 +442,6 @@ WRONG |= {"eos_ids": [(3, -1)], "stop_sequences": [((),), ((1, -2),)]}
 def test_options_out_of_range(name, value):
     with pytest.raises(UserError, match=name):
         Options(**{name: value})
-
-
-def test_stopping_text_shows_nothing_that_a_stop_string_may_take_back(model):
-    ids = {c: model.tokenizer.token_to_id(c) for c in "abcde"}
-    text = StoppingText(model.tokenizer, ("bcd", "de"))
-    assert [text.push(ids[c]) for c in "abb"] == ["a", "", "b"]
-    assert text.push(ids["c"]) == ""
-    assert text.push(ids["a"]) == "bca"
-    assert [text.push(ids[c]) for c in "bcd"] == ["", "", ""]
-    assert text.stopped and text.text == "abbca" and text.tokens_used == 8
-    assert text.push(ids["a"]) == "" == text.flush()
-    open_end = StoppingText(model.tokenizer, ("bcd",))
-    assert [open_end.push(ids[c]) for c in "abc"] == ["a", "", ""]
-    assert open_end.flush() == "bc" and not open_end.stopped
 
 
 def test_generate_is_the_models_own(model):

@@ -10,14 +10,8 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import automatic
-from medusa_jax.api.automatic import tokens_by_size, trees_to_try
+from medusa_jax.api.automatic import Learned, tokens_by_size
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.decoding import adapting
-from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.adapting import follows_free
-from medusa_jax.decoding.chooser import Chooser, Chunk
-from medusa_jax.heads.registry import make_drafter, whole_config
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -35,6 +29,8 @@ def directory(tmp_path_factory):
     ]
     file = {"choices": GROWTH[:3], "growth": GROWTH, "evidence": {"ladder": ladder}}
     (path / "heads" / "tree.json").write_text(json.dumps(file))
+    shutil.copytree(path / "heads", path / "own")
+    (path / "own" / "tree.json").unlink()
     return path
 
 
@@ -43,7 +39,6 @@ def free(monkeypatch, tmp_path):
     """Trees are automatic, and nothing is known of this device."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(automatic.VARIABLE)
-    monkeypatch.setattr(automatic, "AT_FIRST", 0)
 
 
 def load(directory, drafter="", **more):
@@ -51,61 +46,52 @@ def load(directory, drafter="", **more):
     return medusa_jax.load(str(directory), drafter, **more)
 
 
-class Cycling(Chooser):
-    """Takes every size in turn, two steps of each, with plain ones on a copy and in place."""
-
-    def next(self, ready, most):
-        super().next(ready, most)
-        self.count = getattr(self, "count", -1) + 1
-        sizes = self.learned.sizes
-        if not self.learned.returns:
-            if self.count % 4 == 1:
-                return Chunk(1, 2, apart=True)
-            sizes = sizes[1:] if self.count < 12 else [1]
-        self.current = sizes[self.count % len(sizes)]
-        return Chunk(self.current, 2)
-
-
 @pytest.mark.parametrize(
     "drafter",
     [
-        "",
+        "{directory}/own",
         "prompt_lookup",
-        "lookahead:window=3:ngram=3:guesses=2",
-        "draft_model:{directory}",
+        pytest.param("draft_model:{directory}", marks=pytest.mark.wide),
+        pytest.param("lookahead:window=3:ngram=3:guesses=2", marks=pytest.mark.wide),
     ],
 )
-def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch):
+def test_text_does_not_depend_on_the_trees(directory, drafter, free):
     """Greedy and sampled rows together, over a cache that grows; whole texts and streams."""
-    monkeypatch.setattr(adapting, "Chooser", Cycling)
     model = load(directory, drafter, dtype="float32")
     rows = [
         dataclasses.replace(OPTIONS, max_new_tokens=150, temperature=t) for t in (0.0, 0.9)
     ]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
-    found = model.generate(PROMPTS, rows)
-    assert [r.token_ids for r in found] == plain
-    for result in found:
-        assert sum(n * k for k, n in enumerate(result.acceptance_histogram, 1)) == 149
-        assert result.tree_nodes and result.steps == sum(result.acceptance_histogram)
+    for accuracy in (0.05, 0.9):
+        model.automatic.learned(2).accuracy = accuracy
+        found = model.generate(PROMPTS, rows)
+        assert [r.token_ids for r in found] == plain
+        for result in found:
+            counted = enumerate(result.acceptance_histogram, 1)
+            assert sum(n * k for n, k in counted) == 149
+            assert result.steps == sum(result.acceptance_histogram)
     *_, (_, streamed) = model.stream(PROMPTS, rows)
     assert [r.token_ids for r in streamed] == plain
 
 
-def test_sizes_to_try(directory):
-    calibrated = json.loads((directory / "heads" / "tree.json").read_text())
-    trees, first = trees_to_try(calibrated, Tree.chain(3), 1, narrow=True)
-    assert list(trees) == [3, 4, 6] and first == 3
-    assert trees[3] == Tree.from_choices(GROWTH[:2])
-    assert trees_to_try(calibrated, Tree.chain(3), 1, narrow=False)[1] == 4
-    handmade = {"choices": [[0], [1], [2]], "growth": [[0], [1], [2]]}
-    trees, first = trees_to_try(handmade, Tree.chain(3), 1, narrow=True)
-    assert list(trees) == [4] and first == 4  # without evidence the user's choice stands
-    for default, sizes in ((10, [3, 6, 11]), (4, [3, 5]), (1, [2])):
-        trees, first = trees_to_try(None, Tree.chain(default), 1, narrow=False)
-        assert list(trees) == sizes and first == min(sizes)
-    branched = Tree.from_choices([[0], [1], [0, 0]])
-    assert trees_to_try(None, branched, 1, narrow=False) == ({4: branched}, 4)
+def times(learned, **seconds):
+    for name, each in seconds.items():
+        for _ in range(automatic.KNOWN):
+            learned.add(int(name[1:]), each)
+
+
+def test_step_times_follow_measurements_on_this_device():
+    learned = Learned({1: 1.0, 3: 1.2, 6: 1.5}, {})
+    assert learned.ratio(6) == 1.5 and learned.note() == {}
+    times(learned, n3=0.014)
+    assert learned.ratio(3) == 1.2  # no plain step was timed
+    times(learned, n1=0.010)
+    learned.add(1, 0.5)  # a moment in which the machine was busy
+    assert learned.ratio(3) == pytest.approx(1.4)
+    assert learned.ratio(6) == pytest.approx(2.0)  # 0.4 for two nodes is 1.0 for five
+    learned.accuracy = 0.25
+    again = Learned({1: 1.0, 3: 1.2, 6: 1.5}, learned.note())
+    assert again.ratio(3) == pytest.approx(1.4) and again.accuracy == 0.25
 
 
 def test_an_accelerator_may_use_more_than_the_evidence_reaches(monkeypatch):
@@ -119,95 +105,72 @@ def test_an_accelerator_may_use_more_than_the_evidence_reaches(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, free", [("medusa", True), ("hydra", True), ("prompt_lookup", True), ("hydrapp", False),
-                   ("eagle", False), ("amphista", False), ("draft_model", False)],
-)  # fmt: skip
-def test_drafters_with_layers_do_not_follow_plain_steps(name, free):
-    heads = whole_config(HeadsConfig(drafter=name, lm_head="shared"))
-    assert follows_free(make_drafter(heads, LlamaConfig())) == free
+    "drafter, depths",
+    [
+        ("prompt_lookup", [0, 2, 10]),
+        ("{directory}/own", [0, 2, 3]),
+        ("{directory}/heads", []),
+    ],
+)
+def test_trees_to_choose_from(directory, drafter, depths, free):
+    model = load(directory, drafter)
+    assert [tree.depth for tree in model.automatic.gated] == depths
 
 
-def test_with_evidence_the_first_calls_of_a_process_measure_nothing(
-    directory, free, monkeypatch
-):
-    monkeypatch.setattr(automatic, "AT_FIRST", 2)
-    for drafter, counts in (("", 2), ("prompt_lookup", 0)):
-        model = load(directory, drafter)
-        plans = [model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes for _ in range(4)]
-        assert [sizes is None for sizes in plans] == [i < counts for i in range(4)]
-
-
-def test_with_evidence_a_measured_step_time_ends_the_changes(directory, free):
-    """Then whole texts have one tree; a drafter without a tree file goes on changing."""
-    for drafter, settles in (("", True), ("prompt_lookup", False)):
-        model = load(directory, drafter)
-        sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-        for figures in sizes.learned.by_size.values():
-            figures.ratios.extend([1.2] * 9)
-            figures.samples = 9
-        _, engine, request = model.plan(PROMPTS[:1], OPTIONS, None, {})
-        assert (request.sizes is None) == settles
-        if settles:
-            [result] = model.generate(PROMPTS[:1], OPTIONS)
-            assert result.tree_nodes == engine.tree.n_nodes == model.tree_at(1).n_nodes
-
-
-def test_what_is_learned_is_kept_and_used_at_the_next_start(directory, free):
+def test_a_tree_files_choice_follows_the_steps_of_this_device(directory, free):
+    """The next process has another tree; this one does not compile a second program."""
     model = load(directory)
     assert model.tree.n_nodes == 4 and model.tree_at(2).n_nodes == 4
-    sizes = model.plan(PROMPTS[:1], OPTIONS, None, {})[2].sizes
-    sizes.keep()
-    assert not model.automatic.cache.file.exists()  # nothing has been measured
-    for n, ratio in ((3, 1.25), (4, 2.0), (6, 3.0)):
-        sizes.learned.by_size[n].ratios.extend([ratio] * 9)
-        sizes.learned.by_size[n].samples = 9
-    sizes.learned.by_size[3].add(100, 50, 1)
-    assert model.tree_at(1).n_nodes == 3
-    sizes.keep()
+    learned = model.automatic.learned(1)
+    times(learned, n1=1.0, n4=1.6)
+    model.automatic.keep(learned, 1)
+    assert model.tree_at(1).n_nodes == 4
     again = load(directory, all_heads=False)
     assert again.tree.n_nodes == 3 and again.tree_at(2).n_nodes == 4
-    learned = again.automatic.learned(1)
-    assert learned.ratio(3) == 1.25 and learned.usual(3) == pytest.approx(2.0)
-    # Drafts have lost: this device begins with plain steps.
-    sizes.learned.by_size[3].add(10, 500, 0)
-    sizes.learned.by_size[3].add(500, 500, 0)
-    sizes.keep()
+    [result] = again.generate(PROMPTS[:1], OPTIONS)
+    assert result.tree_nodes == 3
+    file = again.automatic.cache.file
+    file.write_text('{"1": {"ratios": {"4": 9.0}}}')  # drafts have lost
     assert load(directory).tree == Tree.none()
-    for damaged in ("{", "[]", '{"1 greedy": {"sizes": {"3": [null, null]}}}'):
-        model.automatic.cache.file.write_text(damaged)
+    for damaged in ("{", "[]", '{"1": {}}', '{"1": 7}', '{"1": {"ratios": {"x": []}}}'):
+        file.write_text(damaged)
         assert load(directory).tree.n_nodes == 4
 
 
-def test_a_request_writes_the_note(directory, free):
-    model = load(directory)
-    _, engine, request = model.plan(PROMPTS[:1], OPTIONS, None, {})
-    request.sizes.learned.by_size[3].samples = 3
-    loop.generate(engine, model.variables_by("greedy"), request)
-    ratio, tokens = json.loads(model.automatic.cache.file.read_text())["1 greedy"]["sizes"][
-        "3"
-    ]
-    assert ratio > 1 and tokens >= 1
+def test_requests_time_their_steps(directory, free):
+    """Plain ones and those with drafts; a note is written."""
+    for drafter in ("", "prompt_lookup"):
+        model = load(directory, drafter)
+        learned = model.automatic.learned(1)
+        for _ in range(automatic.KNOWN):
+            learned.accuracy = 0.7
+            *_, (_, [result]) = model.stream(PROMPTS[:1], OPTIONS)
+            list(model.stream(PROMPTS[:1], OPTIONS, tree="none"))
+        assert learned.seconds.keys() >= {1, result.tree_nodes}
+        model.automatic.keep(learned, 2)
+        assert json.loads(model.automatic.cache.file.read_text())["2"]["ratios"]
 
 
 def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
     """Rules that read drafts, a limit of steps, 16 bits, an explicit tree, several hosts."""
-    model = load(directory)
+    model = load(directory, "prompt_lookup")
 
-    def adapts(model=model, options=OPTIONS, **more):
-        return model.plan(["the"], options, None, more)[2].sizes is not None
+    def chooses(model=model, options=OPTIONS, **more):
+        return bool(model.plan(["the"], options, None, more)[1].gated)
 
-    assert adapts() and adapts(tree="auto") and adapts(acceptance="sampled")
-    assert not adapts(tree="3") and not adapts(tree="none")
-    assert not adapts(acceptance="typical") and not adapts(acceptance="rejection")
-    assert not adapts(options=dataclasses.replace(OPTIONS, max_steps=9))
-    assert not adapts(load(directory, dtype="bfloat16"))
-    assert not adapts(load(directory, tree="bundled"))
-    assert not adapts(load(directory, "none"))
+    assert chooses() and chooses(tree="auto") and chooses(acceptance="sampled")
+    assert not chooses(tree="chain:3") and not chooses(tree="none")
+    assert not chooses(acceptance="typical") and not chooses(acceptance="rejection")
+    assert not chooses(options=dataclasses.replace(OPTIONS, max_steps=9))
+    assert not chooses(load(directory, "prompt_lookup", dtype="bfloat16"))
+    for one in (load(directory), load(directory, tree="bundled"), load(directory, "none")):
+        assert not chooses(one)
     with monkeypatch.context() as hosts:
         hosts.setattr(automatic.jax, "process_count", lambda: 2)
         assert not automatic.is_automatic()
     monkeypatch.setenv(automatic.VARIABLE, "bundled")
-    assert not adapts(load(directory)) and load(directory).tree.n_nodes == 4
+    assert not chooses(load(directory, "prompt_lookup"))
+    assert load(directory).tree.n_nodes == 4
     monkeypatch.setenv(automatic.VARIABLE, "measured")
     with pytest.raises(UserError, match="is bundled or not set, not 'measured'"):
         load(directory)
@@ -229,28 +192,13 @@ def test_rungs_of_the_tree_file(directory, tmp_path):
             load(directory, heads)
 
 
-def test_a_conversation_reads_again_what_plain_steps_left_to_the_drafter(
-    directory, free, monkeypatch
-):
-    monkeypatch.setattr(adapting, "Chooser", Cycling)
+def test_a_conversation_reads_again_what_plain_steps_left_to_the_drafter(directory, free):
     model = load(directory, "draft_model:{directory}")
+    model.automatic.learned(1).expected = {1: 1.0, 3: 9.0, 5: 9.0}
     talk, prompt = Dialogue(model), model.encode(PROMPTS[0])
     for new in ("in", "at"):
         *_, (_, [result]) = talk.stream(prompt, OPTIONS)
         [alone] = model.generate([prompt], OPTIONS, tree="none")
         assert result.token_ids == alone.token_ids
-        left = talk.followed
         prompt = [*prompt, *result.token_ids, *model.encode(new)[1:]]
-    assert left is not None and talk.reused < len(prompt) - 2
-
-
-def test_programs_that_cannot_be_compiled_are_not_used(directory, free, monkeypatch):
-    def fails(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(adapting, "COMPILED", adapting.Compiled())
-    monkeypatch.setattr(adapting, "compile_loop", fails)
-    model = load(directory, "prompt_lookup")
-    for _ in range(3):
-        [result] = model.generate(PROMPTS[:1], OPTIONS)
-    assert set(result.acceptance_histogram[3:]) == {0}
+    assert 0 < talk.reused < len(prompt) - 2

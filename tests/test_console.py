@@ -1,4 +1,4 @@
-"""What entry points share: the warning about an idle accelerator, standard streams, missing packages."""
+"""What entry points share: the warning about an idle accelerator, standard streams, missing packages, progress."""
 
 import errno
 import json
@@ -11,7 +11,8 @@ import jax
 import pytest
 from children import environment
 
-from medusa_jax import console
+from medusa_jax import console, progress
+from medusa_jax.progress import Progress
 
 
 @pytest.fixture
@@ -38,16 +39,6 @@ def test_an_accelerator_that_jax_does_not_use_is_told(devices, capsys, path, wor
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("warning: ") and err.count("\n") == 1
     assert words in err
-
-
-def test_slow_things_are_announced_and_quick_ones_are_not(capsys):
-    import time
-
-    with console.announced("compiling", after=0.01):
-        time.sleep(0.3)
-    with console.announced("something quick", after=30):
-        pass
-    assert capsys.readouterr().err == "compiling ...\n"
 
 
 # Standard streams: a shell may close them, or send them to a full disk. The program prints a result
@@ -191,3 +182,23 @@ def test_what_another_user_put_into_a_cache_is_not_used(
     assert path == console.cache_directory("native") and mode(path) == 0o700
     assert os.path.dirname(path) not in (str(second), str(ours.parent))
     assert path.startswith(str(temporary))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, set by the test."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_lines_where_there_is_no_terminal(clock, capsys):
+    with Progress("timing trees", 10, "run") as bar:
+        bar.update()
+        assert not capsys.readouterr().err  # too soon
+        clock[0] = 11.0
+        bar.update()
+        assert capsys.readouterr().err == "timing trees: 2 of 10 runs, 44 seconds left\n"
+        clock[0] = 300.0
+        bar.update(3)
+        assert capsys.readouterr().err == "timing trees: 5 of 10 runs, 5 minutes left\n"

@@ -8,10 +8,8 @@ from tiny import random_heads, write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop import own_heads
@@ -105,19 +103,3 @@ def test_what_is_asked_for_holds_for_every_rule(products, directory, monkeypatch
         kinds = {model.draft_weights(rule) for rule in ("greedy", "typical")}
         assert kinds == {asked}
         assert model.storage.weights == ""
-
-
-def test_what_cannot_be_asked_for(directory):
-    with pytest.raises(UserError, match="float32, bfloat16 or int8, not 'int3'"):
-        read(directory, draft_weights="int3")
-    with pytest.raises(UserError, match="float32 need dtype float32, not bfloat16"):
-        read(directory, draft_weights="float32", dtype="bfloat16")
-
-
-def test_decode_says_which(directory):
-    options = Options(2, eos_ids=())
-    plain = medusa_jax.load(str(directory), "none")
-    [result] = plain.generate([PROMPT], options)
-    models = [plain, *(read(directory, draft_weights=t) for t in (None, "int8"))]
-    found = [describe(m, result, "greedy", options, None)["draft_weights"] for m in models]
-    assert found == [None, "float32", "int8"]

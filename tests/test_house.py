@@ -12,8 +12,6 @@ from packaging.requirements import Requirement
 import medusa_jax
 
 PACKAGE = Path(medusa_jax.__file__).parent
-RESEARCH = PACKAGE.parent / "research"
-
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"arch", "errors"},
@@ -151,16 +149,15 @@ SEAMS = {
     "commands/requests.py": "--prompts_file",
     "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
     "decoding/generate.py": "a request's constraints",
+    "decoding/loop.py": "--tree auto of a drafter without a tree file",
     "decoding/state.py": "--drafter with a step of its own",
     "heads/registry.py": "--drafter or heads.json; one file per drafter",
     "interop/seam.py": "a file's content",
     "model/seams.py": "the platform; in training, adapters, quantised kernels, recomputation",
-    "training/data/prepare.py": "data.source",
-    "training/export.py": "train.stage",
-    "training/log/run_log.py": "the extra tensorboardX",
+    "training/data/sources.py": "data.source",
     "training/losses/objectives.py": "train.induction_weight, data.cache_features",
     "training/optim/optimizer.py": "optim.name",
-    "training/setup.py": "train.heads_path",
+    "training/setup.py": "train.heads_path, train.stage",
     "training/trainer.py": "data.cache_features",
 }
 
@@ -225,7 +222,6 @@ def test_files_that_are_not_python_come_with_the_package():
     assert others - packaged == set() and PACKAGE / "py.typed" in others
 
 
-# The last releases with a known hole, by extra.
 def test_ci_names_the_release_of_every_package():
     """Else a release of somebody else's is met at any time; `.ci/constrain` writes the file."""
     lines = (PACKAGE.parent / ".ci" / "constraints.txt").read_text().splitlines()

@@ -98,11 +98,6 @@ def test_a_job_goes_back_into_the_queue_where_that_helps(submit, status):
     assert job.returncode == status and not asked.read_text()
 
 
-def test_a_job_without_arguments_says_how(submit):
-    job = submit[0]("#!/bin/sh\n")
-    assert "usage: sbatch" in job.communicate(timeout=60)[0] and job.returncode == 2
-
-
 @pytest.mark.slow
 def test_a_preempted_job_goes_on_to_its_export(submit, tmp_path):
     """Two processes find each other; SIGTERM to all that SLURM started; the same job once more."""

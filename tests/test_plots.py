@@ -106,16 +106,6 @@ def test_any_text_is_well_formed_and_complete(segments):
         assert run[1] + run[2] <= 20
 
 
-def test_draw_mask(tmp_path):
-    """A square for every cell, in colour where a node sees another."""
-    tree = Tree.from_choices(CHOICES)
-    path = plots.draw_mask(tree.mask_MM, LABELS, path=tmp_path / "mask.svg")
-    text = path.read_text().lower()
-    uses = svg_of(path).iter(SVG + "use")
-    assert len(list(uses)) >= 6 * 7 + 6 + int(tree.mask_MM.sum())
-    assert text.count(f"fill: {plots.style.ACCENT}") >= int(tree.mask_MM.sum())
-
-
 def test_draw_step(tmp_path):
     """The kept path in colour: three boxes and the two edges between them."""
     tree = Tree.from_choices(CHOICES)

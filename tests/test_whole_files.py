@@ -181,11 +181,6 @@ def test_a_link_stays_one_and_a_device_is_written_itself(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "target"]
 
 
-def test_a_directory_that_is_not_there_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere/a.txt could not be written: .*No such"):
-        write_text(tmp_path / "nowhere" / "a.txt", "x")
-
-
 def test_all_of_it_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """Each file of a directory, the directories, and then the name in the one that holds it."""
     fsync, replace, seen = os.fsync, os.replace, []

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from medusa_jax.api.results import Options
@@ -149,3 +149,16 @@ def _stops(
 def ends_of(options: Options, eos_ids: Sequence[int]) -> Sequence[int]:
     """The tokens that end a text: the request's own, else these."""
     return eos_ids if options.eos_ids is None else options.eos_ids
+
+
+def equal_batches(n: int, size: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Numbers 0, ..., n - 1 in batches, and each batch padded to `size` with its last number.
+
+    If n < `size`, there is one batch of size n.
+
+    Example: 5 in batches of 2: ([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4, 4]).
+    """
+    size = min(size, n)
+    for start in range(0, n, size):
+        ids = list(range(start, min(start + size, n)))
+        yield ids, ids + [ids[-1]] * (size - len(ids))

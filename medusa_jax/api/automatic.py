@@ -1,13 +1,16 @@
-"""`--tree auto`: the sizes that decoding chooses from, and what earlier processes learned of them.
+"""`--tree auto`: the trees that decoding chooses from, and what earlier processes learned of them.
 
-`decoding/adapting.py` chooses among them by the steps of the running process. Which of them is fastest
-depends on the device, the heads and the number of rows; it is kept in the user's cache directory, so that
-the next process begins with it.
+A drafter without a tree file is gated (`decoding/gate.py`): each step drafts a short chain, a long one, or
+nothing. With a tree file the tree stays the same, since its evidence says how many tokens each size
+gives; how long a step takes is measured on the user's device by the requests themselves, plain ones (as of
+`--compare`) among them. It is kept in the user's cache directory, and the next process begins with it.
 """
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,10 +19,10 @@ import numpy as np
 
 from medusa_jax.api.results import Options
 from medusa_jax.arch import STORED
-from medusa_jax.decoding.adapting import Sizes, follows_free
-from medusa_jax.decoding.chooser import KNOWN, Learned
+from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generate import Request
-from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.state import Engine, Progress
+from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import DeviceCache
@@ -38,14 +41,13 @@ from medusa_jax.whole_files import Json
 VARIABLE = "MEDUSA_JAX_TREES"
 # Nodes of the first tree without evidence, or where weights are narrow: further rows of a product cost time.
 FEW = 3
-# Further sizes: at most this much larger than the tree file's choice, this far apart, and by its evidence
-# not much slower than the best.
-REACH, APART, PROMISING = 2.0, 1.5, 0.85
-# Time of a further node in plain steps, before any is measured.
-NODE_COST = {"cpu": 0.1, "other": 0.01}
-# Calls of a process for which the evidence of a tree file stands: measuring costs more than a process gains that
-# decodes little.
-AT_FIRST = 8
+# By measurements on this device, a tree may become this much larger than the tree file's choice, and must be
+# faster than plain decoding by this factor.
+REACH, MARGIN = 2.0, 1.03
+# Time of a further node in plain steps, before any is measured, and least ratio of a step with drafts.
+NODE_COST, LEAST_RATIO = {"cpu": 0.15, "other": 0.02}, 1.05
+# Times of a step to keep of each size, and number from which they count.
+SAMPLES, KNOWN = 32, 4
 # Seconds between two notes of one process.
 PATIENCE = 30.0
 
@@ -91,48 +93,104 @@ def expected_ratios(calibrated: Json | None, sizes: Iterable[int]) -> dict[int, 
     here = calibrated and calibrated.get("platform", platform) == platform
     ladder = ladder_of(calibrated) if here else []
     rows = {row["nodes"]: row.get("step_latency_ratio") for row in ladder}
-    return {n: rows.get(n) or 1 + node * (n - 1) for n in sizes}
+    return {1: 1.0} | {n: rows.get(n) or 1 + node * (n - 1) for n in sizes if n > 1}
 
 
-def trees_to_try(
-    calibrated: Json | None, default: Tree, rows: int, narrow: bool
-) -> tuple[dict[int, Tree], int]:
-    """A few trees by size, and the size to begin with.
-
-    Without a tree file these are chains: of two drafts, of five, and as deep as the default tree. With
-    one, the first nodes of its order: `FEW`, its own choice, and others that its evidence recommends.
+class Learned:
+    """Times of steps on this device with a number of rows, and how often drafts are right.
 
     Args:
-      default: the drafter's default tree.
-      rows: rows decoded at a time.
-      narrow: weights are stored narrower than they are computed in.
+      expected: expected time of a step by size over a plain step's.
+      note: the result of `note` in an earlier process.
+
+    Attributes:
+      accuracy: p of `decoding/gate.py` over all texts.
     """
-    if calibrated is None:
-        if default.n_nodes != default.depth + 1:  # no chain
-            return {default.n_nodes: default}, default.n_nodes
-        depths = {min(d, default.depth) for d in (FEW - 1, 5, default.depth)} - {0}
-        trees = {d + 1: Tree.chain(d) for d in sorted(depths)}
-        return trees, min(trees, default=1)
-    platform = jax.default_backend()
-    ladder = file_ladder(calibrated, platform)
-    own = tree_at(ladder, rows) if ladder else auto_tree(calibrated, platform)
-    most, evidence = len(calibrated["growth"]) + 1, ladder_of(calibrated)
-    first = min(FEW, most) if evidence else own.n_nodes
-    speeds = {
-        row["nodes"]: row["tokens_per_step"] / ratio
-        for row in evidence
-        if (ratio := row.get("step_latency_ratio"))
-        and 1 < row["nodes"] <= REACH * own.n_nodes
-    }
-    sizes = {first, own.n_nodes} - {1}
-    for n in sorted(speeds, key=lambda n: -speeds[n]):
-        apart = all(max(n, m) >= APART * min(n, m) for m in sizes)
-        if apart and speeds[n] > PROMISING * max(speeds.values()):
-            sizes.add(n)
-    trees = {
-        n: own if n == own.n_nodes else tree_of_size(calibrated, n) for n in sorted(sizes)
-    }
-    return trees, min(first, own.n_nodes) if narrow else own.n_nodes
+
+    def __init__(self, expected: Mapping[int, float], note: Json) -> None:
+        self.expected = dict(expected)
+        self.noted, self.accuracy = dict[int, float](), 0.5
+        with suppress(AttributeError, TypeError, ValueError):  # a damaged note
+            noted = {int(n): float(ratio) for n, ratio in note.get("ratios", {}).items()}
+            self.accuracy = float(note.get("accuracy", 0.5))
+            self.noted = noted
+        self.seconds: dict[int, deque[float]] = {}
+
+    def add(self, size: int, seconds: float) -> None:
+        """Add the time of a step, the mean over some that took trees of one size."""
+        self.seconds.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """Ratios by size that this process or an earlier one has measured."""
+        # Other work on the machine only adds time, so the lower quartile counts.
+        known = {
+            n: sorted(s)[len(s) // 4] for n, s in self.seconds.items() if len(s) >= KNOWN
+        }
+        plain = known.pop(1, None)
+        return self.noted | ({n: s / plain for n, s in known.items()} if plain else {})
+
+    def ratio(self, n: int) -> float:
+        """Time of a step over a plain step's; a size that was not measured follows the nearest one."""
+        measured = self.measured
+        if n == 1 or not measured:
+            return self.expected.get(n, 1.0)
+        m = min(measured, key=lambda m: abs(m - n))
+        own, other = (self.expected.get(k, 1.0) - 1 for k in (n, m))
+        return max(LEAST_RATIO, 1 + (measured[m] - 1) * (own / other if other > 0 else 1))
+
+    def note(self) -> Json:
+        """What a later process begins with; {} if nothing is measured."""
+        ratios = {str(n): round(ratio, 3) for n, ratio in self.measured.items()}
+        return ratios and {"ratios": ratios, "accuracy": round(self.accuracy, 3)}
+
+
+@dataclass
+class Watch:
+    """Times the steps of one request.
+
+    Attributes:
+      sizes: nodes of the trees that steps take; of a gated engine in its order.
+      keep: called at the end of the request.
+    """
+
+    learned: Learned
+    sizes: Sequence[int]
+    keep: Callable[[], None]
+    _since: float | None = None
+    _steps: np.ndarray | int = 0
+
+    def begin(self) -> None:
+        """The decode loop starts now."""
+        self._since = now()
+
+    def see(self, progress: Progress) -> None:
+        """Wait for the result of a loop, and time it if it is not ready yet."""
+        late = progress.n_new_B.is_ready()  # type: ignore[attr-defined]
+        jax.block_until_ready(progress)
+        before, self._since = self._since, now()
+        gate = progress.gate
+        steps = (
+            np.asarray(progress.steps_B).max(keepdims=True)
+            if gate is None
+            else gate.steps_N
+        )
+        new_N = np.asarray(steps) - self._steps
+        self._steps += new_N
+        taken = np.flatnonzero(new_N).tolist()
+        if before and not late and len(taken) == 1:
+            seconds = (self._since - before) / int(new_N[taken[0]])
+            self.learned.add(self.sizes[taken[0]], seconds)
+        if not (np.asarray(progress.status_B) == RUNNING).any():
+            if gate is not None:
+                found = float(np.asarray(gate.right_1)[0] / np.asarray(gate.tested_1)[0])
+                self.learned.accuracy = (self.learned.accuracy + found) / 2
+            self.keep()
+
+
+def now() -> float:
+    """Seconds; on a CPU those that this process has computed, which other processes lengthen little."""
+    return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
 
 
 @dataclass
@@ -141,20 +199,17 @@ class Automatic:
 
     Attributes:
       calibrated: content of the tree file next to the heads, or None.
-      default: the drafter's default tree.
-      narrow: as for `trees_to_try`.
-      cache: keeps what is learned; None: trees do not follow measurements.
+      narrow: weights are stored narrower than they are computed in.
+      cache: keeps what is learned; None: nothing is learned, and all steps take the same tree.
     """
 
     drafter: Drafter
     calibrated: Json | None
-    default: Tree
     narrow: bool
     cache: DeviceCache | None = None
-    _calls: int = 0
-    _trees: dict[int, tuple[dict[int, Tree], int]] = field(default_factory=dict)
-    _made: dict[tuple[Engine, int], Sizes] = field(default_factory=dict)
-    _written: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _learned: dict[int, Learned] = field(default_factory=dict)
+    _trees: dict[int, Tree] = field(default_factory=dict)
+    _written: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -165,87 +220,119 @@ class Automatic:
         Args:
           marks: what else determines the time of a step.
         """
-        default = drafter.default_tree
+        narrow = storage.weights in (STORED, "int8")
         if not is_automatic():
-            return cls(drafter, calibrated, default, narrow=False)
+            return cls(drafter, calibrated, narrow)
         sizes = tokens_by_size(calibrated), (calibrated or {}).get("growth")
         cache = DeviceCache(
-            "trees", 3, drafter.heads, drafter.llama, sizes, storage, *marks
+            "trees", 4, drafter.heads, drafter.llama, sizes, storage, *marks
         )
-        return cls(drafter, calibrated, default, storage.weights in (STORED, "int8"), cache)
+        return cls(drafter, calibrated, narrow, cache)
 
-    def trees(self, rows: int) -> tuple[dict[int, Tree], int]:
-        """The trees to choose from, by size, without the empty one; and the size to begin with."""
-        if rows not in self._trees:
-            trees, first = trees_to_try(self.calibrated, self.default, rows, self.narrow)
-            fit = {
-                n: t for n, t in trees.items() if t.drafted.depth <= self.drafter.n_heads
-            }
-            self._trees[rows] = fit, min(first, max(fit, default=1))
-        return self._trees[rows]
+    @property
+    def gated(self) -> tuple[Tree, ...]:
+        """The trees that steps choose from: none, and chains of two and of all drafts.
 
-    def _learned(self, rows: int, rule: str) -> Learned:
-        trees, first = self.trees(rows)
-        note = self.cache.read().get(f"{rows} {rule}") if self.cache else None
-        expected, returns = tokens_by_size(self.calibrated), follows_free(self.drafter)
-        ratios = expected_ratios(self.calibrated, trees)
-        return Learned([1, *trees], first, expected, ratios, returns, note)
-
-    def may_change(self, engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
-        """Whether the tree may change while these rows are decoded.
-
-        Not where the text could depend on it: under rules that read the drafts, with a limit of steps, and in
-        16-bit arithmetic, where passes over different numbers of tokens round differently. With a
-        constraint the host takes part in every step, and its tree stays the same. With a tree file only
-        after `AT_FIRST` calls, and until its step time is measured on this device: chunks of steps cost
-        more than changes within a text gain.
+        () with a tree file. A default tree that is not a chain is the only other one.
         """
-        self._calls += 1
-        if self._is_settled(len(rows)):
-            return False
-        exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
-        plain = all(o.max_steps is None and o.constraint is None for o in rows)
-        return exact and plain and bool(self.trees(len(rows))[0])
-
-    def _is_settled(self, rows: int) -> bool:
-        if not ladder_of(self.calibrated):
-            return False
-        known = self.learned(rows).by_size.values()
-        return self._calls <= AT_FIRST or any(f.samples >= KNOWN for f in known)
+        default = self.drafter.default_tree
+        if self.calibrated is not None:
+            return ()
+        if default.n_nodes != default.depth + 1:
+            return Tree.none(), default
+        depths = {min(FEW - 1, default.depth), default.depth}
+        return Tree.none(), *(Tree.chain(d) for d in sorted(depths))
 
     def learned(self, rows: int) -> Learned:
-        """What this process knows for a number of rows, else what earlier ones learned; under any rule."""
-        for (_, n), sizes in self._made.items():
-            if n == rows:
-                return sizes.learned
-        notes = self.cache.read() if self.cache else {}
-        kept = [name for name in notes if name.split()[0] == str(rows)]
-        return self._learned(rows, kept[0].split()[1] if kept else "")
-
-    def prepare(self, engine: Engine, request: Request) -> Engine:
-        """Let a request choose among the sizes; returns its engine, that of the largest."""
-        rows = len(request.prompts)
-        trees, _ = self.trees(rows)
-        largest = trees[max(trees)]
-        drafter = self.drafter if largest.drafted.depth else engine.drafter
-        key = replace(engine, tree=largest, drafter=drafter), rows
-        if key not in self._made:
-            learned = self._learned(rows, engine.acceptance)
-            keep = partial(self.keep, learned, f"{rows} {engine.acceptance}")
-            self._made[key] = Sizes(key[0], trees, learned, keep)
-        request.sizes = self._made[key]
-        return key[0]
+        """What is known for a number of rows."""
+        if rows not in self._learned:
+            if self.calibrated is None:
+                sizes = [tree.n_nodes for tree in self.gated]
+            else:
+                sizes = [self._own(rows).n_nodes, *tokens_by_size(self.calibrated)]
+            note = self.cache.read().get(str(rows), {}) if self.cache else {}
+            expected = expected_ratios(self.calibrated, sizes)
+            self._learned[rows] = Learned(expected, note)
+        return self._learned[rows]
 
     def tree(self, rows: int) -> Tree:
-        """The tree to use where it cannot change: the best one known on this device."""
-        return ({1: Tree.none()} | self.trees(rows)[0])[self.learned(rows).best()]
+        """The tree of steps that are not gated: the fastest, as known when it was first asked for.
 
-    def keep(self, learned: Learned, name: str) -> None:
-        """Keep what was learned: at once if another size is best, else now and then."""
-        best, now = learned.best(), time.monotonic()
-        before, at = self._written.get(name, (0, -PATIENCE))
-        if not self.cache or (best == before and now - at < PATIENCE):
+        A tree file's own choice stands until a step with it, and a plain one, have been timed on this device.
+        """
+        if rows not in self._trees:
+            self._trees[rows] = self._fastest(rows)
+        return self._trees[rows]
+
+    def _own(self, rows: int) -> Tree:
+        """The tree file's choice."""
+        assert self.calibrated is not None
+        platform = jax.default_backend()
+        ladder = file_ladder(self.calibrated, platform)
+        return tree_at(ladder, rows) if ladder else auto_tree(self.calibrated, platform)
+
+    def _fastest(self, rows: int) -> Tree:
+        learned = self.learned(rows)
+        if self.calibrated is None:
+            p = learned.accuracy
+            speeds = {
+                tree: sum(p**d for d in range(tree.depth + 1)) / learned.ratio(tree.n_nodes)
+                for tree in self.gated
+            }
+            return max(speeds, key=lambda tree: speeds[tree])
+        own, tokens = self._own(rows), tokens_by_size(self.calibrated)
+        if not tokens:
+            return own
+        if not learned.measured:
+            n = min(FEW, own.n_nodes) if self.narrow else own.n_nodes
+            return own if n == own.n_nodes else tree_of_size(self.calibrated, n)
+        ahead = {
+            n: t / learned.ratio(n) for n, t in tokens.items() if n <= REACH * own.n_nodes
+        }
+        n = max(ahead, key=lambda n: ahead[n])
+        fits = tree_of_size(self.calibrated, n).drafted.depth <= self.drafter.n_heads
+        return (
+            tree_of_size(self.calibrated, n) if fits and ahead[n] > MARGIN else Tree.none()
+        )
+
+    def prepare(
+        self,
+        engine: Engine,
+        rows: Sequence[Options],
+        dtype: np.dtype,
+        request: Request,
+        auto: bool,
+    ) -> Engine:
+        """Time a request's steps, and let it choose among trees where its text cannot depend on them.
+
+        It could under rules that read the drafts, with a limit of steps, and in 16-bit arithmetic, where
+        passes over different numbers of tokens round differently. With a constraint the host takes part
+        in every step. A tree file's tree stays, since programs with several take longer to compile.
+
+        Args:
+          auto: the caller asked for no other tree.
+        """
+        B, learned = len(rows), self.learned(len(rows))
+        sizes: tuple[int, ...] = (engine.tree.n_nodes,)
+        free = all(o.max_steps is None and o.constraint is None for o in rows)
+        exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
+        if (trees := self.gated) and self.cache and auto and free and exact:
+            engine = replace(engine, drafter=self.drafter, tree=trees[-1], gated=trees)
+            sizes = tuple(tree.n_nodes for tree in trees)
+            ratios = [learned.ratio(n) for n in sizes]
+            p = learned.accuracy
+            request.gate = Gate.before_text(trees, self.drafter, B, ratios, p)
+        if auto:
+            request.sizes = sizes
+        if self.cache and free and all(n in learned.expected for n in sizes):
+            request.watch = Watch(learned, sizes, partial(self.keep, learned, B))
+        return engine
+
+    def keep(self, learned: Learned, rows: int) -> None:
+        """Keep what was learned, now and then."""
+        at = time.monotonic()
+        if not self.cache or at - self._written.get(rows, -PATIENCE) < PATIENCE:
             return
         if note := learned.note():
-            self.cache.write(self.cache.read() | {name: note})
-            self._written[name] = best, now
+            self.cache.write(self.cache.read() | {str(rows): note})
+            self._written[rows] = at

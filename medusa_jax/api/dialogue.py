@@ -24,14 +24,13 @@ class Dialogue:
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.
-      state, followed: the row as the last request left it (for the decode loop, `generate.Kept`).
+      state: the row as the last request left it (for the decode loop, `generate.Kept`).
     """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.reused = 0
         self.state: DecodeState | None = None
-        self.followed: int | None = None
         self._prompt: Sequence[int] = ()
         self._made_for: tuple[Engine, rows.Sizes] | None = None
 
@@ -58,9 +57,8 @@ class Dialogue:
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._made_for == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
-        shared = min(self._shared(row, prompt), self.followed or len(prompt))
-        at = self.reused = max(0, shared - 1)
-        self.followed = None
+        at = self.reused = max(0, self._shared(row, prompt) - 1)
+        row = row and row.replace(gate=None)
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
         elif row.cache.slots < slots:
@@ -78,14 +76,20 @@ class Dialogue:
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._made_for, self._prompt = (engine, sizes), request.prompts[0]
-        return row, [slots]
+        return loop.with_gate(engine, row, request), [slots]
 
     def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
-        """The number of tokens at the start of a prompt that a row has in its cache."""
+        """The number of tokens at the start of a prompt that a row's caches have, the drafter's among them."""
         if row is None or row.length_B.is_deleted():  # interrupted while a loop began
             return 0
         new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
-        text = np.concatenate([self._prompt, new])[: int(row.length_B[0])]
-        n = min(len(text), len(prompt))
-        differs = np.flatnonzero(text[:n] != prompt[:n])
-        return int(differs[0]) if differs.size else n
+        read_B = row.length_B if row.gate is None else row.gate.followed_B
+        text = np.concatenate([self._prompt, new])[: int(read_B[0])]
+        return shared_start(text, prompt)
+
+
+def shared_start(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens that two texts share at their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if differs.size else n

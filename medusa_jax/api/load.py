@@ -23,10 +23,11 @@ from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.registry import BASELINES, make_drafter
+from medusa_jax.heads.names import BASELINES
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.base_files import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.fingerprint import Fingerprint
+from medusa_jax.interop.hf import BaseFiles, fingerprint_as_read
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensors import stands_for_gguf
 from medusa_jax.interop.tokenizer import (
@@ -77,8 +78,8 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" follows the steps that the process measures
-        (`decoding/chooser.py`), plain ones among them.
+      tree: the default tree, as for `--tree`. "auto" is a tree file's, as fits this device, or without
+        one follows the drafts that were right so far (`api/automatic.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.
@@ -122,8 +123,10 @@ def load(
     else:
         text_to_ids = NoTokenizer(directory)
     weights = _weights(weights, directory, kind, devices)
-    opened = hf.open_model(directory)
-    number, storage = _forms(opened[0], kind, devices, weights, draft_weights, activations)
+    opened = hf.BaseFiles.open(directory)
+    number, storage = _forms(
+        opened.config, kind, devices, weights, draft_weights, activations
+    )
     marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
 
     def place(config: LlamaConfig, part: Params) -> Params:

@@ -444,13 +444,11 @@ class Model:
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)
         request = self.request(prompts, rows, ids)
-        if engine_options.get("tree") not in (None, "auto"):
-            return rows, make(**engine_options), request
-        engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
-        if self.automatic and self.automatic.may_change(engine, rows, self.dtype):
-            engine = self.automatic.prepare(engine, request)
-        elif self.automatic:
-            request.steps_by_size[engine.tree.n_nodes] = 0  # the one that all steps take
+        auto = engine_options.get("tree") in (None, "auto")
+        tree = {"tree": self.tree_at(len(rows))} if auto else {}
+        engine = make(**engine_options | tree)
+        if self.automatic:
+            engine = self.automatic.prepare(engine, rows, self.dtype, request, auto)
         return rows, engine, request
 
 

@@ -267,7 +267,8 @@ def results_of(
     tokens, depths = np.asarray(progress.tokens_BO), np.asarray(progress.depth_BO)
     counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
     steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
-    sizes, results = request.steps_by_size, []
+    results = []
+    used = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
         reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
@@ -283,7 +284,7 @@ def results_of(
                 prefill_seconds=seconds[0],
                 decode_seconds=seconds[1],
                 compile_seconds=seconds[2],
-                tree_nodes=max(sizes, key=lambda n: sizes[n]) if sizes else None,
+                tree_nodes=request.sizes[used] if request.sizes else None,
                 **logprobs_of_row(progress, row, slice(int(counts[row])), options.logprobs),
             )
         )

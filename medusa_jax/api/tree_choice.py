@@ -70,11 +70,8 @@ class TreeChoice:
         drafter.check_tree(tree)
         if automatic and not automatic.cache:
             automatic = None
-        used = [
-            *ladder.values(),
-            *(automatic.trees(batch)[0].values() if automatic else ()),
-        ]
-        levels = max(1, *(t.drafted.depth for t in (tree, *used)))
+        used = [tree, *ladder.values(), *(automatic.gated if automatic else ())]
+        levels = max(1, *(t.drafted.depth for t in used))
         return cls(tree, calibrated, ladder, automatic, levels)
 
 

@@ -19,7 +19,7 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
 )
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, spread
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
@@ -158,7 +158,6 @@ def prompts_of(flags: RaceFlags) -> list[Json]:
 
 def run(flags: Flags) -> int:
     """Race all drafters, all their trees and plain decoding; print the table, write the files."""
-    from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.race import race
 
     records = prompts_of(flags)
@@ -166,9 +165,8 @@ def run(flags: Flags) -> int:
     names = names_of(flags) if flags.drafters else default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
-    if {"messages", "turns"} & records[0].keys():
-        options = ending_turns(model, options, "")
-    prompts = [model.encode(asked(model, record)) for record in records]
+    texts, options = all_asked(model, records, options)
+    prompts = [model.encode(text) for text in texts]
     rows = race(contenders_of(entrants, options), prompts, flags.repeats)
     facts = device_facts() | {
         "dtype": str(model.dtype),

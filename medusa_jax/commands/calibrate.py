@@ -5,7 +5,6 @@ number of rows; decoding uses the one next to the heads.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_jax.commands.flags import (
@@ -23,7 +22,7 @@ from medusa_jax.commands.flags import (
 from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.tables import Row
+from medusa_jax.evaluate.tables import Cell, Row, table_of
 from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
@@ -31,6 +30,23 @@ EXAMPLES = """examples:
   python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
+# Columns: the evidence of each size (tokens counted on held-out texts, steps timed here), and a batch size's rows.
+SIZES: dict[str, Cell] = {
+    "nodes": "{nodes}",
+    "depth": "{depth}",
+    "copied": "{copied}",
+    "tokens/step": "{tokens_per_step:.3f}",
+    "step latency": "{step_latency_ratio:.2f}x",
+    "speed-up (predicted)": "{predicted_speedup:.2f}",
+}
+RUNG: dict[str, Cell] = {
+    "nodes": "{nodes}",
+    "tokens/step": "{tokens_per_step:.3f}",
+    "step latency": "{step_latency_ratio:.2f}x",
+    "speed-up": "{speedup:.2f}",
+    "spread of the rounds": "{spread:.1%}",
+    "": "{best}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,9 +87,8 @@ def run(flags: Flags) -> int:
     import jax
 
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.conversation import asked, ending_turns
     from medusa_jax.evaluate.fitting import fit_tree
-    from medusa_jax.evaluate.questions import read_prompts
+    from medusa_jax.evaluate.questions import all_asked, read_prompts
 
     use_compilation_cache()
     if not (flags.prompts and flags.out):
@@ -84,9 +99,7 @@ def run(flags: Flags) -> int:
     records = read_prompts(flags.prompts, limit, messages=True)
     out = file_to_write(flags.out, "--out")
     model = load_model(flags, needs_heads=True, tree="none")
-    options = generation_options(flags)
-    if {"messages", "turns"} & records[0].keys():
-        options = ending_turns(model, options, "")
+    prompts, options = all_asked(model, records, generation_options(flags))
     inform(
         f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
         f"trees for each of {len(batches)} batch sizes"
@@ -94,7 +107,7 @@ def run(flags: Flags) -> int:
     kept = Path(f"{out}.ranks")
     found = fit_tree(
         model,
-        [asked(model, record) for record in records],
+        prompts,
         options,
         flags.sizes,
         batches=batches,
@@ -105,41 +118,19 @@ def run(flags: Flags) -> int:
     write_json(out, found)
     kept.unlink(missing_ok=True)
     evidence = found["evidence"]
-    print("fitted trees")
-    print_sizes(evidence["ladder"])
+    print(f"fitted trees\n{table_of(evidence['ladder'], SIZES)}")
     for rung in found["batches"]:
-        print_rung(rung)
+        best = {"best": "<- best"}
+        rows = [r | best if r["nodes"] == rung["nodes"] else r for r in rung["rows"]]
+        print(f"\n{rung['batch']} at a time\n{table_of(rows, RUNG)}")
+        if rung["nodes"] == 1:
+            print("plain decoding: no tree is faster on this device")
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
     prompt = "Hello" if "messages" in records[0] else "import os"
     following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")
     return 0
-
-
-def print_sizes(rows: Sequence[Row]) -> None:
-    """Print the evidence of each size: tokens counted on held-out texts, steps timed here."""
-    print("nodes  depth  copied  tokens/step  step latency  speed-up (predicted)")
-    for row in rows:
-        print(
-            f"{row['nodes']:5d}  {row['depth']:5d}  {row['copied']:6d}  {row['tokens_per_step']:11.3f}  "
-            f"{row['step_latency_ratio']:11.2f}x  {row['predicted_speedup']:8.2f}"
-        )
-
-
-def print_rung(rung: Row) -> None:
-    """Print the best tree for this batch size and its measurements."""
-    print(f"\n{rung['batch']} at a time")
-    print("nodes  tokens/step  step latency  speed-up  spread of the rounds")
-    for row in rung["rows"]:
-        mark = " <- best" if row["nodes"] == rung["nodes"] else ""
-        print(
-            f"{row['nodes']:5d}  {row['tokens_per_step']:11.3f}  "
-            f"{row['step_latency_ratio']:11.2f}x  {row['speedup']:8.2f}  "
-            f"{100 * row['spread']:8.1f}%{mark}"
-        )
-    if rung["nodes"] == 1:
-        print("plain decoding: no tree is faster on this device")
 
 
 def draw(found: Row, directory: Path) -> None:

@@ -52,7 +52,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.formats.export import Export
     from medusa_jax.formats.export_heads import convert
-    from medusa_jax.interop.base_files import BaseFiles
+    from medusa_jax.interop.hf import BaseFiles
 
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError(

@@ -21,11 +21,9 @@ ends all after the same batch.
 
 import dataclasses
 import json
-import os
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -97,18 +95,6 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     split: str = flag("of a hub dataset", "train")
 
 
-def warn_if_quantised(model: str | None) -> None:
-    """Warn of a quantised teacher, whose answers are not the model's own (Medusa 2.3.2)."""
-    from medusa_jax.interop.tensors import read_json
-
-    if not model or not os.path.isdir(model):
-        return
-    with suppress(UserError):
-        kind = read_json(os.path.join(model, "config.json")).get("quantization_config")
-        if kind:
-            inform(f"warning: {model} is quantised: heads would learn its answers")
-
-
 def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
@@ -161,7 +147,6 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         top_p=flags.top_p,
         seed=flags.seed,
     )
-    warn_if_quantised(flags.model)
     model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
     if mode != "continue":
         template_source(model.tokenizer, flags.chat_template)  # fails before any work

@@ -19,16 +19,6 @@ from medusa_jax.errors import UserError, did_you_mean
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options
 
-# Other programs' names for flags.
-ALIASES = {
-    "--max_tokens": "--max_new_tokens",
-    "--max_length": "--max_new_tokens",
-    "--n_predict": "--max_new_tokens",
-    "--input": "--prompt",
-    "--text": "--prompt",
-    "--draft_model": "--drafter",
-}
-
 FIELDS = "__dataclass_fields__"
 # A command's flags: a frozen dataclass.
 Parsed = TypeVar("Parsed")
@@ -55,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
     def near(self, name: str) -> str:
         """The end of the message about an unknown flag: the one that was meant, if any is near."""
-        return did_you_mean(name, self.names, ALIASES)
+        return did_you_mean(name, self.names)
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError`."""

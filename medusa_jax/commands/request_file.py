@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from medusa_jax import hosts
 from medusa_jax.api import Options
-from medusa_jax.api.batching import equal_batches
+from medusa_jax.api.asking import equal_batches
 from medusa_jax.api.results import bias_of, constraints
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
@@ -21,20 +21,6 @@ from medusa_jax.whole_files import Json, parse_json, read_text
 
 if TYPE_CHECKING:
     from medusa_jax.commands.decode_run import Job
-
-# Other libraries' names for options.
-ALIASES = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "n_predict": "max_new_tokens",
-    "stop_strings": "stop",
-    "stop_token_ids": "eos_ids",
-    "eos_token_id": "eos_ids",
-    "top_logprobs": "logprobs",
-    "random_seed": "seed",
-    "repeat_penalty": "repetition_penalty",
-}
 
 
 def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
@@ -75,7 +61,7 @@ def _request(record: Any) -> tuple[Any, Json]:
     known, own = PROMPTS | READERS, {}
     for name, value in record.items():
         if name not in known:
-            near = did_you_mean(name, known, ALIASES) or f" (there are: {', '.join(known)})"
+            near = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
             raise UserError(f"unknown field {name!r}{near}")
         try:
             own[name] = known[name](value)

@@ -34,19 +34,6 @@ any field of the configuration:
                              the step from shapes alone and print memory, the chips it fits and traffic
 
 Run again with the same --workdir, a training resumes."""
-# Other trainers' names for fields.
-ALIASES = {
-    "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.schedule",
-    "optimizer": "optim.name",
-    "num_train_epochs": "train.epochs",
-    "per_device_train_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.accumulation",
-    "max_seq_length": "data.seq_len",
-    "dataset": "data.source",
-    "model_name_or_path": "model.path",
-    "bf16": "train.dtype",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
-            from medusa_jax.devices.simulated import simulate_devices
+            from medusa_jax.devices.platforms import simulate_devices
 
             if not cfg.dry_run or flags.devices < 1:
                 raise UserError(
@@ -246,7 +233,7 @@ def fields_parser(cfg: Config) -> Parser:
     def near(flag: str) -> str:
         asked = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
         last = asked.split(".")[-1]
-        found = ALIASES.get(last) or by_last.get(last) or nearest(asked, by_last.values())
+        found = by_last.get(last) or nearest(asked, by_last.values())
         found = found or by_last.get(nearest(last, by_last), "")
         return found and f"; did you mean --config.{found}?"
 

@@ -7,7 +7,7 @@ loop before it reads the results of the last.
 
 import importlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,10 +31,10 @@ from medusa_jax.decoding.state import (
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.state import grow_state
-from medusa_jax.sharding import Params, pin_state
+from medusa_jax.sharding import Params, decode_shardings, pin_state
 
 if TYPE_CHECKING:
-    from medusa_jax.decoding.adapting import Sizes
+    from medusa_jax.decoding.gate import Gate
     from medusa_jax.decoding.guides import Guide
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
@@ -114,8 +114,9 @@ class Request:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
-      sizes: trees to choose from while decoding; None: the engine's tree. The engine is `sizes.engine`.
-      steps_by_size: steps that decoding took with each size.
+      gate: of a gated engine, before the first step.
+      sizes: nodes of the trees that steps may take, if the tree is an automatic one.
+      watch: times the loops.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -132,8 +133,19 @@ class Request:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
     guides: "Sequence[Guide | None] | None" = None
-    sizes: "Sizes | None" = None
-    steps_by_size: dict[int, int] = field(default_factory=dict)
+    gate: "Gate | None" = None
+    sizes: Sequence[int] = ()
+    watch: "Watch | None" = None
+
+
+class Watch(Protocol):
+    """Times the loops of one request."""
+
+    def begin(self) -> None:
+        """The first loop starts now."""
+
+    def see(self, progress: Progress) -> None:
+        """Wait for the result of a loop."""
 
 
 class Kept(Protocol):
@@ -141,11 +153,9 @@ class Kept(Protocol):
 
     Attributes:
       state: the row as its last step left it.
-      followed: positions that the drafter has read; None: all, since no plain step has left it behind.
     """
 
     state: DecodeState | None
-    followed: int | None
 
     def begin(
         self, engine: Engine, variables: Params, request: Request
@@ -158,7 +168,16 @@ def begin(
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, arguments = prefill_arguments(engine, variables, request)
-    return prefill(engine.depth_only, ladder[0], *arguments), ladder
+    state = prefill(engine.depth_only, ladder[0], *arguments)
+    return with_gate(engine, state, request), ladder
+
+
+def with_gate(engine: Engine, state: DecodeState, request: Request) -> DecodeState:
+    """The state with the request's gate, placed as the decode loop returns it."""
+    gate, mesh = request.gate, engine.llama.mesh
+    if gate is not None and mesh is not None:
+        gate = jax.device_put(gate, decode_shardings(mesh, gate))
+    return state.replace(gate=gate)
 
 
 def sampling_of(request: Request, vocab_size: int) -> Sampling:
@@ -233,13 +252,17 @@ def finish(
     ladder: list[int],
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
-    if request.sizes:
+    if engine.gated:
         *_, progress = chunks(engine, variables, request, state, ladder, LONG_CHUNK)
         return progress
+    if request.watch:
+        request.watch.begin()
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
         state, progress = decode_loop(engine, variables, state, np.int32(FOREVER))
+    if request.watch:
+        request.watch.see(progress)
     return progress
 
 
@@ -275,25 +298,17 @@ def chunks(
     """As `stream`, after `begin`. Consumes the state."""
     seen = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size, adapting = 0, None
-    if request.sizes:
-        adapting = request.sizes.adapting(variables, chunk_steps, request.steps_by_size)
+    size = 0
     while True:
-        if adapting:
-            state, ahead = adapting.dispatch(state)
-            adapting.see(seen)
-        else:
-            state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        if request.watch:
+            request.watch.see(seen)
         if kept:
             kept.state = state
-            if adapting and adapting.chooser.dropped and kept.followed is None:
-                kept.followed = int(seen.length_B[0])
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
-            if request.sizes:
-                request.sizes.keep()
             return
         longest = np.asarray(seen.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
@@ -334,10 +349,7 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        if request.sizes:
-            state = request.sizes.compile_first(variables, state)
-        else:
-            state, _ = decode_loop(engine, variables, state, np.int32(0))
+        state, _ = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(state)
 
 

@@ -1,6 +1,8 @@
 """Decode steps in one loop on the device."""
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.sharding import Params, on_all, pin_state
+
+# Steps taken, and the rows.
+Carry = tuple[jax.Array, DecodeState]
 
 
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
@@ -38,7 +43,7 @@ def decode_loop(
     slots, R = state.cache.slots, engine.n_rows
     began_B = state.status_B == RUNNING
 
-    def more(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+    def more(carry: Carry) -> jax.Array:
         step, state = carry
         running_B = state.status_B == RUNNING
         # Steps write R slots of paused rows too, after their text.
@@ -49,12 +54,16 @@ def decode_loop(
             go_on &= jnp.all(running_B == began_B)
         return (step < max_steps) & go_on & fits
 
-    def one(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+    def one(carry: Carry) -> Carry:
         step, state = carry
         state = step_of(engine)(engine, variables, state)
         return step + 1, pin_state(engine.llama.mesh, state)
 
-    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
+    body = one
+    if engine.gated:  # a seam: --tree auto of a drafter without a tree file
+        gated = importlib.import_module("medusa_jax.decoding.gated")
+        body = partial(gated.loops, engine, variables, more, step_of)
+    _, state = lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))
     state = pin_state(engine.llama.mesh, state)
     progress = jax.tree.map(jnp.copy, progress_of(state))
     return state, on_all(engine.llama.mesh, progress)

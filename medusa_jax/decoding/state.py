@@ -3,6 +3,7 @@
 import importlib
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,9 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
+if TYPE_CHECKING:
+    from medusa_jax.decoding.gate import Gate
+
 # Drafters with their own decode step, and its module.
 OWN_STEPS = {"lookahead": "lookahead"}
 
@@ -36,6 +40,7 @@ class Engine:
       no_repeat_ngram_size: n-grams of this size occur at most once in a text; 0 bars nothing.
       logprobs: number of alternatives with log-probabilities per emitted token; None keeps no
         log-probabilities.
+      gated: trees that steps choose from (`gate`), the empty one first and `tree` last; () if all steps take `tree`.
     """
 
     llama: Llama
@@ -44,6 +49,7 @@ class Engine:
     acceptance: str = "greedy"
     no_repeat_ngram_size: int = 0
     logprobs: int | None = None
+    gated: tuple[Tree, ...] = ()
 
     def __post_init__(self) -> None:
         if self.rule.dense:
@@ -83,7 +89,7 @@ class Engine:
         It keeps only the tree's depth and whether it has copied nodes, so trees of equal depth share
         these compiled programs.
         """
-        return replace(self, tree=stand_in([self.tree]))
+        return replace(self, tree=stand_in([self.tree]), gated=())
 
     @property
     def keeps_text(self) -> bool:
@@ -113,6 +119,7 @@ class DecodeState(struct.PyTreeNode):
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
         keeps the text. S is the cache's slots plus a path.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
+      gate: which tree the next step takes; None unless the engine is gated.
     """
 
     cache: KVCache
@@ -131,6 +138,7 @@ class DecodeState(struct.PyTreeNode):
     histogram_BL: jax.Array
     text_BS: jax.Array | None = None
     logprobs: Logprobs | None = None
+    gate: "Gate | None" = None
 
 
 class Progress(struct.PyTreeNode):
@@ -144,6 +152,7 @@ class Progress(struct.PyTreeNode):
     steps_B: jax.Array
     histogram_BL: jax.Array
     logprobs: Logprobs | None
+    gate: "Gate | None"
 
 
 def fresh_state(

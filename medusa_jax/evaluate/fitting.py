@@ -18,7 +18,6 @@ import numpy as np
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
-from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, own_texts, record
@@ -255,12 +254,3 @@ def fastest(rows: Sequence[Json]) -> int:
 def rung_of(rows: int, found: Sequence[Json]) -> Json:
     """The choice for a batch size, as in a tree file."""
     return {"nodes": fastest(found), "batch": rows, "rows": list(found)}
-
-
-def measure_rung(model: Model, calibrated: Json, rows: int, most_nodes: int) -> Json:
-    """Time the sizes of a tree file's evidence, up to `most_nodes`, for a batch size."""
-    tokens = {n: t for n, t in tokens_by_size(calibrated).items() if n <= most_nodes}
-    order = Order(calibrated["growth"], calibrated.get("spares") or ())
-    return rung_of(
-        rows, figures_of(time_sizes(model, order, tokens, [1] * 16, rows), tokens)
-    )

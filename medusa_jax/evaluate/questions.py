@@ -3,11 +3,15 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.training.data import sources
 from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model, Options
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
 
@@ -59,6 +63,40 @@ def prompt_of(question: Json) -> str | list[int]:
     """A question's prompt, as ids if the record has them."""
     ids: list[int] = question.get("prompt_ids") or []
     return ids if ids or "prompt" not in question else question["prompt"]
+
+
+def asked(model: "Model", record: Json, template: str = "") -> str | list[int]:
+    """Return the prompt of a record; of a conversation, everything up to its last user turn; of a
+    question with `turns`, the first.
+
+    Raises:
+      UserError: the template refuses the conversation, or it has no user turn.
+    """
+    from medusa_jax.interop.chat import encode_prompt  # here, not for --help
+
+    if "messages" in record:
+        messages = record["messages"]
+    elif "turns" in record and (template or model.tokenizer.chat_template):
+        messages = [{"role": "user", "content": record["turns"][0]}]
+    elif "turns" in record:
+        return str(record["turns"][0])
+    else:
+        return prompt_of(record)
+    users = [i for i, message in enumerate(messages) if message.get("role") == "user"]
+    if not users:
+        raise UserError("a conversation without a user turn cannot be answered")
+    return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
+
+
+def all_asked(
+    model: "Model", records: Sequence[Json], options: "Options"
+) -> "tuple[list[str | list[int]], Options]":
+    """The prompts of records, and options whose texts end where a chat template ends a turn."""
+    from medusa_jax.api.asking import ending_turns
+
+    if {"messages", "turns"} & records[0].keys():
+        options = ending_turns(model.tokenizer, model.eos_ids, options, "")
+    return [asked(model, record) for record in records], options
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:

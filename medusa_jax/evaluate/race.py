@@ -14,8 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.measured import in_rounds
 from medusa_jax.repetition import mean_repeated_ngram_share
@@ -170,7 +168,8 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
         length = sum(r.appended for r in own) / max(1, steps)
         step = spent / max(1, steps)
         latency = step / (base_spent / max(1, base_steps))
-        per_step = (length, step, latency, relation_error(speedup, length, latency))
+        error = speedup * latency / length - 1 if length else 0.0
+        per_step = (length, step, latency, error)
     texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
@@ -189,11 +188,6 @@ def _total(runs: Sequence[Run]) -> tuple[float, int, int]:
     """Seconds of decoding, tokens and steps."""
     seconds = sum(r.decode_seconds for r in runs)
     return seconds, sum(r.tokens for r in runs), sum(r.steps for r in runs)
-
-
-def relation_error(speedup: float, length: float, ratio: float) -> float:
-    """speedup / (length / ratio) - 1; 0 if the answers end without a step."""
-    return speedup * ratio / length - 1 if length else 0.0
 
 
 def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -223,43 +217,3 @@ def ourselves(
     weights = model.storage.weights or str(model.dtype)
     label = row.pop("label", facts["drafter"])
     return Contender(label, decode, weights, facts, **row)
-
-
-def step_seconds(
-    model: Model,
-    trees: Sequence[Tree],
-    prompt: Sequence[int],
-    *,
-    batch: int = 1,
-    temperature: float = 0.0,
-    n_steps: int = 16,
-    rounds: int = 7,
-    watch: Callable[[], object] = lambda: None,
-) -> list[float]:
-    """Median seconds of one decode step with each tree: draft, verify, accept, commit, append.
-
-    Runs of `n_steps` steps are interleaved, after one round that compiles.
-
-    Args:
-      watch: called after each run.
-
-    Raises:
-      UserError: the context leaves no room for a step after the prompt.
-    """
-    engines = [model.engine(tree, sampled=temperature > 0) for tree in trees]
-    clock = StepClock(
-        engines,
-        model.variables,
-        prompt,
-        batch=batch,
-        temperature=temperature,
-        n_steps=n_steps,
-    )
-
-    def run(engine: Engine) -> float:
-        seconds = clock.seconds(engine)
-        watch()
-        return seconds
-
-    _, *times = in_rounds([partial(run, engine) for engine in engines], 1 + rounds)
-    return [statistics.median(own) for own in zip(*times)]

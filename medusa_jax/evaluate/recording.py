@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.asking import Prompt
-from medusa_jax.api.batching import equal_batches
+from medusa_jax.api.asking import Prompt, equal_batches
 from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.ranks import copied_lengths, rank_tuples

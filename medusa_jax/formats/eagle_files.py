@@ -50,8 +50,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
 
     layers = {name: getattr(llama, name) for name in _LAYER_FIELDS}
     return StoredHeads(
-        source, directory, "EAGLE-1 heads", heads, tensors, _locate, ignore, meta=config,
-        layers=layers,
+        source=source, directory=directory, layout="EAGLE-1 heads", heads=heads, tensors=tensors,
+        locate=_locate, ignore=ignore, meta=config, layers=layers,
     )  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import numpy as np
 
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.base_files import BaseFiles
-from medusa_jax.interop.stored_heads import Arrays, Locate, StoredHeads, made_directory
+from medusa_jax.interop.hf import BaseFiles
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import cast
+from medusa_jax.interop.tensors import Locate
 from medusa_jax.whole_files import Json
 
 
@@ -44,25 +45,34 @@ class Export:
         """The type of every tensor."""
         return next(iter(self.params.values())).dtype
 
-    def arrays(self, locate: Locate) -> Arrays:
-        """All parameters by their keys in a layout, transposed where that layout is."""
+    @cached_property
+    def whole(self) -> Arrays:
+        """`params` with a kernel [D, V] as the LM head of every head.
+
+        It is the head's own, the product of its factors, or the backbone's.
+        """
+        kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
+        out = {path: x for path, x in self.params.items() if not path.endswith(factors)}
+        shared = self.base.lm_head().astype(self.kind) if kind == "shared" else None
+        for k in range(self.stored.heads.n_heads):
+            stem = f"heads_{k}/lm_head"
+            if shared is not None:
+                out[f"{stem}/kernel"] = shared
+            elif kind == "low_rank":
+                wide = (
+                    self.params[path].astype(np.float32)
+                    for path in (f"{stem}/down", f"{stem}/up")
+                )
+                out[f"{stem}/kernel"] = np.matmul(*wide).astype(self.kind)
+        return out
+
+    def arrays(self, locate: Locate, params: Arrays | None = None) -> Arrays:
+        """Parameters, by default all, by their keys in a layout, transposed where that layout is."""
         out = {}
-        for path, array in self.params.items():
+        for path, array in (self.params if params is None else params).items():
             key, transposed = locate(path)
             out[key] = array.T if transposed else array
         return out
-
-    def lm_head(self, k: int) -> np.ndarray:
-        """The LM head of head k [D, V]: its own, the product of its factors, or the backbone's."""
-        name, kind = f"heads_{k}/lm_head", self.stored.heads.lm_head
-        if kind == "own":
-            return self.params[f"{name}/kernel"]
-        if kind == "shared":
-            return self.base.lm_head().astype(self.kind)
-        down, up = (
-            self.params[f"{name}/{part}"].astype(np.float32) for part in ("down", "up")
-        )
-        return (down @ up).astype(self.kind)
 
     def embedding(self) -> np.ndarray:
         """The backbone's embedding [V, D], a copy of which some layouts contain."""
@@ -70,7 +80,8 @@ class Export:
 
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
         """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
-        path = os.path.join(made_directory(out), name)
+        os.makedirs(out, exist_ok=True)
+        path = os.path.join(out, name)
         if name.endswith(".safetensors"):
             tensor_files.save_safetensors(path, arrays, {"format": "pt"})
         else:

@@ -9,24 +9,32 @@ import os
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats.dflash_files import to_dflash
+from medusa_jax.formats import dflash_files
 from medusa_jax.formats.eagle3_files import to_eagle3, to_speculators
 from medusa_jax.formats.eagle_files import to_eagle, to_eagle_engine
 from medusa_jax.formats.engines import TARGETS, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.hydra_files import to_hydra
-from medusa_jax.formats.medusa_files import to_tensorrt_llm, to_tgi, to_tgi_shared, to_vllm
-from medusa_jax.formats.merge import to_merged
-from medusa_jax.formats.model_card import model_card
+from medusa_jax.formats.medusa_files import (
+    authors_form,
+    is_head_key,
+    to_tensorrt_llm,
+    to_tgi,
+    to_tgi_shared,
+    to_vllm,
+)
 from medusa_jax.heads import vocabulary
 from medusa_jax.interop.heads_io import check_base
+from medusa_jax.interop.hf_writer import save_weights
 from medusa_jax.interop.own_heads import base_record, save_heads
-from medusa_jax.interop.tensors import optional_json
-from medusa_jax.interop.tokenizer_files import copy_inside
-from medusa_jax.whole_files import write_text
+from medusa_jax.interop.tensor import cast, whole
+from medusa_jax.interop.tensors import optional_json, read_json, save_json
+from medusa_jax.interop.tokenizer_files import copy_inside, copy_tokenizer
+from medusa_jax.whole_files import Json, write_text
 
 
 def to_native(export: Export, out: str) -> None:
@@ -44,6 +52,39 @@ def to_native(export: Export, out: str) -> None:
     copy_inside(stored.directory, "tree.json", out)
 
 
+def to_merged(export: Export, out: str) -> None:
+    """A full model in Hugging Face format with its heads in it (Medusa v1.0).
+
+    Tensors are copied file to file, a shard at a time, without a device.
+
+    Raises:
+      UserError: weights that are not finite in the stored type; the disk is full.
+    """
+    heads, base, dtype = export.stored.heads, export.base, export.dtype
+    arrays = authors_form(heads, "medusa_head.{k}.").arrays(export)
+    backbone = {key: t for key, t in base.tensors.items() if not is_head_key(key)}
+
+    def read(key: str) -> np.ndarray:
+        array = arrays[key] if key in arrays else whole(backbone[key])
+        return cast(array, dtype, repr(key)) if dtype else array
+
+    first = next(iter(backbone.values()))
+    kind = np.dtype(dtype or first.dtype)
+    shapes = {key: tensor.shape for key, tensor in backbone.items()}
+    shapes |= {key: array.shape for key, array in arrays.items()}
+    os.makedirs(out, exist_ok=True)
+    save_weights(out, shapes, read, kind)
+    raw = read_json(os.path.join(base.source, "config.json"))
+    if raw.get("tie_word_embeddings"):
+        raw["tie_word_embeddings"] = base.config.tie_embeddings
+    raw["medusa_num_heads"] = heads.n_heads
+    raw["medusa_num_layers"] = heads.n_layers
+    if dtype:
+        raw |= {"torch_dtype": dtype, "dtype": dtype}
+    copy_tokenizer("", base.source, out)
+    save_json(os.path.join(out, "config.json"), raw)
+
+
 # By target, or target and drafter.
 WRITERS: dict[str, Callable[[Export, str], None]] = {
     "native": to_native,
@@ -57,8 +98,10 @@ WRITERS: dict[str, Callable[[Export, str], None]] = {
     "hydra": to_hydra,
     "eagle": to_eagle,
     "eagle3": to_eagle3,
-    "dflash": to_dflash,
+    "dflash": dflash_files.to_dflash,
     "speculators": to_speculators,
+    "speculators dflash": dflash_files.to_speculators,
+    "speculators dspark": dflash_files.to_speculators,
 }
 
 
@@ -92,3 +135,88 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     name = os.path.basename(os.path.normpath(out))
     write_text(os.path.join(out, "README.md"), model_card(export, loading, name, tree))
     return target
+
+
+def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
+    """The text of README.md.
+
+    Args:
+      loading: how to load the directory, with places for `base`, `out`, `heads` and `layers`.
+      out: its name.
+      tree: the tree file of the heads, with its evidence; {} if there is none.
+    """
+    stored, heads = export.stored, export.stored.heads
+    count = sum(int(np.prod(x.shape)) for x in export.params.values())
+    loading = loading.format(
+        base=export.base_name, out=out, heads=heads.n_heads, layers=heads.n_layers
+    )
+    measured = "\n".join(_held_out(stored.meta) + _fitted(tree) or [NOTHING, ""])
+    return f"""---
+base_model: {export.base_name}
+tags:
+- speculative-decoding
+- {heads.drafter}
+---
+
+# Draft heads for {export.base_name}
+
+The heads draft tokens and the backbone verifies them: the text is the backbone's.
+
+- kind: {heads.drafter}
+- heads: {heads.n_heads}
+- layers per head: {heads.n_layers}
+- LM heads: {heads.lm_head}
+- parameters: {count:,}
+- stored in: {export.kind.name}
+- backbone: {export.base_name}
+- read from: {stored.layout}
+
+Loading: {loading}.
+
+## Measured
+
+{measured}
+"""
+
+
+NOTHING = (
+    "Nothing yet: no held-out evaluation, fitted tree or benchmark came with these heads. "
+    "Accepted length depends on the text; `python -m medusa_jax calibrate` and `bench` measure it."
+)
+
+
+def _held_out(meta: Json) -> list[str]:
+    """The trainer's held-out evaluation."""
+    recipe = meta.get("recipe")
+    found = recipe.get("held_out") if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict) or not isinstance(found, dict):
+        return []
+    names = ("accepted_length_chain", "accepted_length_tree")
+    numbers = ", ".join(f"{name} {found[name]:.3f}" for name in names if name in found)
+    return (
+        [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if numbers else []
+    )
+
+
+def _fitted(tree: Json) -> list[str]:
+    """Head accuracies and trees measured by `calibrate`."""
+    evidence = tree.get("evidence")
+    if not isinstance(evidence, dict):
+        return []
+    lines = [
+        f"Trees fitted on {tree.get('device')} in {tree.get('dtype')} at batch "
+        f"{tree.get('batch')}, temperature {tree.get('temperature')}, {tree.get('date')}, to "
+        f"{evidence.get('positions')} positions:",
+        "",
+        "| nodes | tokens per step | step latency |",
+        "|---|---|---|",
+    ]
+    for row in evidence.get("ladder", []):
+        lines.append(
+            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | "
+            f"{row['step_latency_ratio']:.2f}x |"
+        )
+    accuracies = ", ".join(f"{row[0]:.3f}" for row in evidence.get("head_accuracies", []))
+    if accuracies:
+        lines += ["", f"Top-1 accuracies of the heads: {accuracies}."]
+    return [*lines, ""]

@@ -84,10 +84,10 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         copy = match is not None and match[2] in copies
         return copy or key in _UNUSED or bool(HARMLESS.search(key))
 
-    layout = "Hydra++ heads" if plus else "Hydra heads"
     return StoredHeads(
-        source, directory, layout, heads, tensors, locate, ignore, meta=config
-    )
+        source=source, directory=directory, layout=f"Hydra{'++' * plus} heads", heads=heads,
+        tensors=tensors, locate=locate, ignore=ignore, meta=config,
+    )  # fmt: skip
 
 
 def _keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
@@ -139,13 +139,9 @@ def to_hydra(export: Export, out: str) -> None:
     heads = export.stored.heads
     plus = heads.drafter == "hydrapp"
     arrays: Arrays = {}
-    for path, array in export.params.items():
-        if not re.search(r"/lm_head/(down|up)$", path):
-            for key in _keys_of(path, heads.n_layers, plus):
-                arrays[key] = array.T if path.endswith("/kernel") else array
-    for k in range(heads.n_heads):
-        [key] = _keys_of(f"heads_{k}/lm_head/kernel", heads.n_layers, plus)
-        arrays[key] = export.lm_head(k).T
+    for path, array in export.whole.items():
+        for key in _keys_of(path, heads.n_layers, plus):
+            arrays[key] = array.T if path.endswith("/kernel") else array
     arrays |= dict.fromkeys(_UNUSED if plus else _UNUSED[:1], export.embedding())
     config = {
         "base_model_name_or_path": export.base_name,

@@ -8,7 +8,7 @@ Head k, layer j, L layers (docs/formats.md):
   vLLM             blocks.{k}.layers.{j}.weight, .bias, lm_heads.{k}.weight
 
 Heads and layers are counted in the keys, since published configurations give wrong numbers (two heads instead
-of five), so that readers that trust them drop or invent heads. `merge.py` writes the full model.
+of five), so that readers that trust them drop or invent heads.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
-from medusa_jax.interop.base_files import BaseFiles
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, take_rows, whole
 from medusa_jax.interop.tokenizer_files import copy_tokenizer
@@ -43,11 +43,11 @@ _TOKEN_MAP = "token_map"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-    """The form of a file's keys, and the sizes that they show.
+class Form:
+    """How a file names its tensors, and the sizes that its keys show.
 
     Attributes:
-      block, lm_head: keys with {k}, {j}, {leaf}; heads without an LM head share the backbone's.
+      block, lm_head: keys with {k}, {j}, {leaf}; no `lm_head` if heads score by the backbone's.
       tied: all layers share the weights of the first, which may be the only one in the file.
     """
 
@@ -55,9 +55,7 @@ class _Found:
     lm_head: str
     n_heads: int
     n_layers: int
-    shared: bool = False
     tied: bool = False
-    prefix: str = ""
 
     def locate(self, path: str) -> tuple[str, bool]:
         """A path of `heads/medusa.py` -> (key, whether it is stored transposed)."""
@@ -69,6 +67,31 @@ class _Found:
         leaf = {"kernel": "weight"}.get(leaf, leaf)
         layer = 0 if self.tied else j
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
+
+    def arrays(self, export: Export) -> Arrays:
+        """The tensors of a file: all layers, then the LM heads."""
+        heads, layers = range(self.n_heads), range(self.n_layers)
+        leaves = ("kernel", "bias")
+        paths = [f"heads_{k}/layers_{j}/{x}" for k in heads for j in layers for x in leaves]
+        if self.lm_head:
+            paths += [f"heads_{k}/lm_head/kernel" for k in heads]
+        return export.arrays(self.locate, {path: export.whole[path] for path in paths})
+
+
+def authors_form(heads: HeadsConfig, stem: str = "{k}.") -> Form:
+    """The form of Medusa's authors, `stem` in front of the number of a layer."""
+    return Form(
+        f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{heads.n_layers}.weight", heads.n_heads,
+        heads.n_layers,
+    )  # fmt: skip
+
+
+def vllm_form(heads: HeadsConfig, one: bool, prefix: str = "") -> Form:
+    """vLLM's form, with `one` LM head for all, the backbone's or a copy of it."""
+    return Form(
+        f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}",
+        f"{prefix}lm_heads.{'0' if one else '{k}'}.weight", heads.n_heads, heads.n_layers,
+    )  # fmt: skip
 
 
 def fits(tensors: Tensors) -> bool:
@@ -95,7 +118,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     vllm, ids = any(VLLM.fullmatch(key) for key in tensors), None
     if vllm:
         tensors, ids = _take_token_map(source, tensors)
-    found = (_find_vllm if vllm else _find_medusa)(tensors, config)
+    found, prefix = (_find_vllm if vllm else _find_medusa)(tensors, config)
     numbers = {"heads": found.n_heads, "layers": found.n_layers}
     more = {"heads": "num_heads", "layers": "num_hidden_layers"} if vllm else {}
     for what, number in numbers.items():
@@ -108,18 +131,18 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     heads = HeadsConfig(
         n_heads=found.n_heads,
         n_layers=found.n_layers,
-        lm_head="shared" if found.shared else "own",
+        lm_head="own" if found.lm_head else "shared",
         draft_vocab=0 if ids is None else len(ids),
     )
     if vllm and not config.get("medusa_fc_bias"):
         tensors = _with_biases(found, tensors)
     layout, base = HEADS_ONLY, {}
-    if found.prefix.startswith("base_model."):
+    if prefix.startswith("base_model."):
         layout = ADAPTER
         if not all(is_head_key(key) for key in tensors):
             merge = "unknown (adapters in the same file change it: merge them by PEFT)"
             base = {"fingerprint": merge}
-    elif found.prefix and not vllm:
+    elif prefix and not vllm:
         layout = FULL_MODEL
         if "model.embed_tokens.weight" in tensors:
             # These heads were trained with their backbone and fit no other.
@@ -130,34 +153,34 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         return layout in (FULL_MODEL, ADAPTER) and not inside
 
     return StoredHeads(
-        source, directory, "vLLM" if vllm else layout, heads, tensors, found.locate, ignore,
-        meta=config, base=base, ids=ids,
+        source=source, directory=directory, layout="vLLM" if vllm else layout, heads=heads,
+        tensors=tensors, locate=found.locate, ignore=ignore, meta=config, base=base, ids=ids,
     )  # fmt: skip
 
 
-def _find_medusa(tensors: Tensors, config: Json) -> _Found:
+def _find_medusa(tensors: Tensors, config: Json) -> tuple[Form, str]:
     found = [m for key in tensors if (m := MEDUSA.fullmatch(key))]
     prefix, _, infix, *_ = found[0].groups()
-    stem = f"{prefix}{{k}}.{infix}"
     first = [(int(m[4]), m[5]) for m in found if m[2] == "0"]
     outs = [j for j, leaf in first if leaf == "weight"]
     layers = {j for j, leaf in first if leaf != "weight"}
     n_layers = outs[0] if outs else max(layers, default=-1) + 1
     tied = layers == {0} and n_layers > 1 and config.get("medusa_num_layers") == n_layers
     n_heads = max(int(m[2]) for m in found) + 1
-    block, lm_head = f"{stem}{{j}}.linear.{{leaf}}", f"{stem}{n_layers}.weight"
-    return _Found(block, lm_head, n_heads, n_layers, not outs, tied, prefix)
+    form = authors_form(
+        HeadsConfig(n_heads=n_heads, n_layers=n_layers), f"{prefix}{{k}}.{infix}"
+    )
+    return dataclasses.replace(
+        form, lm_head=form.lm_head if outs else "", tied=tied
+    ), prefix
 
 
-def _find_vllm(tensors: Tensors, config: Json) -> _Found:
+def _find_vllm(tensors: Tensors, config: Json) -> tuple[Form, str]:
     found = [m for key in tensors if (m := VLLM.fullmatch(key))]
-    prefix = found[0][1]
     n_layers = max((int(m[3]) for m in found if m[2]), default=-1) + 1
     n_heads = max(int(m[2] or m[4]) for m in found) + 1
-    # One LM head for all, the backbone's or a copy of it.
-    head = "0" if config.get("original_lm_head") else "{k}"
-    block = f"{prefix}blocks.{{k}}.layers.{{j}}.{{leaf}}"
-    return _Found(block, f"{prefix}lm_heads.{head}.weight", n_heads, n_layers)
+    heads = HeadsConfig(n_heads=n_heads, n_layers=n_layers)
+    return vllm_form(heads, bool(config.get("original_lm_head")), found[0][1]), found[0][1]
 
 
 def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray | None]:
@@ -179,7 +202,7 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     return tensors, ids[order].astype(np.int32)
 
 
-def _with_biases(found: _Found, tensors: Tensors) -> Tensors:
+def _with_biases(found: Form, tensors: Tensors) -> Tensors:
     """Add zeros for missing biases, which vLLM's blocks do not have by default."""
     added = dict(tensors)
     for k in range(found.n_heads):
@@ -194,37 +217,18 @@ def _with_biases(found: _Found, tensors: Tensors) -> Tensors:
     return added
 
 
-def _blocks(export: Export, name: str) -> Arrays:
-    """The residual blocks as torch's Linear stores them, under `name` with {k}, {j}, {leaf}."""
-    heads, out = export.stored.heads, {}
-    for k in range(heads.n_heads):
-        for j in range(heads.n_layers):
-            path = f"heads_{k}/layers_{j}"
-            out[name.format(k=k, j=j, leaf="weight")] = export.params[f"{path}/kernel"].T
-            out[name.format(k=k, j=j, leaf="bias")] = export.params[f"{path}/bias"]
-    return out
-
-
-def medusa_arrays(export: Export, prefix: str = "") -> Arrays:
-    """{prefix}{k}.{j}.linear.weight, .bias and {prefix}{k}.{L}.weight."""
-    heads = export.stored.heads
-    out = _blocks(export, f"{prefix}{{k}}.{{j}}.linear.{{leaf}}")
-    for k in range(heads.n_heads):
-        out[f"{prefix}{k}.{heads.n_layers}.weight"] = export.lm_head(k).T
-    return out
-
-
 def to_tgi(export: Export, out: str) -> None:
     """The layout of TGI, and of vLLM from 0.28 on: `medusa_lm_head.safetensors`, separate LM heads."""
-    _write_tgi(export, out, medusa_arrays(export), {})
+    _write_tgi(export, out, authors_form(export.stored.heads), {})
 
 
 def to_tgi_shared(export: Export, out: str) -> None:
     """TGI's second layout: one block per head, logits by the backbone's LM head."""
-    _write_tgi(export, out, _blocks(export, "{k}.{j}.linear.{leaf}"), {"version": "2"})
+    form = dataclasses.replace(authors_form(export.stored.heads), lm_head="")
+    _write_tgi(export, out, form, {"version": "2"})
 
 
-def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
+def _write_tgi(export: Export, out: str, form: Form, version: Json) -> None:
     """Write fields for both engines.
 
     Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
@@ -243,18 +247,15 @@ def _write_tgi(export: Export, out: str, arrays: Arrays, version: Json) -> None:
         "head_dim": llama.head_dim,
         "torch_dtype": export.kind.name,
     }
-    export.write(out, "medusa_lm_head.safetensors", arrays, config | version)
-    copy_tokenizer("", export.base.directory, out)
+    export.write(out, "medusa_lm_head.safetensors", form.arrays(export), config | version)
+    copy_tokenizer("", export.base.source, out)
 
 
 def to_vllm(export: Export, out: str) -> None:
     """The layout of every vLLM with Medusa: `model.safetensors` with vLLM's names."""
     heads, llama = export.stored.heads, export.base.config
-    arrays = _blocks(export, "blocks.{k}.layers.{j}.{leaf}")
-    shared = heads.lm_head == "shared"
-    ids = export.stored.ids
-    for k in range(1 if shared else heads.n_heads):
-        arrays[f"lm_heads.{k}.weight"] = export.lm_head(k).T
+    shared, ids = heads.lm_head == "shared", export.stored.ids
+    arrays = vllm_form(heads, shared).arrays(export)
     if ids is not None:  # vLLM itself takes the rows of these tokens from a whole LM head
         arrays[_TOKEN_MAP] = ids.astype(np.int64)
     config = {
@@ -286,4 +287,4 @@ def to_tensorrt_llm(export: Export, out: str) -> None:
         "num_medusa_layers": heads.n_layers,
         "torch_dtype": export.kind.name,
     }
-    export.write(out, "medusa_lm_head.pt", medusa_arrays(export), config)
+    export.write(out, "medusa_lm_head.pt", authors_form(heads).arrays(export), config)

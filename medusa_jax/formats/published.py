@@ -19,7 +19,7 @@ from medusa_jax.interop.hf import WRAPPER
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.own_heads import DESCRIPTION
 from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tensor import Tensors, rename
+from medusa_jax.interop.tensor import rename
 from medusa_jax.interop.tensors import optional_json
 
 # In the order in which they are asked: speculators' EAGLE-3 files also have EAGLE-1's keys.
@@ -43,9 +43,9 @@ def open_heads(path_or_id: str) -> StoredHeads:
     Raises:
       UserError: no heads in a known layout, or unreadable.
     """
-    folder = _local(path_or_id)
-    if os.path.isfile(folder):
-        path, folder = folder, os.path.dirname(folder) or "."
+    folder = path = _local(path_or_id)
+    if os.path.isfile(path):
+        folder = os.path.dirname(path) or "."
         tensors = tensor_files.open_weights(path)
     elif path := _first(folder, SAFE + TORCH):
         tensors = tensor_files.open_weights(path)
@@ -53,7 +53,12 @@ def open_heads(path_or_id: str) -> StoredHeads:
         tensors = tensor_files.open_checkpoint(folder)
     else:
         raise _no_heads(path_or_id, folder)
-    return _recognise(path_or_id, path, folder, tensors)
+    config = optional_json(os.path.join(folder, "config.json"))
+    tensors = rename(tensors, lambda key: WRAPPER.sub("", key))
+    for layout in LAYOUTS:
+        if layout.fits(tensors):
+            return layout.open_heads(path, folder, tensors, config)
+    raise _no_heads(path_or_id, folder)
 
 
 def _local(path_or_id: str) -> str:
@@ -71,15 +76,6 @@ def _first(folder: str, names: list[str]) -> str:
     """The path of the first file that exists, "" if none does."""
     paths = (os.path.join(folder, name) for name in names)
     return next((path for path in paths if os.path.isfile(path)), "")
-
-
-def _recognise(path_or_id: str, path: str, folder: str, tensors: Tensors) -> StoredHeads:
-    config = optional_json(os.path.join(folder, "config.json"))
-    tensors = rename(tensors, lambda key: WRAPPER.sub("", key))
-    for layout in LAYOUTS:
-        if layout.fits(tensors):
-            return layout.open_heads(path, folder, tensors, config)
-    raise _no_heads(path_or_id, folder)
 
 
 def _no_heads(path_or_id: str, folder: str) -> UserError:

@@ -47,18 +47,17 @@ def decode(tensors: Tensors, file: str) -> Tensors:
             continue
         base = name.removesuffix(CODES).removesuffix(SCALES)
         codes, scales = tensors.get(base + CODES), tensors.get(base + SCALES)
-        if codes is None or scales is None or not _fit(codes, scales):
+        if (
+            codes is None or scales is None or len(codes.shape) != 2
+            or (codes.dtype, scales.dtype) != ("int8", "float32")
+            or scales.shape != (1, codes.shape[1])
+        ):  # fmt: skip
             raise UserError(
                 f"{base} in {file} needs codes in int8 [in, out] and scales in float32 [1, out]"
             )
         read = partial(_read, codes, scales)
         out[base] = Tensor(codes.file, codes.shape, "float32", read, name=base)
     return out
-
-
-def _fit(codes: Tensor, scales: Tensor) -> bool:
-    kinds = (codes.dtype, scales.dtype) == ("int8", "float32")
-    return kinds and len(codes.shape) == 2 and scales.shape == (1, codes.shape[1])
 
 
 def _read(codes: Tensor, scales: Tensor, index: Index) -> np.ndarray:

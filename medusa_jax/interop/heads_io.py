@@ -88,10 +88,8 @@ def load_heads(
     def ignore(key: str) -> bool:
         return key in known or stored.ignore(key)
 
-    params = tensor_files.load_tree(
-        abstract_heads(heads, llama), mesh, stored.tensors, stored.locate, dtype,
-        stored.source, ignore, convert,
-    )  # fmt: skip
+    read = dataclasses.replace(stored, ignore=ignore)
+    params = read.load(abstract_heads(heads, llama), mesh, dtype, convert)
     check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     if stored.ids is not None:
         ids = jax.device_put(stored.ids, replicated(mesh))

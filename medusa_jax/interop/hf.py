@@ -3,9 +3,11 @@
 import os
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -14,10 +16,11 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
+from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tensor import Tensor, Tensors
-from medusa_jax.interop.tensors import optional_json
+from medusa_jax.interop.tensors import Source, optional_json
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
@@ -54,32 +57,96 @@ def locate(path: str) -> tuple[str, bool]:
     return f"{stem}.{'bias' if leaf == 'bias' else 'weight'}", leaf == "kernel"
 
 
-def open_model(path: str) -> tuple[LlamaConfig, Tensors]:
-    """Open a model directory or hub id: its shape as the weights have it, and these by key.
+@dataclass(frozen=True, kw_only=True)
+class BaseFiles(Source):
+    """An open model directory; weights are read on demand."""
 
-    As in transformers 5, keys may lack `model.`, and where config.json ties the LM head to the embedding, the
-    weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
+    config: LlamaConfig
 
-    Raises:
-      UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
-    """
-    directory = resolve(path)
-    config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
-    _refuse_wrapped(directory, stored)
-    flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
-    for name in flat:
-        if f"model.{name}" in stored:
-            raise UserError(f"{directory}: key {name!r} is also there as 'model.{name}'")
-        stored[f"model.{name}"] = stored.pop(name)
-    if config.tie_embeddings and LM_HEAD in stored:
-        if EMBEDDING not in stored:
-            stored[EMBEDDING] = stored[LM_HEAD]
-        elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
-            inform(
-                f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
+    @classmethod
+    def open(cls, path: str) -> "BaseFiles":
+        """Open a model directory or hub id: its shape as the weights have it.
+
+        As in transformers 5, keys may lack `model.`, and where config.json ties the LM head to the embedding, the
+        weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
+
+        Raises:
+          UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
+        """
+        directory = resolve(path)
+        config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+        _refuse_wrapped(directory, stored)
+        flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
+        for name in flat:
+            if f"model.{name}" in stored:
+                raise UserError(
+                    f"{directory}: key {name!r} is also there as 'model.{name}'"
+                )
+            stored[f"model.{name}"] = stored.pop(name)
+        if config.tie_embeddings and LM_HEAD in stored:
+            if EMBEDDING not in stored:
+                stored[EMBEDDING] = stored[LM_HEAD]
+            elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
+                inform(
+                    f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
+                )
+                config = replace(config, tie_embeddings=False)
+
+        def ignore(name: str) -> bool:
+            copy_of_embedding = config.tie_embeddings and name == LM_HEAD
+            return (
+                copy_of_embedding or name.startswith(HEADS) or bool(HARMLESS.search(name))
             )
-            config = replace(config, tie_embeddings=False)
-    return config, stored
+
+        return cls(
+            source=directory, tensors=stored, locate=locate, ignore=ignore, config=config
+        )
+
+    def array(self, path: str) -> np.ndarray:
+        """The parameter at a path of the tree, in its orientation and the stored type.
+
+        Raises:
+          UserError: it is missing, or its shape contradicts config.json.
+        """
+        one = replace(self, ignore=lambda key: True)
+        return one.arrays({path: self._shapes[path]})[path]
+
+    def lm_head(self) -> np.ndarray:
+        """The LM head's kernel [D, V]; a tied one is the embedding's transpose."""
+        if self.config.tie_embeddings:
+            return self.array("embed_tokens/embedding").T
+        return self.array("lm_head/kernel")
+
+    def fingerprint(self) -> str:
+        """The `Fingerprint` of the loaded model."""
+        result = Fingerprint()
+        read = sampled(self.config)
+        for path, shape in self._shapes.items():
+            leaf = self.array(path) if path in read else shape
+            result.update(self.config, {path: leaf})
+        return result.hexdigest(self.config)
+
+    @cached_property
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return tensor_files.flatten(abstract_params(self.config))
+
+
+def fingerprint_as_read(
+    path: str, seen: Fingerprint, config: LlamaConfig, dtype: DTypeLike
+) -> str:
+    """The fingerprint of a backbone that was read in `dtype`.
+
+    float16 rounds differently from the fingerprint, so it is computed from the files then.
+
+    Args:
+      path: the backbone's directory or hub id, "" for a random one.
+      seen: updated while the backbone was read.
+    """
+    if path and jnp.dtype(dtype) == jnp.float16:
+        base = BaseFiles.open(path)
+        if base.config == config:  # no layers were added
+            return base.fingerprint()
+    return seen.hexdigest(config)
 
 
 def _refuse_wrapped(directory: str, stored: Tensors) -> None:
@@ -106,7 +173,7 @@ def model_shape(directory: str) -> LlamaConfig:
     """The shape of a local model, which may have no weights."""
     config = read_config(directory)
     stored = config.tie_embeddings and tensor_files.weights_file(directory)
-    return open_model(directory)[0] if stored else config
+    return BaseFiles.open(directory).config if stored else config
 
 
 def load_backbone(
@@ -115,7 +182,7 @@ def load_backbone(
     dtype: DTypeLike = "float32",
     convert: Callable[[LlamaConfig, Params], Params] | None = None,
     in_blocks: bool = False,
-    opened: tuple[LlamaConfig, Tensors] | None = None,
+    opened: BaseFiles | None = None,
 ) -> tuple[LlamaConfig, Params]:
     """Configuration and parameters of a model directory or hub id, placed on the mesh.
 
@@ -126,22 +193,12 @@ def load_backbone(
       convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
         whole model never coexist.
       in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
-      opened: the result of `open_model` for the path.
+      opened: `BaseFiles` of the path.
 
     Raises:
       UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
     """
-    directory = resolve(path)
-    config, stored = opened or open_model(directory)
-    abstract = abstract_params(config)
-
-    def ignore(name: str) -> bool:
-        copy_of_embedding = config.tie_embeddings and name == LM_HEAD
-        heads = name.startswith(HEADS)
-        return copy_of_embedding or heads or bool(HARMLESS.search(name))
-
-    convert_entry = None if convert is None else partial(convert, config)
-    params = tensor_files.load_tree(
-        abstract, mesh, stored, locate, dtype, directory, ignore, convert_entry, in_blocks
-    )
-    return config, params
+    base = opened or BaseFiles.open(path)
+    entry = None if convert is None else partial(convert, base.config)
+    params = base.load(abstract_params(base.config), mesh, dtype, entry, in_blocks)
+    return base.config, params

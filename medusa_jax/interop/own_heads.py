@@ -19,7 +19,7 @@ from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fields import Fields
-from medusa_jax.interop.stored_heads import StoredHeads, check_ids, made_directory
+from medusa_jax.interop.stored_heads import StoredHeads, check_ids
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.sharding import Params
@@ -50,8 +50,8 @@ def open_own(directory: str) -> StoredHeads:
             raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
         ids = whole(tensors.pop(IDS))
     return StoredHeads(
-        weights, directory, OWN, heads, codes.decode(tensors, weights),
-        lambda path: (path, False), meta=meta, base=base, ids=ids,
+        source=weights, directory=directory, layout=OWN, heads=heads, meta=meta, base=base, ids=ids,
+        tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
 
 
 def base_record(config: LlamaConfig, fingerprint: str) -> Json:
-    """The `base` record of `save_heads`, for a backbone with this `fingerprint.py`."""
+    """The `base` record of `save_heads`, for a backbone with this fingerprint (`fingerprint.py`)."""
     return {
         "d_model": config.d_model,
         "vocab_size": config.vocab_size,
@@ -129,6 +129,7 @@ def save_heads(
         "base": base,
         "recipe": recipe,
     }
-    weights = os.path.join(made_directory(directory), WEIGHTS)
+    os.makedirs(directory, exist_ok=True)
+    weights = os.path.join(directory, WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)

@@ -1,7 +1,5 @@
 """Draft heads that are described but not read yet."""
 
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,43 +11,32 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.interop.tensors import Source
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.whole_files import Json
 
-# Parameter path -> (key in the file, whether it is stored transposed).
-Locate = Callable[[str], tuple[str, bool]]
 Arrays = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class StoredHeads:
+@dataclass(frozen=True, kw_only=True)
+class StoredHeads(Source):
     """Draft heads that are described but not read yet.
 
     Attributes:
-      source: the file of the weights, for messages.
       directory: their directory, which may have a tree file.
       layout: the name of the layout.
       heads: kind and sizes.
-      tensors: everything in the file.
-      locate: parameter path -> key.
-      ignore: keys that may exist and are not read.
       meta: contents of the description next to the weights, {} if none.
       base: width, vocabulary and fingerprint of their backbone, as far as known.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
     """
 
-    source: str
     directory: str
     layout: str
     heads: HeadsConfig
-    tensors: Tensors
-    locate: Locate
-    ignore: Callable[[str], bool] = lambda key: False
     meta: Json = field(default_factory=dict)
     base: Json = field(default_factory=dict)
     layers: Json = field(default_factory=dict)
@@ -59,20 +46,10 @@ class StoredHeads:
         """Read all parameters to the host by path, in their stored type.
 
         Raises:
-          UserError: a missing, unknown, misshaped or non-float key.
+          UserError: a missing, unknown, misshaped or non-float key, or a draft vocabulary that does not fit.
         """
-        keys = tensor_files.check_keys(
-            abstract_heads(self.heads, llama),
-            self.tensors,
-            self.locate,
-            self.source,
-            self.ignore,
-        )
+        arrays = self.arrays(abstract_heads(self.heads, llama))
         check_ids(self.ids, self.heads, llama.vocab_size, self.source)
-        arrays = {}
-        for path, (key, transposed) in keys.items():
-            array = whole(self.tensors[key])
-            arrays[path] = array.T if transposed else array
         return arrays
 
 
@@ -104,16 +81,3 @@ def check_ids(
             f"{source} should hold {heads.draft_vocab} ascending token ids below {vocab_size} as its draft "
             "vocabulary"
         )
-
-
-def made_directory(path: str) -> str:
-    """Create a directory if it does not exist; returns its path.
-
-    Raises:
-      UserError: it cannot be created.
-    """
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be created: {error.strerror}") from error
-    return path

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from medusa_jax.errors import UserError
 from medusa_jax.hosts import on_host
 from medusa_jax.interop.seam import import_format
-from medusa_jax.interop.tensor import Tensor, Tensors, cast, part
+from medusa_jax.interop.tensor import Tensor, Tensors, cast, part, whole
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 from medusa_jax.whole_files import Json, decode_text, parse_json, replacing, write_text
@@ -161,97 +162,108 @@ def _refuse_pointer(path: str) -> None:
         raise UserError(f"{path} is a git-lfs pointer, not the weights: run `git lfs pull`")
 
 
-def check_keys(
-    abstract: Params,
-    tensors: Tensors,
-    locate: Callable[[str], tuple[str, bool]],
-    source: str,
-    ignore: Callable[[str], bool] = lambda name: False,
-) -> dict[str, tuple[str, bool]]:
-    """`locate` for every parameter, after a check that keys are complete and none is unknown.
-
-    Args: as for `load_tree`.
-
-    Raises:
-      UserError: a missing, unknown, misshaped or non-float key.
-    """
-    keys = {path: locate(path) for path in flatten(abstract)}
-    known = {name for name, _ in keys.values()}
-    unknown = sorted(name for name in tensors if name not in known and not ignore(name))
-    for path, leaf in flatten(abstract).items():
-        name, transposed = keys[path]
-        shape, tensor = (
-            tuple(leaf.shape[::-1] if transposed else leaf.shape),
-            tensors.get(name),
-        )
-        if tensor is None:
-            raise UserError(f"key {name!r} of shape {list(shape)} is missing from {source}")
-        if tensor.shape != shape:
-            raise UserError(
-                f"key {name!r} in {tensor.file} has shape {list(tensor.shape)}, "
-                f"the configuration asks for {list(shape)}"
-            )
-        if tensor.dtype not in FLOATS:
-            raise UserError(
-                f"key {name!r} in {tensor.file} is stored as {tensor.dtype}; only "
-                f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
-            )
-    if unknown:
-        tensor = tensors[unknown[0]]
-        raise UserError(
-            f"{tensor.file} has a key that this model has no place for: {unknown[0]!r} of "
-            f"shape {list(tensor.shape)}"
-        )
-    return keys
+# Parameter path -> (key in the checkpoint, whether it is stored transposed).
+Locate = Callable[[str], tuple[str, bool]]
 
 
-def load_tree(
-    abstract: Params,
-    mesh: Mesh,
-    tensors: Tensors,
-    locate: Callable[[str], tuple[str, bool]],
-    dtype: DTypeLike,
-    source: str,
-    ignore: Callable[[str], bool] = lambda name: False,
-    convert: Convert | None = None,
-    in_blocks: bool = False,
-) -> Params:
-    """Read a parameter tree strictly; each device gets only its slices.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Tensors of a checkpoint, and where the parameters of a tree are among them.
 
-    Args:
-      abstract: tree of shapes (from `jax.eval_shape`).
-      locate: parameter path -> (key in the checkpoint, whether it is stored transposed).
-      dtype: type of the parameters on the devices.
+    Attributes:
       source: the file or directory, for messages.
+      tensors: everything that it holds.
       ignore: keys that may exist and are not read.
-      convert: converts each entry of the tree, such as a layer, before the next is read.
-      in_blocks: matrices in blocks are not read: `convert` gets `BlockRows`.
-
-    Raises:
-      UserError: a missing, unknown, misshaped or non-float key.
     """
-    keys = check_keys(abstract, tensors, locate, source, ignore)
+
+    source: str
+    tensors: Tensors
+    locate: Locate
+    ignore: Callable[[str], bool] = lambda key: False
+
+    def keys(self, abstract: Params) -> dict[str, tuple[str, bool]]:
+        """`locate` for every parameter of a tree of shapes.
+
+        Raises:
+          UserError: a missing, unknown, misshaped or non-float key.
+        """
+        keys = {path: self.locate(path) for path in flatten(abstract)}
+        known = {name for name, _ in keys.values()}
+        for path, leaf in flatten(abstract).items():
+            name, transposed = keys[path]
+            shape = tuple(leaf.shape[::-1] if transposed else leaf.shape)
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                raise UserError(
+                    f"key {name!r} of shape {list(shape)} is missing from {self.source}"
+                )
+            if tensor.shape != shape:
+                raise UserError(
+                    f"key {name!r} in {tensor.file} has shape {list(tensor.shape)}, "
+                    f"the configuration asks for {list(shape)}"
+                )
+            if tensor.dtype not in FLOATS:
+                raise UserError(
+                    f"key {name!r} in {tensor.file} is stored as {tensor.dtype}; only "
+                    f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
+                )
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[0]):
+            if name not in known and not self.ignore(name):
+                raise UserError(
+                    f"{tensor.file} has a key that this model has no place for: {name!r} of "
+                    f"shape {list(tensor.shape)}"
+                )
+        return keys
+
+    def arrays(self, abstract: Params) -> dict[str, np.ndarray]:
+        """Read the parameters of a tree of shapes to the host by path, in their stored type.
+
+        Raises:
+          UserError: as for `keys`.
+        """
+        arrays = {}
+        for path, (key, transposed) in self.keys(abstract).items():
+            array = whole(self.tensors[key])
+            arrays[path] = array.T if transposed else array
+        return arrays
 
     def load(
-        key_path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
-    ) -> jax.Array | BlockRows:
-        name, transposed = keys[path_string(key_path)]
-        tensor, shape = tensors[name], tuple(leaf.shape)
-        if in_blocks and tensor.blocks is not None and len(shape) == 2:
-            return BlockRows(shape, transposed, tensor.blocks)
-        return _place(tensor, shape, transposed, sharding, np.dtype(dtype))
+        self,
+        abstract: Params,
+        mesh: Mesh,
+        dtype: DTypeLike,
+        convert: Convert | None = None,
+        in_blocks: bool = False,
+    ) -> Params:
+        """Read a parameter tree; each device gets only its slices.
 
-    shardings = param_shardings(mesh, abstract)
+        Args:
+          abstract: tree of shapes (from `jax.eval_shape`).
+          dtype: type of the parameters on the devices.
+          convert: converts each entry of the tree, such as a layer, before the next is read.
+          in_blocks: matrices in blocks are not read: `convert` gets `BlockRows`.
 
-    def read(name: str) -> Params:
-        trees = ({name: abstract[name]}, {name: shardings[name]})
-        return jax.tree_util.tree_map_with_path(load, *trees)
+        Raises:
+          UserError: as for `keys`.
+        """
+        keys = self.keys(abstract)
 
-    placed: Params = {}
-    for name in abstract:
-        # Keeps no reference, so that the unconverted entry is freed.
-        placed |= (convert or dict)(read(name))
-    return placed
+        def read(
+            key_path: KeyPath, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding
+        ) -> jax.Array | BlockRows:
+            name, transposed = keys[path_string(key_path)]
+            tensor, shape = self.tensors[name], tuple(leaf.shape)
+            if in_blocks and tensor.blocks is not None and len(shape) == 2:
+                return BlockRows(shape, transposed, tensor.blocks)
+            return _place(tensor, shape, transposed, sharding, np.dtype(dtype))
+
+        shardings = param_shardings(mesh, abstract)
+        placed: Params = {}
+        for name in abstract:
+            trees = ({name: abstract[name]}, {name: shardings[name]})
+            # Keeps no reference, so that the unconverted entry is freed.
+            placed |= (convert or dict)(jax.tree_util.tree_map_with_path(read, *trees))
+        return placed
 
 
 def _place(

@@ -5,6 +5,7 @@
 | packed texts, in training       | none              | CUDA, TPU; 16 bits  | `kernels.cudnn`, `tpu.splash`       |
 |                                 |                   | else                | `attend_text`                       |
 | a level of drafts, in training  | the levels above  | any                 | `attend_levels`                     |
+| blocks of drafts                | the text before   | any                 | `attend_blocks`                     |
 | a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
 | one, a tree or a short path     | the text before   | one CPU; float32    | `cpu.layer`: the layer (`Block`)   |
 |                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
@@ -94,7 +95,19 @@ class LevelCache(struct.PyTreeNode):
     levels: tuple[Pair, ...] = ()
 
 
-LayerCache = Pair | LevelCache
+class BlockCache(struct.PyTreeNode):
+    """Keys and values that blocks of drafts attend to, per layer (`heads/dflash.py`).
+
+    Attributes:
+      text: keys and values [B, G, S, H] of the text.
+      visible_BAS: the slots of the text that each of A blocks sees; its tokens also see each other.
+    """
+
+    text: Pair
+    visible_BAS: jax.Array
+
+
+LayerCache = Pair | LevelCache | BlockCache
 
 # Which tokens each token sees: a mask [B, T, S] over cache slots, the cached text and a path of new tokens, or
 # the earlier text.
@@ -135,6 +148,8 @@ def attention_of(
         assert isinstance(mask, CausalMask)
         levels = (*cache.levels, new)
         return attend_levels(q_BTNH, cache.text, levels, mask), cache.replace(levels=levels)
+    if isinstance(cache, BlockCache):
+        return attend_blocks(q_BTNH, new, cache), cache
     assert start_B is not None and not isinstance(mask, PathMask)
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
@@ -250,6 +265,31 @@ def attend_levels(
         k, v = (x[:, :, :, None].astype(wide) for x in level)
         score = jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
         part = merge_parts(part, Part(v, score))
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+def attend_blocks(q_BTNH: jax.Array, new: Pair, cache: BlockCache) -> jax.Array:
+    """Attention of A blocks over the text and each over itself, T = A x slots: [B, T, N * H]."""
+    q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
+    (B, A, _), slots = (
+        cache.visible_BAS.shape,
+        q_BTNH.shape[1] // cache.visible_BAS.shape[1],
+    )
+
+    def apart(x: jax.Array) -> jax.Array:
+        """[B, G, T, ...] -> [B A, G, slots, ...]."""
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], A, slots, *x.shape[3:]), 2, 1)
+        return x.reshape(B * A, *x.shape[2:])
+
+    def together(x: jax.Array) -> jax.Array:
+        x = jnp.moveaxis(x.reshape(B, A, *x.shape[1:]), 1, 2)
+        return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
+
+    both_ways = jnp.ones((1, slots, slots), bool)
+    part = attend_part(*(apart(x) for x in (q_BGTRH, *new)), both_ways)
+    visible_BTS = jnp.repeat(cache.visible_BAS, slots, axis=1)
+    seen = attend_part(q_BGTRH, *cache.text, visible_BTS)
+    part = merge_parts(jax.tree.map(together, part), seen)
     return flat(part.out_BGTRH.astype(q_BTNH.dtype))
 
 

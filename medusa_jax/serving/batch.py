@@ -113,10 +113,13 @@ class Batch:
             del self._state  # frees its memory before the next is allocated
         self._apart = rows.RowExtras()
         self.rows, self.slots = n_rows, slots
-        state = rows.idle(self._engine, self._sizes, n_rows, slots)
-        if (mesh := self._engine.llama.mesh) is not None:
-            state = jax.device_put(state, decode_shardings(mesh, state))
-        self._state = state
+        self._state = self._placed(rows.idle(self._engine, self._sizes, n_rows, slots))
+
+    def _placed(self, state: Any) -> Any:
+        mesh = self._engine.llama.mesh
+        return (
+            state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
+        )
 
     def slots_for(self, length: int) -> int:
         """Return the slots that a step needs for a text of this length."""
@@ -137,24 +140,29 @@ class Batch:
     def _row(self, at: int) -> DecodeState:
         """Copy a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
-        if any(part is not None for part in self._apart):
-            apart = rows.take_row(self._engine, self._apart, np.int32(at))
-            row = rows.with_extras(row, apart)
-        return row
+        parts = _parts(self._apart).items()
+        own = {
+            name: rows.take_row(self._engine, part, np.int32(at)) for name, part in parts
+        }
+        return rows.with_extras(row, rows.RowExtras(**own))
 
     def _put(self, row: DecodeState, at: int) -> None:
         """Overwrite a row."""
         place = np.int32(at)
         row, own = rows.split_extras(row)
         self._state = rows.insert_row(self._engine, self._state, row, place)
-        for name, part in own._replace(first_BW=None)._asdict().items():
-            if part is not None:
-                room = getattr(self._apart, name)
-                if room is None:
-                    engine, tokens_BO = self._with_logprobs, self._state.tokens_BO
-                    room = getattr(rows.empty_extras(engine, tokens_BO), name)
-                room = rows.insert_row(self._engine, room, part, place)
-                self._apart = self._apart._replace(**{name: room})
+        empty = None
+        for name, part in _parts(own._replace(first_BW=None)).items():
+            room = getattr(self._apart, name)
+            if room is None:
+                empty = empty or self._empty_extras(self.rows)
+                room = getattr(empty, name)
+            room = rows.insert_row(self._engine, room, part, place)
+            self._apart = self._apart._replace(**{name: room})
+
+    def _empty_extras(self, n_rows: int) -> rows.RowExtras:
+        tokens_BO = self._placed(np.zeros((n_rows, self._sizes.outputs), np.int32))
+        return rows.empty_extras(self._with_logprobs, tokens_BO)
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
         """Change a row's number of slots, one power of two at a time."""
@@ -176,9 +184,9 @@ class Batch:
             np.array(request.max_steps or [FOREVER], np.int32),
             pack_stops(request.stops or [()], STOPS),
         )
-        if group.logprobs:
-            room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
-            row = row.replace(logprobs=room.logprobs)
+        # Prompts are read with log-probabilities for all, since a second program would cost seconds.
+        room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
+        row = row.replace(logprobs=room.logprobs)
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
@@ -212,7 +220,8 @@ class Batch:
         tokens[: len(here)] = here
         one: Any = np.array([begin], np.int32), np.array([n], np.int32)
         piece = Piece(tokens[None, :-1], tokens[None, 1:], *one)
-        engine = self._engine_of(reading.group)
+        n_best = self._with_logprobs.logprobs
+        engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)
         reading.row = rows.read_row(engine, variables, row, piece)
         reading.position = min(begin + T, n)
@@ -225,7 +234,8 @@ class Batch:
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
-        row = self._resized(reading.row, self.slots)
+        row, own = rows.split_extras(self._resized(reading.row, self.slots))
+        row = rows.with_extras(row, self._of(reading.group, own))
         self._put(row, at)
         self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
         return progress_of(row)
@@ -272,8 +282,7 @@ class Batch:
         else:
             state, progress = decode_loop(engine, variables, state, max_steps, True)
         self._state, own = rows.split_extras(state)
-        parts = {name: x for name, x in own._asdict().items() if x is not None}
-        self._apart = self._apart._replace(**parts)
+        self._apart = self._apart._replace(**_parts(own))
         return progress, tree.n_nodes
 
     def _guided(
@@ -326,11 +335,20 @@ class Batch:
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        if group.logprobs or group.penalties:  # rows with extras change size, too
-            for size in (*self.trees, n_rows):
-                self.fit(size, slots)
+        first = np.int32(0)
+        for name, own in _parts(self._of(group, self._apart)).items():
+            one = rows.take_row(self._engine, own, first)
+            for size in self.trees:  # the row may be moved to a batch of any size
+                room = getattr(self._empty_extras(size), name)
+                room = rows.insert_row(self._engine, room, one, first)
+                rows.take_row(self._engine, room, first)
         jax.block_until_ready(self._state)
         self.restart()
+
+
+def _parts(extras: rows.RowExtras) -> dict[str, Any]:
+    """Return the parts that exist, by name."""
+    return {name: part for name, part in extras._asdict().items() if part is not None}
 
 
 def _rule(group: Group) -> str:

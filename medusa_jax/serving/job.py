@@ -5,17 +5,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
-from medusa_jax.api import Model, Options, Result, StoppingText, steps_of
-from medusa_jax.api.results import finish_reason, logprobs_of_row
+from medusa_jax.api import Model, Options, StoppingText
+from medusa_jax.api.results import logprobs_of_row, results_of
 from medusa_jax.constraints.guide import SLOW_MASKS
 from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
-from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 
 # Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
@@ -67,13 +69,11 @@ class Job:
 
     Attributes:
       decode: the request in the decode loop's form, B = 1.
-      token_ids, depths: emitted tokens and their draft depths, as far as the host has read.
+      token_ids: emitted tokens, as far as the host has read.
       length: text positions in the cache, likewise.
       steps_seen: decode steps, likewise.
       delivered_at: when its last part was delivered.
-      logprobs, top_logprobs: as in `Result`, if requested.
       row: number of its row in the batch; None until its prompt has been read.
-      longest: most tokens that a step can append.
       reused, tree_nodes: as in `Ending`.
       drafted: number of its prompt's tokens that the drafter has read.
     """
@@ -81,12 +81,10 @@ class Job:
     request: Request
     decode: DecodeRequest
     text: StoppingText
+    tokenizer: Tokenizer
     handle: Handle
     deliver: Deliver
     token_ids: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     length: int = 0
     steps_seen: int = 0
     delivered_at: float = 0.0
@@ -94,7 +92,6 @@ class Job:
     reused: int = 0
     drafted: int = 0
     tree_nodes: int = 1
-    longest: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
     first_at: float = 0.0
@@ -125,14 +122,14 @@ class Job:
             constrained=self.decode.guides is not None,
         )
 
-    def begin(self, reused: int, longest: int, drafted: int) -> None:
+    def begin(self, reused: int, drafted: int) -> None:
         """Record that reading its prompt begins.
 
         Args:
           drafted: tokens that the drafter has read in the row that the prompt starts from.
         """
         self.started_at = time.perf_counter()
-        self.reused, self.longest = reused, longest
+        self.reused = reused
         # Tokens that the drafter reads after a gap do not count.
         self.drafted = drafted if drafted < reused else len(self.prompt)
 
@@ -149,54 +146,32 @@ class Job:
           row: its row in `progress`.
         """
         self.first_at = self.first_at or time.perf_counter()
-        seen, count = len(self.token_ids), int(progress.n_new_B[row])
-        ended = int(progress.status_B[row]) not in (RUNNING, PAUSED)
+        progress = jax.tree.map(lambda x: x[row : row + 1], progress)
+        seen, count = len(self.token_ids), int(progress.n_new_B[0])
+        ended = int(progress.status_B[0]) not in (RUNNING, PAUSED)
         tokens, depths = (
-            x[row, seen:count].tolist() for x in (progress.tokens_BO, progress.depth_BO)
+            x[0, seen:count].tolist() for x in (progress.tokens_BO, progress.depth_BO)
         )
         parts = self.text.take(tokens, depths, ended)
         end = self.text.tokens_used
         self.token_ids += tokens[: end - seen]
-        self.depths += depths[: end - seen]
-        new = logprobs_of_row(progress, row, slice(seen, end), self.options.logprobs)
-        self.logprobs += new.get("logprobs", [])
-        self.top_logprobs += new.get("top_logprobs", [])
-        ending = None
-        if ended or self.text.stopped:
-            ending = self.ending(int(progress.status_B[row]))
+        new = logprobs_of_row(progress, 0, slice(seen, end), self.options.logprobs)
         return Delta(
             text="".join(piece for piece, _ in parts),
             parts=parts,
             token_ids=self.token_ids[seen:],
-            logprobs=self.logprobs[seen:],
-            top_logprobs=self.top_logprobs[seen:],
-            ending=ending,
+            logprobs=new.get("logprobs", []),
+            top_logprobs=new.get("top_logprobs", []),
+            ending=self._ending(progress) if ended or self.text.stopped else None,
         )
 
-    def ending(self, status: int) -> Ending:
-        """Return the whole answer.
-
-        Args:
-          status: why it ended (`decoding/stopping.py`).
-        """
-        status = STOPPED if self.text.stopped else status
-        limit = self.decode.limits[0]
-        histogram = steps_of(self.depths, self.longest)
-        now = time.perf_counter()
-        result = Result(
-            text=self.text.text,
-            token_ids=self.token_ids,
-            draft_depths=self.depths,
-            finish_reason=finish_reason(status, len(self.token_ids), limit, self.options),
-            prompt_tokens=len(self.prompt),
-            steps=sum(histogram),
-            acceptance_histogram=histogram,
-            prefill_seconds=self.first_at - self.started_at,
-            decode_seconds=now - self.first_at,
-            compile_seconds=0.0,
-            logprobs=self.logprobs if self.options.logprobs is not None else None,
-            top_logprobs=self.top_logprobs if self.options.logprobs is not None else None,
-        )
+    def _ending(self, progress: Progress) -> Ending:
+        """Return the whole answer."""
+        seconds = self.first_at - self.started_at, time.perf_counter() - self.first_at, 0.0
+        parts = self.tokenizer, [self.options], self.decode, progress, seconds
+        [result] = results_of(*parts)
+        if self.text.stopped:
+            result.cut(len(self.token_ids), self.text.text)
         waited = self.started_at - self.submitted_at
         return Ending(result, waited, self.reused, self.tree_nodes)
 
@@ -239,7 +214,7 @@ def make_job(
         )
         decode.penalties = [asked]
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
-    job = Job(request, decode, text, handle, deliver)
+    job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
         job.guide.patience = SLOW_MASKS
     return job

@@ -37,12 +37,7 @@ class Checkpoints:
 
         self.args = ocp.args
         self.directory = os.path.join(os.path.abspath(workdir), "checkpoints")
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self.directory} cannot be created: {error.strerror}"
-            ) from error
+        os.makedirs(self.directory, exist_ok=True)
         finish = ocp.AsyncOptions(post_finalization_callback=self._write_checksums)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True, async_options=finish

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from medusa_jax.config import Config, ModelConfig
+from medusa_jax.config import Config, DataConfig, ModelConfig
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.interop.hub import is_here, resolve
+from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import (
@@ -28,9 +30,10 @@ from medusa_jax.sharding import (
     shapes_with,
 )
 from medusa_jax.training import checks
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import batch_type, stored_width
-from medusa_jax.training.data.preview import preview
 from medusa_jax.training.data.rows import ROW
+from medusa_jax.training.data.tokenise import Encoder, tokenizer_for
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
 from medusa_jax.training.stage import Stage, make_stage
@@ -225,3 +228,56 @@ def stored_bytes(tree: PyTree) -> int:
 def count(tree: PyTree) -> int:
     """Number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def preview(data: DataConfig, tokenizer: str) -> str:
+    """The first usable sample of `data.source`, with its counted tokens inside ⟦ ⟧; "" of a token directory.
+
+    Raises:
+      UserError: the source is unreadable or has no usable sample, or no tokenizer is given.
+    """
+    source = sources.names(data.source)[0]
+    if os.path.isfile(os.path.join(source, "tokens.npy")):
+        return ""
+    encode = Encoder(tokenizer_for(source, tokenizer), data)
+    samples = sources.read_records(source, data)
+    problems = {}
+    for number, record in enumerate(samples):
+        found = encode(record)
+        if not found.pieces:
+            problems[number] = found.problem
+            continue
+        ids, counts = found.pieces[0]
+        kept = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
+        counted = [c > 0 for c in counts[:kept]]
+        return (
+            f"{mark_counted(encode.tokenizer, ids[:kept], counted)}\n{'-' * 60}\n"
+            f"sample {number} of {len(samples)} in {source} ({found.form}): {kept} of {len(ids)} tokens, "
+            f"{sum(counted)} of them counted (the loss is computed on these): ⟦like this⟧"
+        )
+    raise UserError(
+        f"none of the {len(samples)} samples of {source} can be used: "
+        f"{sources.reasons(problems, samples)}"
+    )
+
+
+def mark_counted(tokenizer: Tokenizer, ids: list[int], counted: list[bool]) -> str:
+    """Text of the ids, special tokens included, each run of counted ones inside ⟦ ⟧.
+
+    A counted line break is shown as ↵. A character with bytes in several tokens belongs to the run that completes
+    it.
+
+    Example: ids of "Hi. Yo</s>" with the last two counted -> "Hi. ⟦Yo</s>⟧".
+    """
+    text, end, done = "", 0, ""
+    for is_counted, group in groupby(counted):
+        end += len(list(group))
+        upto = tokenizer.decode(ids[:end], skip_special=False)
+        if end < len(ids):
+            upto = upto.rstrip("\ufffd")
+        piece, done = upto[len(done) :], upto
+        if is_counted:
+            lines = piece.replace("\n", "↵\n").split("\n")
+            piece = "\n".join(f"⟦{x}⟧" if x else x for x in lines)
+        text += piece
+    return text

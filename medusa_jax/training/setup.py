@@ -1,7 +1,8 @@
-"""Load the models of a training run."""
+"""Load the models of a training run, and export its result: heads, or a backbone with heads and tokenizer."""
 
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -10,20 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 from medusa_jax.config import ModelConfig, TrainConfig
-from medusa_jax.console import announced
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
+from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
+from medusa_jax.hosts import first
 from medusa_jax.interop import hf, own_heads
-from medusa_jax.interop.base_files import fingerprint_as_read
-from medusa_jax.interop.fingerprint import Fingerprint
+from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
+from medusa_jax.interop.stored_heads import check_ids
 from medusa_jax.model.llama import init_params
-from medusa_jax.model.quantise import quantise_backbone
+from medusa_jax.model.lora import merge
+from medusa_jax.model.quantise import dequantise_backbone, quantise_backbone
 from medusa_jax.sharding import PyTree, init_sharded, replicated
-from medusa_jax.whole_files import Json
+from medusa_jax.training.data.rows import Rows
+from medusa_jax.whole_files import Json, read_array, write_array, write_json
 
 
 class Setup(NamedTuple):
@@ -84,7 +90,7 @@ def load_setup(
             )
     base = None
     if params is not None:
-        fingerprint = fingerprint_as_read(model.path, seen, arch, dtype)
+        fingerprint = hf.fingerprint_as_read(model.path, seen, arch, dtype)
         base = own_heads.base_record(arch, fingerprint)
     start: PyTree = {}
     recipe: Json | None = None
@@ -155,3 +161,105 @@ def load_heads(
     if heads != whole_config(expected):
         raise UserError(f"{path} holds {heads}, but the configuration is {expected}")
     return params, described.get("recipe", {})
+
+
+def export(
+    directory: str, model: ModelConfig, heads: HeadsConfig, lora: LoraConfig, setup: Setup,
+    params: PyTree, recipe: Json,
+) -> None:  # fmt: skip
+    """Write the result of a run to `directory`.
+
+    A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
+    adapters are merged into it. Heads of a frozen backbone are in the directory itself. Every
+    process must call this; process 0 writes.
+    """
+    write, ids = first(), {}
+    heads_directory, base = directory, setup.base
+    trained = trained_backbone(jnp.dtype(model.param_dtype), lora, setup, params)
+    if trained is not None:
+        arch, backbone = trained
+        base = own_heads.base_record(arch, fingerprint(arch, backbone))
+        dtype = jax.tree.leaves(backbone)[0].dtype
+        # A seam: `train.stage` says whether the backbone is trained.
+        files = importlib.import_module("medusa_jax.interop.tokenizer_files")
+        writer = importlib.import_module("medusa_jax.interop.hf_writer")
+        if write:
+            ids = files.copy_tokenizer(model.tokenizer, model.path, directory)
+        writer.save_backbone(directory, arch, backbone, dtype, ids, write)
+        if write:
+            write_json(os.path.join(directory, "recipe.json"), recipe)
+        heads_directory = os.path.join(directory, "heads")
+    if "heads" in params:
+        assert base is not None
+        chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
+        own = params["heads"] | chosen
+        own_heads.save_heads(
+            heads_directory, heads, own, base=base, recipe=recipe, write=write
+        )
+
+
+def trained_backbone(
+    dtype: DTypeLike, lora: LoraConfig, setup: Setup, params: PyTree
+) -> tuple[LlamaConfig, PyTree] | None:
+    """The trained backbone for export; None if the run did not change it.
+
+    Adapters are merged in float32 into the (dequantised) backbone that they were trained on, then stored in
+    the type of the frozen backbone.
+    """
+    if "backbone" in params:
+        return setup.arch, params["backbone"]
+    if "lora" not in params:
+        return None
+    original = dequantise_backbone(setup.frozen["backbone"])
+    arch, merged = merge(setup.arch, original, params["lora"], lora)
+    return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
+
+
+DRAFT_VOCAB = "draft_vocab.npy"
+
+
+def draft_vocab(
+    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = ""
+) -> np.ndarray:
+    """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
+
+    Chosen at the first start; a resumed run reads them from its workdir.
+
+    Args:
+      source: token counts (`data.draft_vocab_from`); "": those of `rows`.
+
+    Raises:
+      UserError: counts that are unreadable or have the wrong size.
+    """
+    n, path = heads.draft_vocab, os.path.join(workdir, DRAFT_VOCAB)
+    if os.path.exists(path):
+        ids = read_array(path)
+        check_ids(ids, heads, vocab_size, path)
+        return ids
+    text_counts_V = rows.counts(vocab_size)
+    counts_V = read_counts(source, vocab_size) if source else text_counts_V
+    ids = most_frequent(counts_V, n)
+    if jax.process_index() == 0:
+        write_array(path, ids)
+    inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
+    inform(
+        f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
+        f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
+    )
+    return ids
+
+
+def read_counts(source: str, vocab_size: int) -> np.ndarray:
+    """Token counts [V] written by `distill`.
+
+    Args:
+      source: the file or its directory.
+    """
+    path = os.path.join(source, COUNTS) if os.path.isdir(source) else source
+    counts_V = read_array(path)
+    if counts_V.shape != (vocab_size,) or counts_V.dtype.kind not in "iu":
+        raise UserError(
+            f"{path} holds {counts_V.dtype}{list(counts_V.shape)}, not the counts of a vocabulary "
+            f"of {vocab_size}"
+        )
+    return counts_V

@@ -11,10 +11,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 from medusa_jax.config import TrainConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
@@ -22,7 +24,7 @@ from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import estimate, losses
-from medusa_jax.training.losses import HeadObjective, HeadTargets, StepInputs, Sums
+from medusa_jax.training.losses import StepInputs, Sums, objectives
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import Trains, trained_groups
 
@@ -48,6 +50,7 @@ class Stage:
         they are cached.
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
       draft_vocab: number of tokens that the heads score, 0: all.
+      anchors: number of positions of a row that a step trains, 0: all.
     """
 
     groups: dict[str, Trains]
@@ -60,6 +63,7 @@ class Stage:
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
+    anchors: int = 0
 
     @property
     def width(self) -> int:
@@ -82,8 +86,9 @@ class Stage:
         if self.offsets[0] != 1 or len(self.offsets) == 1:
             return means | inside
         lm = {f"lm_{name}": x[0] for name, x in means.items()}
-        lm_sums = jax.tree.map(lambda x: x[0], sums)
-        lm["lm_objective"] = losses.next_token_mean(lm_sums, counts_K[0])
+        lm["lm_objective"] = objectives.next_token_mean(
+            sums.loss[0], sums.entropy[0], counts_K[0]
+        )
         return {name: x[1:] for name, x in (means | inside).items()} | lm
 
 
@@ -104,20 +109,26 @@ def make_stage(
     backbone = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
+    trains_backbone = groups.keys() != {"heads"}
+    offsets: tuple[int, ...] = (1,) if trains_backbone else ()
     if drafter is None:
-        loss = backbone_stage(backbone, train.loss_chunk)
-        return Stage(groups, arch, (1,), loss, init, lambda_0)
-    objective = head_objective(train, drafter)
-    offsets = tuple(k + 2 for k in range(objective.drafter.n_heads))
-    hidden = None
-    if groups.keys() == {"heads"}:
-        loss, hidden = heads_stage(backbone, objective), backbone.hidden_states
-    else:
-        loss, offsets = joint_stage(backbone, objective), (1, *offsets)
+        loss = stage_loss(backbone, train, None, trains_backbone)
+        return Stage(groups, arch, offsets, loss, init, lambda_0)
+    if train.induction_weight:
+        objectives.induction().check(drafter)
+    if train.anchors and not drafter.anchored:
+        raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
+    if bool(train.confidence_weight) != getattr(drafter.heads, "confidence", False):
+        raise UserError("train.confidence_weight and heads.confidence need each other")
+    view = drafter.loss_view(train.levels)
+    offsets += tuple(k + 2 for k in range(view.n_heads))
+    loss = stage_loss(backbone, train, view, trains_backbone)
+    hidden = None if trains_backbone else backbone.hidden_states
     ranks = partial(label_ranks, backbone, drafter, train.loss_chunk)
     return Stage(
-        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab
-    )
+        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
+        train.anchors,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,52 +175,27 @@ class GroupedBackbone:
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
-def head_objective(train: TrainConfig, drafter: Drafter) -> HeadObjective:
-    """The configured loss of draft heads."""
-    if train.induction_weight:
-        losses.objectives.induction().check(drafter)
-    targets = HeadTargets(
-        train.label_weight,
-        train.teacher_weight,
-        train.distance_weight,
-        train.hidden_noise,
-        train.feature_weight,
-        train.induction_weight,
-    )
-    view = drafter.loss_view(train.levels)
-    return HeadObjective(view, train.loss_chunk, train.lambda_decay, targets)
+def stage_loss(
+    grouped: GroupedBackbone,
+    train: TrainConfig,
+    view: Drafter | None,
+    trains_backbone: bool,
+) -> LossFn:
+    """The loss of a stage: L_LM, sum_k lambda_k L_k (Medusa equation 1), or both (equation 2).
 
+    L = L_LM + lambda_0 sum_k lambda_k L_k: one pass of the backbone serves both terms, and the heads' gradient
+    flows into it. A frozen backbone runs once, outside the gradient. The sums of both terms are one after the
+    other, the backbone's first.
 
-def backbone_stage(grouped: GroupedBackbone, chunk: int) -> LossFn:
-    """Language modelling: the backbone, or its adapters."""
+    Args:
+      view: `Drafter.loss_view` of the heads; None without heads.
+    """
 
     def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        def backbone_of(p: PyTree) -> Backbone:
-            return grouped.backbone(frozen | p, inputs.dropout_key)
-
-        params, original = grouped.with_adapters(params), grouped.original(frozen)
-        return losses.backbone_loss(params, backbone_of, inputs, chunk, original)
-
-    return loss
-
-
-def heads_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
-    """Medusa-1: heads on a frozen backbone."""
-
-    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        return losses.head_loss(
-            params["heads"], grouped.drafting(frozen), objective, inputs
-        )
-
-    return loss
-
-
-def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
-    """Medusa-2: the backbone, or its adapters, together with the heads."""
-
-    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        key = inputs.dropout_key
-        adapter_key, head_key = (None, None) if key is None else jax.random.split(key)
+        key, batch = inputs.dropout_key, inputs.batch
+        adapter_key = head_key = key
+        if view is not None and trains_backbone and key is not None:
+            adapter_key, head_key = jax.random.split(key)
 
         def backbone_of(p: PyTree) -> Backbone:
             return grouped.backbone(frozen | p, adapter_key)
@@ -218,8 +204,23 @@ def joint_stage(grouped: GroupedBackbone, objective: HeadObjective) -> LossFn:
             return p["heads"], grouped.drafting(frozen | p, adapter_key)
 
         params = grouped.with_adapters(params)
-        inputs, original = inputs._replace(dropout_key=head_key), grouped.original(frozen)
-        return losses.joint_loss(params, backbone_of, split, objective, inputs, original)
+        if not trains_backbone:
+            assert view is not None
+            hidden_BTE = lax.stop_gradient(
+                objectives.hidden_states(backbone_of(params), batch)
+            )
+            return objectives.heads_loss(params, split, hidden_BTE, view, train, inputs)
+        hidden_BTE = backbone_of(params).forward(*losses.rows(batch))
+        hidden_BTD = hidden_BTE[..., : grouped.llama.config.d_model]
+        original = grouped.original(frozen)
+        given = (hidden_BTD, inputs, train.loss_chunk, original)
+        lm_loss, own = objectives.next_token_loss(params, backbone_of, *given)
+        if view is None:
+            return lm_loss, own
+        inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
+        loss, heads = objectives.heads_loss(params, split, hidden_BTE, view, train, inputs)
+        sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), own, heads)
+        return lm_loss + inputs.lambda_0 * loss, sums
 
     return loss
 
@@ -230,7 +231,7 @@ def label_ranks(
 ) -> jax.Array:  # fmt: skip
     """Rank of each head's label [B, T, K], -1 where a pair does not count."""
     backbone = grouped.drafting(frozen | grouped.with_adapters(params))
-    hidden_BTE = losses.hidden_states(backbone, batch)
+    hidden_BTE = objectives.hidden_states(backbone, batch)
     return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTE, batch, chunk)
 
 

@@ -27,12 +27,9 @@ from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.data import prepare, sources
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import Rows, batches, mix, read
-from medusa_jax.training.data.vocabulary import draft_vocab
-from medusa_jax.training.export import export
-from medusa_jax.training.log.run_log import RunLog
-from medusa_jax.training.optim.optimizer import keep_if, make_optimizer, make_schedule
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import (
     batch_shapes,
@@ -40,9 +37,9 @@ from medusa_jax.training.placement import (
     local_numbers,
     microbatches,
 )
-from medusa_jax.training.setup import load_setup, with_draft_vocab
+from medusa_jax.training.run_log import RunLog
+from medusa_jax.training.setup import draft_vocab, export, load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.stop import StopRequest
 from medusa_jax.whole_files import Json
 
 
@@ -89,7 +86,7 @@ class Run:
         # Text, and the tokens that heads score.
         size = setup.arch.vocab_size
         source = (cfg.data, cfg.model, cfg.workdir, size)
-        texts, held_out = prepare.texts(*source), prepare.held_out_texts(*source)
+        texts, held_out = sources.texts(*source), sources.held_out_texts(*source)
         rows, evaluated = mix(texts), mix(held_out) if held_out else None
         self.checkpoints = Checkpoints(cfg.workdir, cfg.train.keep_checkpoints)
         resumed = self.checkpoints.latest is not None
@@ -157,7 +154,7 @@ class Run:
             self.log.open()
         last: Json = {}
         pending = None
-        with closing(self.log), StopRequest() as stop_request:
+        with closing(self.log), resume.StopRequest() as stop_request:
             local = local_numbers(self.mesh, train.batch_size, train.accumulation)
             read_ahead = batches(self.rows, train.batch_size, start + 1, self.steps, local)
             for n, rows in enumerate(read_ahead, start + 1):
@@ -271,9 +268,11 @@ def make_step(
     gradient = jax.value_and_grad(stage.loss, has_aux=True)
 
     def step(state: TrainState, frozen: PyTree, batch: PyTree) -> tuple[TrainState, PyTree]:
-        counts_K = losses.pair_counts(batch, stage.offsets)
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if stage.anchors:
+            batch = batch | {"anchors": losses.draw_anchors(step_key, batch, stage.anchors)}
+        counts_K = losses.pair_counts(batch, stage.offsets)
         A = batch["tokens"].shape[0]
 
         def microbatch_gradient(micro: PyTree, i: jax.Array) -> PyTree:
@@ -307,7 +306,8 @@ def make_step(
             "lr": jnp.asarray(schedule(state.updates), jnp.float32),
             "skipped": ~ok,
         }
-        params, opt = keep_if(ok, (params, opt), (state.params, state.opt))
+        new, old = (params, opt), (state.params, state.opt)
+        params, opt = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
         return TrainState(state.step + 1, state.updates + ok, params, opt), metrics
 
     return step

@@ -37,7 +37,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf, own_heads
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.log.run_log import read_log
+from medusa_jax.training.run_log import read_log
 from medusa_jax.whole_files import Json, write_json, write_text
 
 DRAFT_MODEL = "draft_model"

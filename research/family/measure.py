@@ -18,7 +18,7 @@ from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.evaluate.fitting import rank_texts
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
-from medusa_jax.evaluate.race import Contender, ourselves, race, step_seconds
+from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import device_facts
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
@@ -27,6 +27,7 @@ from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
 from research.question_files import read_questions
+from research.timed_steps import step_seconds
 
 
 def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import Chart, draw_lines
-from medusa_jax.training.log.run_log import read_log
+from medusa_jax.training.run_log import read_log
 from medusa_jax.whole_files import Json
 
 # Orders of mean accepted length in the papers; EAGLE's place is from Amphista's table 9.

@@ -18,7 +18,7 @@ from medusa_jax.plots import Chart, draw_lines
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.training import losses
 from medusa_jax.training.data.rows import Rows
-from medusa_jax.training.log.run_log import read_log
+from medusa_jax.training.run_log import read_log
 from research.recipes.variants import Study, variants
 
 # (configuration, parameters) -> (perplexity, most likely next tokens).

@@ -6,7 +6,7 @@ import socket
 import sys
 
 import pytest
-from tiny import CONTEXT, write_model, write_tokenizer
+from tiny import write_model, write_tokenizer
 from training_setup import ROOT, write_config, write_tokens
 
 from medusa_jax import hosts
@@ -32,51 +32,40 @@ GOOD = '{"prompt": "a"}\n'
 ROWS = {
     "decode": [
         ("--drafter none --tree chain:2", "no draft heads"),
-        ("--prompt " + "a" * 200, str(CONTEXT)),
         ("--prompt '' --tokenizer {bare}", "BOS"),
         ("--model nothing-of-the-kind", "nothing-of-the-kind"),
         ("--model {bare}", "config.json"),
-        ("--drafter {m}/nowhere", "nowhere"),
         ("--drafter hydra", "demo"),
         ("--tree chain:4", "[0, 0, 0, 0]"),
         ("--tree {f}", "[3, 1] needs its prefix [3]", "[[0], [3, 1]]"),
-        ("--mesh 1,1,64", "64 devices"),
         ("--mesh a,b,c", "--mesh"),
-        ("--acceptance greedy --temperature 1", "temperature"),
         ("--acceptance typcal", "invalid choice: 'typcal'"),
         ("--raw --chat", "--raw"),
-        ("--no_repeat_ngram_size -1", "no_repeat_ngram_size"),
         ("--logprobs 2", "--json"),
         ("--json --save_drafts x.svg", "--save_drafts"),
         ("--save_drafts {m}/config.json", "is a file of a model"),
-        ("--stop_sequence none", "stop_sequences"),
         ("--prompts_file x", "--prompts_file"),
         ("--promt hi", "unknown flag --promt; did you mean '--prompt'?"),
-        ("--max_tokens=3", "did you mean '--max_new_tokens'?"),
         ("b", "unexpected argument 'b'"),
         ("--repeats -1", "1 or more, not -1"),
         ("--chat vicunha", "did you mean 'vicuna'"),
         ("--constraint json_schema:/nowhere.json", "cannot read"),
         ("--constraint regex:a --no_repeat_ngram_size 3", "constraint"),
-        ("--logit_bias a=1", "--logit_bias"),
     ],
     "no prompt": [("", "--prompt"), ("--chat", "no chat template")],
     "requests": [
         ("", "{f}"),
-        ("--batch_size 0", "--batch_size", GOOD),
         *(
             ("", f"line 2{words}", GOOD + line + "\n")
             for line, words in [
                 ("{", " is not JSON"),
                 ('{"prompt": 5}', ": 'prompt'"),
-                ('{"prompt": "a", "temperature": "hot"}', ": 'temperature'"),
-                ('{"prompt": "a", "temperature": -1}', ": temperature"),
-                ('{"prompt": "x", "constraint": {"regx": "a"}}', ""),
-                ('{"prompt": "x", "logit_bias": [3]}', ": 'logit_bias'"),
                 (
                     '{"prompt": "a", "max_tokens": 5}',
                     ": unknown field 'max_tokens'; did you",
                 ),
+                ('{"prompt": "a", "temperature": "hot"}', ": 'temperature'"),
+                ('{"prompt": "a", "temperature": -1}', ": temperature"),
                 ('{"prompt": "a", "prompt_ids": [5]}', ""),
                 ('{"prompt": ' + "[" * 200_000, ""),
                 ('{"prompt": "a", "seed": ' + "9" * 5_000 + "}", ""),
@@ -89,14 +78,9 @@ ROWS = {
         ("--drafter none", "give --drafter"),
     ],
     "distill": [("--ask -2", "0 or more, not -2"), ("--out {m}", "config.json of a model")],
-    "convert": [
-        ("--drafter hydra", "is for medusa heads"),
-        ("--drafter none", "give --drafter"),
-        ("--out {m}", "is not empty"),
-    ],
+    "convert": [("--drafter hydra", "is for medusa heads"), ("--out {m}", "is not empty")],
     "serve": [
         ("--port {taken}", "cannot listen"),
-        ("--slots 0", "--slots"),
         ("--api_key_file {t}/none", "--api_key_file"),
         ("--api_key_file {f}", "holds no key", " \n"),
         ("--chat vicnua --drafter none", "vicuna"),
@@ -106,8 +90,6 @@ ROWS = {
         ("--config {f}", "ZeroDivisionError", "1/0"),
         ("--workdir=", "--workdir"),
         ("--config.train.batchsize=1", "did you mean --config.train.batch_size"),
-        ("--config.rope_theta=1", "did you mean --config.model.arch.rope_theta"),
-        ("--learning_rate=1", "did you mean --config.optim.lr"),
         ("--config.train.remat=maybe", "--config.train.remat"),
         ("--config.mesh=1,2", "--config.mesh"),
         ("steps=3", "unexpected argument"),

@@ -66,13 +66,6 @@ def test_replies_see_the_whole_conversation(talk):
     assert first and second
 
 
-def test_what_was_said_before_is_not_read_again(talk):
-    status, _, _, prompts = talk("the cat and the other cat in the hat", "in")
-    assert status == 0 and len(prompts) == 2
-    first, second = talk.reused
-    assert first == 0 and second > 20
-
-
 def test_commands(talk):
     for reset, end in (("/reset", "/exit"), ("/new", "/quit")):
         status, _, err, prompts = talk("/help", "in", reset, "the", end, "never said")
@@ -129,21 +122,6 @@ def test_retry_answers_the_last_turn_with_other_draws(talk):
     assert len({*replies[-3:]}) == 3
     greedy = talk("in", "/retry")
     assert len(greedy[3]) == 1 and "at temperature 0" in greedy[2]
-
-
-def test_a_reply_that_is_cut_says_so(talk):
-    notice = "; cut there: ask to go on, or raise --max_new_tokens)"
-    _, out, err, _ = talk("in")
-    assert notice in err
-    assert notice not in talk("in", flags=("--stop", out[2]))[2]
-
-
-def test_drafts_are_shown_in_colour(talk):
-    _, out, err, prompts = talk(
-        "abcab", "a", flags=("--show_drafts", "--max_new_tokens", "20")
-    )
-    assert "\x1b[32m" in out and "accepted drafts by tree depth" in err
-    assert "\x1b" not in prompts[1]  # nor in what the model reads of its reply
 
 
 @pytest.mark.parametrize("rule", ["auto", "typical"])

@@ -12,13 +12,11 @@ from medusa_jax import Options, progress
 from medusa_jax.commands import bench, calibrate, distill
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Order, Tree
-from research import sweep, ties
 
 PROMPTS = ["the cat", "a b c", "in the", "abc"]
 
@@ -112,17 +110,6 @@ def test_bench_races_trees_of_one_drafter(files, tmp_path, capsys):
         assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
 
 
-@pytest.mark.parametrize("command", [distill, sweep, ties])
-def test_the_tree_is_that_of_the_batches(command, files, tmp_path, capsys, monkeypatch):
-    def load(flags, name=None, **more):
-        raise UserError(f"for {more['batch']} rows")
-
-    monkeypatch.setattr(command, "load_model", load)
-    arguments = [f"--prompts={files[1]}", f"--out={tmp_path}/out", "--batch_size=3"]
-    assert command.main(arguments) == 2
-    assert "for 3 rows" in capsys.readouterr().err
-
-
 def test_a_flag_is_declared_once():
     """With its help and type in one class; another default in a subclass keeps both."""
 
@@ -208,11 +195,3 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
     assert (
         fitting.fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fitting.fastest([]) == 1
     )
-
-
-def test_figures_are_of_the_quieter_half_of_the_rounds():
-    """Ratios 1.0, 1.1, ..., 1.4 in it, 3 in the others."""
-    quiet = [(2, 1 + 0.1 * i, 1.0) for i in range(5)]
-    [row] = fitting.figures_of([*quiet, *[(2, 27.0, 9.0)] * 5], {2: 1.8})
-    assert row["step_latency_ratio"] == 1.2 and row["speedup"] == 1.5
-    assert row["spread"] == pytest.approx(0.2 / 1.2, abs=1e-4)

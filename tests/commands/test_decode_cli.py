@@ -1,19 +1,20 @@
-"""decode.py, called in this process: what it prints, and what it answers to bad input."""
+"""decode.py, called in this process: flags, what it prints, and what it answers to bad input."""
 
+import io
 import json
-import os
 import re
 import resource
 import shutil
 import sys
 
 import children
-import jax
 import pytest
 from tiny import write_chat_model
 
-import medusa_jax
+from medusa_jax import Options
 from medusa_jax.commands.decode import main
+from medusa_jax.commands.requests import read_requests, read_stdin, shared_options
+from medusa_jax.commands.turn_input import TurnInput
 
 NEW = "20"
 FIELDS = dict.fromkeys(
@@ -82,14 +83,6 @@ def test_json_has_the_documented_fields(decode):
     assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
     assert facts["identical"] == (plain["token_ids"] == facts["token_ids"])
     assert (facts["first_divergence"] is None) == facts["identical"]
-
-
-def test_lossy_acceptance_is_labelled(decode):
-    flags = ("--prompt", "the", "--acceptance", "typical", "--temperature", 0.7)
-    facts = json.loads(decode(*flags, "--json")[1])
-    assert facts["acceptance"] == "typical" and facts["lossless"] is False
-    assert facts["guarantee"].startswith("LOSSY")
-    assert "typical, LOSSY" in decode(*flags)[2]
 
 
 def test_show_drafts_colours_accepted_drafts_only(decode):
@@ -167,16 +160,6 @@ def test_stop_and_standard_input(decode, monkeypatch):
 # Bad input that takes more than flags and a file; the rest is in test_bad_input.py.
 
 
-def test_out_of_memory_is_one_line(decode, monkeypatch):
-    def full(*_, **__):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1234 bytes.\nmore")
-
-    monkeypatch.setattr(medusa_jax.api.Model, "generate", full)
-    status, _, err = decode("--prompt", "a", "--json")
-    assert status == 2 and err.count("\n") == 1
-    assert "out of device memory" in err and "batch" in err and "1234" in err
-
-
 @pytest.mark.parametrize(
     ("program", "given", "words"),
     [
@@ -221,15 +204,6 @@ def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
     assert got["token_ids"] != bare["token_ids"]
 
 
-def test_a_chat_runs_on_one_host(decode, monkeypatch):
-    """The others have no keyboard. A process that fails among several ends at once."""
-    statuses = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert "error: a chat runs on one host" in decode("--chat", "zephyr")[2]
-    assert statuses == [2]
-
-
 def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     turns = [
         {"role": "user", "content": "in"},
@@ -245,3 +219,53 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
     assert json.loads(line)["token_ids"] == plain["token_ids"]
     file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ("", {}),
+        ("--constraint json_object", {"constraint": {"json_object": True}}),
+        ("--constraint regex:a:b|c", {"constraint": {"regex": "a:b|c"}}),
+        ("--constraint choice:yes|no", {"constraint": {"choice": ["yes", "no"]}}),
+        ("--logit_bias 15=-100,7=2.5", {"logit_bias": {7: 2.5, 15: -100}}),
+        ("--presence_penalty 0.5", {"presence_penalty": 0.5}),
+        ("--frequency_penalty -1", {"frequency_penalty": -1.0}),
+        ("--repetition_penalty 1.2", {"repetition_penalty": 1.2}),
+        ("--max_steps 3 --logprobs 2", {"max_steps": 3, "logprobs": 2}),
+        ("--stop a --stop b", {"stop": ("a", "b")}),
+        ("--stop_sequence 4,5 --stop_sequence 0,0", {"stop_sequences": ((4, 5), (0, 0))}),
+        ("--eos_ids 3", {"eos_ids": (3,)}),
+        ("--eos_ids none", {"eos_ids": ()}),
+    ],
+)
+def test_flags(flags, options):
+    parsed = main.parse(["--prompt", "a", *flags.split()])
+    assert shared_options(parsed) == Options(**options)
+
+
+def test_constraints_from_files(tmp_path):
+    for kind, text in (("json_schema", '{"type": "null"}'), ("grammar", 'start: "a"')):
+        (tmp_path / "file").write_text(text)
+        flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
+        found = shared_options(main.parse(flags))
+        assert found == Options(constraint={kind: text})
+
+
+def test_standard_input_without_its_byte_order_mark(monkeypatch):
+    for read in (read_stdin, lambda: TurnInput().read()):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffgrüße"))
+        assert read() == "grüße"
+
+
+def test_lines_of_a_file(tmp_path):
+    """Each line's fields; those of the flags where it has none."""
+    file = tmp_path / "requests.jsonl"
+    own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
+    own |= {"eos_ids": [5], "stop_sequences": [[4, 6], [0]], "logprobs": 2, "max_steps": 3}
+    file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
+    flags = main.parse(["--prompts_file", str(file), "--constraint", "regex:b"])
+    _, [first, second] = read_requests(flags)
+    own |= {"logit_bias": {3: 1.0}, "eos_ids": (5,), "stop_sequences": ((4, 6), (0,))}
+    assert first == Options(**own)
+    assert second == Options(constraint={"regex": "b"})

@@ -13,8 +13,7 @@ from tiny import set_template, write_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
-from medusa_jax.distill import files
-from medusa_jax.distill.conversation import Converse
+from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
 from medusa_jax.errors import UserError
@@ -127,12 +126,13 @@ class Script:
 
 def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
     script = Script(tokenizer, lines)
-    converse = Converse(tokenizer, context, script, "", self_talk, turns)
 
     def talk(seeds):
         found = {}
-        converse(seeds, lambda seed, record: found.update({seed.number: record}))
-        return [found[seed.number] for seed in seeds]
+        given = tokenizer, context, "", self_talk, turns
+        talks = [(seed, conversation.talk(seed, *given)) for seed in seeds]
+        conversation.converse(talks, script, lambda seed, line: found.update({seed: line}))
+        return [found[seed] for seed in seeds]
 
     return talk, script
 
@@ -407,25 +407,6 @@ def test_twenty_kills_at_random_moments(model, tmp_path, mode):
     assert content(out) == whole
     print(f"{kills} kills, {finished + 1} files equal; lines there at each kill: {lines}")
     assert len(set(lines)) > 3, "the kills hardly met a run at work"
-
-
-def test_heads_do_not_change_the_text(tmp_path, seeds):
-    """Also in mid-run: half without, half with heads."""
-    directory = tmp_path / "model"
-    write_model(directory)
-    set_template(directory, TEMPLATE)
-    plain = flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0")
-    assert distill.main(plain) == 0
-    texts = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
-    fast = [*flags_for(directory, tmp_path / "plain", seeds, "--limit=8", "--temperature=0"),
-            f"--drafter={directory}/heads", "--tree=chain:3"]  # fmt: skip
-    (tmp_path / "plain" / "messages.jsonl").write_text("\n".join(texts[:4]) + "\n")
-    assert distill.main(fast) == 0
-    again = (tmp_path / "plain" / "messages.jsonl").read_text().splitlines()
-    without = [[json.loads(x)["messages"] for x in lines] for lines in (texts, again)]
-    assert without[0] == without[1]
-    found = json.loads((tmp_path / "plain" / "provenance.json").read_text())
-    assert found["tree_nodes"] == 4 and found["mean_accepted_length"] >= 1
 
 
 def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):

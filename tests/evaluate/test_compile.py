@@ -10,38 +10,11 @@ import pytest
 
 from medusa_jax.commands import compile as command
 from medusa_jax.cpu import library
-from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import targets
 from research.compiled import command as research
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
-
-
-def installed(monkeypatch, **versions):
-    """Pretend that of all compilers these are installed."""
-
-    def version(name):
-        if name.replace("-", "_") in versions:
-            return versions[name.replace("-", "_")]
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
-
-
-@pytest.mark.parametrize("cuda", ["12", "13"])
-def test_an_h100s_compiler_is_cuda_12s_or_13s(monkeypatch, cuda):
-    installed(monkeypatch, **{f"jax_cuda{cuda}_pjrt": "9.9"})
-    monkeypatch.setattr(targets, "_topology", lambda name, **_: (name,))
-    target = targets.find_target("h100")
-    assert target.compiler == f"jax-cuda{cuda}-pjrt 9.9" and target.devices == ("h100",)
-
-
-def test_a_missing_compiler_is_one_sentence(monkeypatch):
-    installed(monkeypatch)
-    for name in ("v5e", "h100"):
-        with pytest.raises(UserError, match=r"medusa-jax\[aot\]"):
-            targets.find_target(name)
 
 
 @pytest.mark.parametrize("extra", ["cuda", "cuda12", "cuda13", "tpu", "aot"])
@@ -59,13 +32,6 @@ def test_extras_for_accelerators_take_the_versions_that_jax_pins(extra):
 def test_an_unknown_target_is_one_sentence(name):
     with pytest.raises(UserError, match="--for is here, h100, or one of v4, v5e"):
         targets.find_target(name)
-
-
-def test_a_compilers_failure_is_one_sentence():
-    target = targets.Target("h100", CHIPS["h100"], (), "a compiler", "cuda")
-    sentence = "a compiler cannot compile for h100: no ptxas"
-    with pytest.raises(UserError, match=f"^{sentence}$"), command.compiling_for(target):
-        raise jax.errors.JaxRuntimeError("no ptxas\nat line 3")
 
 
 SMALL = {

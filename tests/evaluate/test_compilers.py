@@ -2,10 +2,9 @@
 
 import importlib.metadata
 import json
-import sys
 
 import pytest
-from children import output_of, run
+from children import output_of
 
 from medusa_jax.evaluate.targets import COMPILERS
 from research.compiled import warnings
@@ -98,13 +97,6 @@ def test_decoding_on_a_tpu(tmp_path):
         assert ("sampling" in step["stages"]) == ("--top_p" in case)
 
 
-@pytest.mark.parametrize("target", ["v5e", "h100"])
-def test_eagle_copies_its_caches_and_has_no_other_defect(target, tmp_path):
-    """A step drafts into a copy of its layers' cache, and commits to the cache as it was before."""
-    [found] = compiled(target, [("--drafter", "eagle")], tmp_path)
-    assert set(names(found)) - LEFT[target] in (set(), {warnings.COPY})
-
-
 def test_a_training_step_on_a_tpu(tmp_path):
     (tmp_path / "small.py").write_text(TRAIN)
     path = str(tmp_path / "small.py")
@@ -114,32 +106,6 @@ def test_a_training_step_on_a_tpu(tmp_path):
     assert 0 < found["stored_bytes"] < found["memory_bytes"]
     [found] = compiled("v5e", [("--drafter", path)], tmp_path)
     assert found["step"]["stages"]["draft"] > 0
-
-
-WINDOWED = """
-import sys
-from medusa_jax.commands.compile import main
-from medusa_jax.devices.platforms import TRAINING_OPTIONS
-call = ["--for", "v5e:2x4", "--train", sys.argv[1], "--mesh", "1,8,1"]
-for options in (TRAINING_OPTIONS["tpu"], {}):
-    TRAINING_OPTIONS["tpu"] = options
-    main(call)
-"""
-
-
-def test_a_training_step_gathers_kernels_whole_on_a_tpu(tmp_path):
-    """By default XLA sends the parts of a kernel around, in a loop for each product."""
-    compiled("v5e", [], tmp_path)
-    wide = TRAIN.replace("d_model=512, n_layers=4", "d_model=1024, n_layers=1")
-    wide = wide.replace(
-        "n_heads=4, n_kv_heads=4, d_ff=1024", "n_heads=8, n_kv_heads=8, d_ff=4096"
-    )
-    (tmp_path / "wide.py").write_text(wide.replace("= 256, 8, 2", "= 512, 16, 2"))
-    path = str(tmp_path / "wide.py")
-    lines = output_of(WINDOWED, path, JAX_DISABLE_MOST_OPTIMIZATIONS="0").splitlines()
-    ours, default = (line for line in lines if line.startswith("sent a step"))
-    assert "all-gather" in ours and "collective-permute" not in ours
-    assert "collective-permute" in default
 
 
 MESHES = """
@@ -158,18 +124,6 @@ def test_meshes_of_chips_with_two_cores_and_of_a_split_torus(tmp_path):
     compiled("v5e", [], tmp_path)
     found = json.loads(output_of(MESHES).splitlines()[-1])
     assert found == [[1, 4, 1], [2, 4, 1], [2, 32, 1]]
-
-
-def test_a_training_step_on_a_gpu_without_cudnn(tmp_path):
-    """The compiler alone is here: attention is the project's own, and a sentence says so."""
-    compiled("h100", [], tmp_path)
-    (tmp_path / "small.py").write_text(TRAIN)
-    call = ["--for", "h100", "--train", str(tmp_path / "small.py"), "--mesh", "1,1,1"]
-    done = run(sys.executable, "-c", CHILD, json.dumps([call]))
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert 0 < found["stored_bytes"] < found["memory_bytes"]
-    assert done.stderr.count("cuDNN was not found") == 1
 
 
 def test_decoding_on_a_gpu(tmp_path):

@@ -1,7 +1,5 @@
 """Where two texts diverge, the gap of the scores there, and the divergences that rounding explains."""
 
-from types import SimpleNamespace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.tree.tree import Tree
 from research import noise
 from research.rules import log_probabilities
-from research.tie_report import tie_report
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -97,29 +94,6 @@ def test_the_three_passes_are_one_in_float64(exact):
     expected = forward_logits(exact.config, exact.params, TEXT)[-1]
     for logits_V in np.asarray(got):
         assert_close(logits_V, expected)
-
-
-def test_the_report_counts_up_to_the_first_difference():
-    class Model:
-        dtype, tree = "float32", TREE
-
-    judged, tie = Divergence(1, 7, 9, 0.0), noise.Noise(0.0, 1.0, False)
-    plain = SimpleNamespace(new_tokens=2)
-    compared = [
-        (name, (SimpleNamespace(autoregressive=plain, divergence=where), where and tie))
-        for name, where in (("a", judged), ("b", None), ("c", judged))
-    ]
-    report = tie_report(Model(), Options(), compared)
-    assert [one["prompt"] for one in report["divergences"]] == ["a", "c"]
-    assert report["tokens_compared"] == 6 and report["not_explained"] == 0
-
-
-def test_what_counts_as_a_tie():
-    def found(gap, band, cut=False):
-        return noise.Noise(gap, band, cut)
-
-    assert found(0.2, 0.1).is_tie and not found(0.21, 0.1).is_tie
-    assert found(5.0, 0.0, cut=True).is_tie and found(0.0, 0.0).is_tie
 
 
 def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, monkeypatch):

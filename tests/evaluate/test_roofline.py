@@ -3,8 +3,6 @@
 import json
 from dataclasses import replace
 
-import jax
-import numpy as np
 import paper_tables as paper
 import pytest
 
@@ -14,7 +12,6 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
 from medusa_jax.evaluate import roofline
 from medusa_jax.interop.shapes import SHAPES, find_shape
-from research import bandwidth
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 A100 = roofline.roofs_of(chips.find_chip("a100"))
@@ -121,25 +118,3 @@ def test_command_predicts(capsys):
 
 
 # The bandwidth figure: the fastest way of reading counts, over all bytes and all calls.
-
-
-@pytest.mark.parametrize(("n_bytes", "calls"), [(2**27, 4), (2**12, 256)])
-@pytest.mark.parametrize(("by_xla", "by_numpy", "best"), [(0.5, 2.0, 0.5), (9.0, 2.0, 2.0)])
-def test_the_best_way_counts(monkeypatch, by_xla, by_numpy, best, n_bytes, calls):
-    """On a clock that runs only while something is read: this many seconds for the whole array."""
-    clock, cores = [0.0], 1
-
-    def reading(seconds):
-        def read(x):
-            clock[0] += seconds * x.nbytes / n_bytes
-            return np.zeros(())
-
-        return read
-
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(bandwidth.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(jax, "jit", lambda function: reading(by_xla))
-    monkeypatch.setattr(np, "max", reading(by_numpy))
-    assert bandwidth.read_bandwidth(n_bytes, rounds=2) == pytest.approx(n_bytes / best)
-    # Two rounds of as many calls as make up half a gigabyte, but 256 at most.
-    assert clock[0] == pytest.approx(2 * calls * (by_xla + by_numpy))

@@ -17,7 +17,7 @@ from test_hydra import numpy_tree
 from tiny import tiny_arch
 from trees import WILD
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import HeadsConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import TextRows
@@ -26,7 +26,6 @@ from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.fill import Level
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import attention
-from medusa_jax.training import losses
 from medusa_jax.training.losses import induction
 from medusa_jax.tree.tree import Tree
 
@@ -174,7 +173,7 @@ def test_the_layers_that_are_read(n_layers, given, expected):
     assert drafter.taps == expected == drafter.loss_view(3).taps
 
 
-TARGETS = losses.HeadTargets(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
+TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 
 
 def numpy_log_softmax(x):
@@ -228,7 +227,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
         assert outside and sums.any()
         return 0.8 ** np.arange(1, 4) @ (sums / pairs)
 
-    targets = losses.HeadTargets(label_weight=0.0, teacher_weight=1.0)
+    targets = TrainConfig(label_weight=0.0, teacher_weight=1.0)
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 3, 0.8)
 
 
@@ -275,7 +274,7 @@ def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
         )
         return 0.7 * 3 * total / len(pairs)
 
-    targets = losses.HeadTargets(label_weight=0.0, induction_weight=3.0)
+    targets = TrainConfig(label_weight=0.0, induction_weight=3.0)
     family.check_levels_loss(drafter, params, backbone, targets, numpy_loss, 2, 0.7, 3)
 
 

@@ -93,22 +93,3 @@ def test_token_ids(ours, their_tokenizer):
     assert [encode(text) for text in texts] == own
     for text, ids in zip(texts, own):
         assert ours.tokenizer.decode(ids, skip_special=False) == text
-
-
-def test_chat_template(ours, their_tokenizer):
-    conversations = [
-        [{"role": "user", "content": "Hello"}],
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "1 + 1?"},
-            {"role": "assistant", "content": "2"},
-            {"role": "user", "content": "  and twice that?\n"},
-        ],
-    ]
-    for messages in conversations:
-        expected = their_tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
-        )
-        ids = their_tokenizer(expected, add_special_tokens=False)["input_ids"]
-        assert encode_prompt(ours.tokenizer, messages) == ids
-    assert ours.eos_ids == (2,)

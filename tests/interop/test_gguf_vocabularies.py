@@ -194,34 +194,31 @@ def test_a_file_that_does_not_say_how_text_is_split(
     assert [piece for piece, _ in split] == pieces
 
 
-def test_a_whole_word_of_the_vocabulary_needs_no_merges(trained, tmp_path):
-    """Llama 3's vocabulary has words that no merges lead to."""
-    for kind, whole in (("llama-bpe", True), ("qwen2", False)):
-        metadata = byte_level_metadata(trained[kind].to_str(), kind)
-        metadata["tokenizer.ggml.tokens"] += ["Ġxyzzyq"]
-        metadata["tokenizer.ggml.token_type"] += [1]
-        ours = read(tmp_path / f"{kind}.gguf", metadata)
-        last = len(metadata["tokenizer.ggml.tokens"]) - 1
-        assert (last in ours.encode("an xyzzyq").ids) == whole
-
-
-def test_user_defined_tokens_stay_whole_and_visible(trained, tmp_path):
-    metadata = byte_level_metadata(trained["gpt-2"].to_str())
-    metadata["tokenizer.ggml.tokens"] += ["<think>", "[PAD9]"]
-    metadata["tokenizer.ggml.token_type"] += [4, 5]  # user-defined, unused
+@pytest.mark.parametrize(
+    ("kind", "tokens", "types", "text", "shown"),
+    [
+        # Llama 3's vocabulary has words that no merges lead to.
+        ("llama-bpe", ["Ġxyzzyq"], [1], "an xyzzyq", "an xyzzyq"),
+        # User-defined tokens stay whole and visible; the second is unused.
+        ("gpt-2", ["[PAD9]", "<think>"], [5, 4], "a<think>b<|end|>", "a<think>b"),
+    ],
+)
+def test_tokens_without_merges(kind, tokens, types, text, shown, trained, tmp_path):
+    metadata = byte_level_metadata(trained[kind].to_str(), kind)
+    metadata["tokenizer.ggml.tokens"] += tokens
+    metadata["tokenizer.ggml.token_type"] += types
+    last = len(metadata["tokenizer.ggml.tokens"]) - 1
     ours = read(tmp_path / "a.gguf", metadata)
-    number = len(metadata["tokenizer.ggml.tokens"]) - 2
-    ids = ours.encode("a<think>b<|end|>").ids
-    assert number in ids
-    assert ours.decode(ids) == "a<think>b"
-
-
-def test_of_two_tokens_spelt_the_same_the_first_counts(trained, tmp_path):
-    metadata = byte_level_metadata(trained["gpt-2"].to_str())
+    ids = ours.encode(text).ids
+    assert last in ids and ours.decode(ids) == shown
+    # Elsewhere words need their merges; of two tokens spelt the same the first counts.
+    metadata = byte_level_metadata(trained["qwen2"].to_str(), "qwen2")
     first = metadata["tokenizer.ggml.tokens"].index("a")
-    metadata["tokenizer.ggml.tokens"] += ["a"]
-    metadata["tokenizer.ggml.token_type"] += [1]
-    assert read(tmp_path / "a.gguf", metadata).encode("a").ids == [first]
+    metadata["tokenizer.ggml.tokens"] += ["Ġxyzzyq", "a"]
+    metadata["tokenizer.ggml.token_type"] += [1, 1]
+    ours = read(tmp_path / "b.gguf", metadata)
+    assert ours.encode("a").ids == [first]
+    assert len(metadata["tokenizer.ggml.tokens"]) - 2 not in ours.encode("an xyzzyq").ids
 
 
 def sentencepiece_metadata(model, **changes):

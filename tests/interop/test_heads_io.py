@@ -1,3 +1,5 @@
+"""Heads in our own format: written and read back, in a byte a weight as well, and refused."""
+
 import dataclasses
 import json
 
@@ -8,6 +10,7 @@ import pytest
 from head_files import WIDER as LLAMA
 from safetensors.numpy import load_file, save_file
 
+from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
@@ -28,12 +31,16 @@ def make(base, **fields):
     return heads, make_drafter(heads, LLAMA).init(jax.random.key(1), base)
 
 
+def save(path, base, heads, params, dtype=None, recipe={"steps": 7}):  # noqa: B006
+    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
+    given = {"base": record, "recipe": recipe, "dtype": dtype}
+    own_heads.save_heads(str(path), heads, params, **given)
+    return path, heads, params
+
+
 @pytest.fixture
 def saved(base, tmp_path):
-    heads, params = make(base)
-    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
-    own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"steps": 7})
-    return tmp_path, heads, params
+    return save(tmp_path, base, *make(base))
 
 
 def load(path, llama=LLAMA, **options):
@@ -48,28 +55,59 @@ def fails(match, path, *args, **options):
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
-    heads, params = make(base, lm_head=lm_head)
-    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
-    own_heads.save_heads(str(tmp_path), heads, params, base=record, recipe={"a": [1, "é"]})
+    _, heads, params = save(
+        tmp_path, base, *make(base, lm_head=lm_head), recipe={"a": [1, "é"]}
+    )
     mark = fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
     assert meta["recipe"] == {"a": [1, "é"]} and meta["base"]["fingerprint"] == mark
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heads.json", "heads.safetensors"]
-
-
-def test_stored_and_loaded_types(base, tmp_path):
-    heads, params = make(base)
-    record = own_heads.base_record(LLAMA, fingerprint(LLAMA, base.params))
-    own_heads.save_heads(
-        str(tmp_path), heads, params, base=record, recipe={}, dtype="bfloat16"
-    )
-    assert {x.dtype.name for x in load_file(tmp_path / "heads.safetensors").values()} == {
-        "bfloat16"
-    }
-    _, loaded, _ = load(tmp_path, dtype=jnp.bfloat16)
+    save(tmp_path, base, heads, params, "bfloat16")
+    stored = load_file(tmp_path / "heads.safetensors")
+    assert {x.dtype.name for x in stored.values()} == {"bfloat16"}
+    loaded = load(tmp_path, dtype=jnp.bfloat16)[1]
     assert {x.dtype for x in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
+
+
+def test_kernels_in_a_byte_a_weight(base, tmp_path):
+    """Within half a step of every column; a column of zeros stays one; codes belong to their scales."""
+    heads, params = make(base, lm_head="shared", n_heads=2)
+    params = jax.tree.map(np.array, params)
+    params["heads_1"]["layers_0"]["kernel"][:, 3] = 0
+    save(tmp_path, base, heads, params, "int8")
+    stored, again = load_file(file := tmp_path / "heads.safetensors"), load(tmp_path)[1]
+    assert stored["heads_0/layers_1/kernel/codes"].dtype == np.int8
+    assert file.stat().st_size < 1.5 * sum(x.size for x in jax.tree.leaves(params))
+    for layer, found in zip(params["heads_1"].values(), again["heads_1"].values()):
+        step = np.abs(layer["kernel"]).max(axis=0) / 127
+        assert (np.abs(found["kernel"] - layer["kernel"]) <= step * 0.5001).all()
+        np.testing.assert_allclose(found["bias"], layer["bias"], rtol=2**-8)
+    for part, array in (
+        ("scales", None),
+        ("codes", np.zeros((32, 32), np.float32)),
+        ("scales", np.zeros((1, 31), np.float32)),
+    ):
+        name = f"heads_1/layers_0/kernel/{part}"
+        state = {key: x for key, x in stored.items() if key != name}
+        save_file(state | ({} if array is None else {name: array}), file)
+        fails("needs codes in int8", tmp_path)
+
+
+def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
+    """By command, with the tree next to them; and back to a type that holds all values."""
+    small, wide = str(tmp_path / "small"), str(tmp_path / "wide")
+    flags = ["--drafter=medusa", "--dtype=int8"]
+    assert command.main([*flags, "--to=tgi", f"--out={small}"]) == 2
+    assert "int8 is for --to native" in capsys.readouterr().err
+    assert command.main([*flags, "--to=native", f"--out={small}"]) == 0
+    assert (tmp_path / "small" / "tree.json").exists()
+    assert command.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
+    read, again = (load_file(f"{d}/heads.safetensors") for d in (small, wide))
+    kernel = "heads_0/layers_0/kernel"
+    found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
+    np.testing.assert_array_equal(again[kernel], found)
 
 
 def test_deeper_heads_are_not_read(saved, monkeypatch):
@@ -128,12 +166,10 @@ def test_keys_that_contradict(changes, match, saved):
     ("changes", "match"),
     [
         ({"format": 2}, "has format 2, this version reads 1"),
-        ({"base": 1}, "base should be an object, not 1"),
         ({"heads": {"depth": 1}}, "unknown field 'depth' under heads"),
         ({"heads": {"n_heads": True}}, "heads.n_heads should be int, not True"),
         ({"heads": {"drafter": "medussa"}}, "unknown drafter 'medussa'"),
         ({"heads": {"n_heads": 5}}, "'heads_3/layers_0/bias' .* is missing"),
-        ({"heads": {"lm_head": "shared"}}, "no place for: 'heads_0/lm_head/kernel'"),
     ],
 )
 def test_descriptions_that_cannot_be_read(changes, match, saved):

@@ -1,7 +1,6 @@
 """The backbone against transformers, through files: every family and feature that it reads."""
 
 import itertools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -158,45 +157,6 @@ def test_config_survives_the_way_out_and_back(case, models, tmp_path):
     tokens = torch.arange(30)[None]
     with torch.no_grad():
         assert torch.equal(reread(tokens).logits, model(tokens).logits)
-
-
-def test_bin_and_sharded_directories(models, tmp_path):
-    """safetensors, sharded safetensors, .bin and sharded .bin give the same parameters."""
-    model, directory = models("llama_gqa")
-    _, params = hf.load_backbone(directory, make_mesh())
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    names = sorted(state)
-
-    def check(path):
-        _, loaded = hf.load_backbone(str(path), make_mesh())
-        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), params, loaded))
-
-    def fresh(name):
-        path = tmp_path / name
-        path.mkdir()
-        (path / "config.json").write_text(
-            (tmp_path / directory / "config.json").read_text()
-        )
-        return path
-
-    one = fresh("bin")
-    torch.save(state, one / "pytorch_model.bin")
-    check(one)
-
-    many = fresh("bins")
-    weight_map = {}
-    for i in range(3):
-        part = f"pytorch_model-{i + 1:05d}-of-00003.bin"
-        torch.save({name: state[name] for name in names[i::3]}, many / part)
-        weight_map |= dict.fromkeys(names[i::3], part)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (many / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    check(many)
-
-    sharded = fresh("sharded")
-    model.save_pretrained(sharded, max_shard_size="20KB")
-    assert (sharded / "model.safetensors.index.json").exists()
-    check(sharded)
 
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"

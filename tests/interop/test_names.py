@@ -7,7 +7,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, write
+from gguf_files import tiny as tiny_file
 
 from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, serve_run
@@ -30,11 +30,10 @@ def tiny(monkeypatch, tmp_path, byte_level_dir):
     package = tmp_path / "site" / "tiny_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
-    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
-    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
-    metadata |= shape_metadata("llama") | {"tokenizer.chat_template": TEMPLATE}
-    metadata |= {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
-    path = write(package / "tiny.gguf", metadata, tensors)
+    tokenizer_json = (byte_level_dir / "tokenizer.json").read_text()
+    general = {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
+    said = {"chat_template": TEMPLATE}
+    path = tiny_file(package / "tiny.gguf", tokenizer_json, (), said, more=general)
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     names = {
@@ -165,10 +164,8 @@ def test_a_model_that_should_speak_but_has_no_template(
     tiny, tmp_path, byte_level_dir, capsys
 ):
     """Its prompts are read unchanged; a request for the template is an error."""
-    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
-    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
-    path = tmp_path / "Tiny-Instruct.gguf"
-    write(path, metadata | shape_metadata("llama"), tensors)
+    tokenizer_json = (byte_level_dir / "tokenizer.json").read_text()
+    path = tiny_file(tmp_path / "Tiny-Instruct.gguf", tokenizer_json)
     given = ["--model", str(path), "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
     counts = []
     for more in ([], ["--raw"]):

@@ -23,8 +23,8 @@ from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop.base_files import BaseFiles
 from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama
 

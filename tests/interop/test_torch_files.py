@@ -8,14 +8,15 @@ import random
 import struct
 import zipfile
 
+import ml_dtypes
 import numpy as np
 import pytest
-from children import output_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.torch_files import open_torch
+from medusa_jax.formats.torch_writer import save_torch
 
 PICKLE_2 = b"\x80\x02"
 
@@ -121,6 +122,22 @@ def test_everything_torch_writes(tmp_path):
     }
 
 
+def test_our_files_are_torchs(tmp_path):
+    """What `save_torch` writes, through torch.load, also mapped into memory."""
+    torch = pytest.importorskip("torch")
+    arrays = {}
+    for name in ("float32", "float16", "bfloat16", "int64"):
+        arrays[name] = SIX.reshape(2, 3).astype(np.dtype(getattr(ml_dtypes, name, name)))
+    arrays["transposed"] = SIX.reshape(2, 3).T
+    save_torch(str(tmp_path / "x.pt"), arrays)
+    for options in ({}, {"mmap": True}):
+        state = torch.load(tmp_path / "x.pt", weights_only=True, **options)
+        assert state.keys() == arrays.keys()
+        for name, x in arrays.items():
+            assert str(state[name].dtype).removeprefix("torch.") == x.dtype.name
+            np.testing.assert_array_equal(state[name].double(), x.astype(np.float64))
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_random_views_equal_torch(tmp_path_factory, seed):
@@ -168,13 +185,9 @@ BOUNDS = {
     "beyond the end": ([2, 3], [3, 1], 1),
     "stride beyond the end": ([2, 2], [5, 2], 0),
     "expanded": ([3, 6], [0, 1], 0),
-    "overflow": ([2**62, 4], [0, 0], 0),
-    "negative stride": ([2], [-1], 3),
-    "negative offset": ([2], [1], -1),
     "negative size": ([-1, -6], [1, 1], 0),
     "ranks differ": ([2, 3], [1], 0),
     "empty, and huger than a number of bytes": ([0, 2**31, 2**31], [1, 1, 1], 0),
-    "empty, of 64 bits and more": ([10**25, 0], [1, 1], 0),
 }
 
 
@@ -296,12 +309,3 @@ def test_random_pickles_fail_closed(tmp_path_factory, body):
     write(path, PICKLE_2 + b"".join(body) + b".")
     with contextlib.suppress(UserError):
         assert not open_torch(str(path))
-
-
-def test_neither_torch_nor_its_unpickler_is_imported(tmp_path):
-    path = one_tensor(tmp_path / "x", [6], [1])
-    code = (
-        "import sys\nfrom medusa_jax.formats.torch_files import open_torch\n"
-        f"open_torch({path!r})['x'].read((slice(0, 6),))\nassert 'torch' not in sys.modules"
-    )
-    output_of(code)

@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from research.compiled import warnings
-from research.compiled.costs import kernels, kernels_of, of_all_layers, stage_of, step_costs
+from research.compiled.costs import kernels, kernels_of, of_all_layers, step_costs
 from research.compiled.labelled import read_instruction, read_program
 
 # A loop of a layer, its LM head, and a sampler of which one branch counts to 40.
@@ -84,17 +84,6 @@ def test_an_instruction_is_read_with_layouts_and_tuples():
     assert [a.bytes for a in x.results] == [2 * 32 * 512 * 128, 14, 4]
 
 
-def test_stages_are_the_scopes_of_the_step():
-    body = "jit(decode_loop)/while/body"
-    assert stage_of(f"{body}/draft/Block/self_attn/attention/dot_general") == "draft"
-    assert stage_of(f"{body}/draft/sampling/add") == "sampling"
-    assert stage_of(f"{body}/backbone/Block/self_attn/attention/exp") == "attention"
-    assert stage_of(f"{body}/backbone/Block/mlp/mul") == "backbone"
-    assert stage_of(f"{body}/lm_head/Llama.lm_head/dot_general") == "lm_head"
-    assert stage_of(f"{body}/accept/sampling/top_p/while") == "sampling"
-    assert stage_of("") == "other"
-
-
 @pytest.mark.parametrize("filters, sampling", [((), 0), (("top_p",), 40 * 100)])
 def test_cycles_count_loops_the_branch_and_what_is_loaded_ahead(filters, sampling):
     costs = step_costs(read_program(TEXT), bytes_per_cycle=64.0, filters=filters)
@@ -104,20 +93,6 @@ def test_cycles_count_loops_the_branch_and_what_is_loaded_ahead(filters, samplin
     assert stages == expected | ({"sampling": sampling} if sampling else {})
     # Of a layer: the load, the bitcast that joins its parts, two products.
     assert kernels(costs, 1, 3) == 3 * 4 + 1 + (40 * 2 if sampling else 0)
-
-
-@pytest.mark.parametrize("filters, rounds", [((), 0), (("top_p",), 40)])
-@pytest.mark.parametrize("order", ["branch_computations={%keep.1, %cut.1}", "true_computation=%cut.1, false_computation=%keep.1"])  # fmt: skip
-@pytest.mark.parametrize("known", [False, True])
-def test_kernels_of_a_gpu_are_those_of_the_branch_that_runs(filters, rounds, order, known):
-    """A GPU's program has no cycles to compare branches by, and runs counted rounds without a condition."""
-    text = TEXT.replace("estimated_cycles", "none")
-    text = text.replace("branch_computations={%keep.1, %cut.1}", order)
-    if known:
-        count = 'backend_config={"known_trip_count":{"n":"40"}}, metadata'
-        text = text.replace("body=%round.1, metadata", f"body=%round.1, {count}")
-    costs = step_costs(read_program(text), 0.0, filters=filters)
-    assert kernels(costs, 1, 3) == 3 * 4 + 1 + rounds * (1 if known else 2)
 
 
 def found_in(*lines, computations="", vocab_size=512, cache_numbers=4096, large=1024, platform="tpu"):  # fmt: skip

@@ -10,31 +10,11 @@ from children import environment
 
 from research.hardware import summary
 from research.hardware.record import Record, read_rows
-from research.hardware.steps import PLAN, rows_of
 
 
 def command_line(out, *more):
     words = [sys.executable, "-m", "research", "hardware", "--small", f"--out={out}", *more]
     return words, environment() | {"JAX_PLATFORMS": "cpu"}
-
-
-@pytest.mark.slow
-def test_every_part_in_small(tmp_path):
-    words, env = command_line(tmp_path, "--limit=1200")
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    log = (tmp_path / "log.txt").read_text()
-    assert done.returncode == 0, done.stderr + log
-    rows = read_rows(tmp_path)
-    assert not [r for r in rows if "error" in r or r["what"] == "out of time"], rows
-    kinds = {r["what"] for r in rows}
-    # A CPU's profile lists Python's functions, so it has no row.
-    assert {*summary.TABLES, "machine", "stage"} - kinds == {"profile"}
-    assert all(r["equal"] == r["texts"] for r in rows if r["what"] == "exact")
-    text = (tmp_path / "summary.md").read_text()
-    assert text in done.stdout and "## race-demo" in text
-    assert all(
-        title in text for title, _ in summary.TABLES.values() if "profile" not in title
-    )
 
 
 @pytest.mark.slow
@@ -66,8 +46,3 @@ def test_a_cut_line_and_an_error_are_no_end(tmp_path):
     )
     text = summary.write_summary(tmp_path)
     assert "| steps | step | medusa 1 | ValueError: no / memory left |" in text
-
-
-def test_the_plan_has_every_trained_family():
-    names = {name for _, name, _ in rows_of(PLAN)}
-    assert names == {"medusa", "hydra", "hydrapp", "amphista", "eagle", "eagle3"}

@@ -1,14 +1,16 @@
 """Other engines compared with this one: what is counted, what they are asked for, who is missing."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import medusa_jax
-from medusa_jax import Options, Tree, UserError
+from medusa_jax import UserError
 from medusa_jax.api import Model
-from medusa_jax.evaluate.race import ourselves
+from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from research.asking import questions_of
 from research.peers import Setting, huggingface, llamacpp
 
 
@@ -16,17 +18,6 @@ from research.peers import Setting, huggingface, llamacpp
 def model(directory):
     heads = str(directory / "heads")
     return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
-
-
-def test_this_engine_decodes_on_after_an_end_of_text(model, monkeypatch):
-    """With every token an end of text, all that were asked for come, drafted and plain."""
-    monkeypatch.setattr(model, "eos_ids", tuple(range(model.config.vocab_size)))
-    options = Options(max_new_tokens=9, eos_ids=())
-    plain, drafted = (ourselves(model, t, options) for t in (Tree.none(), Tree.chain(1)))
-    assert (plain.label, plain.weights) == ("plain", "float32")
-    assert (drafted.label, drafted.facts["tree_nodes"]) == ("medusa", 2)
-    runs = [contender.decode([4, 5, 6]) for contender in (plain, drafted)]
-    assert runs[0].tokens == 8 and runs[0].texts == runs[1].texts
 
 
 def test_what_is_not_there_is_said_in_one_sentence(monkeypatch):
@@ -55,3 +46,12 @@ def test_plain_decoding_is_the_same_program_whatever_the_heads(model):
     )
     assert other.engine(tree="none") == model.engine(tree="none")
     assert other.engine(tree="chain:1").drafter is other.drafter
+
+
+@pytest.mark.parametrize("model", [None, "another"])
+def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model):
+    """Another model reads their texts with its own tokenizer."""
+    flags = SimpleNamespace(questions=None, prompts=str(DEMO_PROMPTS), limit=3)
+    questions = questions_of(flags, model)
+    assert questions and all(("prompt_ids" in q) == (model is None) for q in questions)
+    assert all(q["prompt"] for q in questions)

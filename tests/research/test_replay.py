@@ -78,15 +78,3 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     for category, own in {"writing": [0, 3], "qa": [1, 2], "overall": range(4)}.items():
         tokens, steps = (sum(of_answers[i][k] for i in own) for k in (0, 1))
         assert rows[category][2] == f"{tokens / steps:.2f}"
-
-
-@pytest.mark.wide
-def test_answers_are_written_once(directory, tmp_path, capsys):
-    fit = f"--fit={directory / 'other.jsonl'}"
-    assert run(directory, tmp_path, fit) == 0
-    first = capsys.readouterr()
-    assert run(directory, tmp_path, fit, "--no_copies") == 0
-    again = capsys.readouterr()
-    assert "has the answers" in again.err and "has the answers" not in first.err
-    assert run(directory, tmp_path, fit, "--seed=1") == 0
-    assert "has the answers" not in capsys.readouterr().err

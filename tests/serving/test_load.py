@@ -5,7 +5,6 @@ import gc
 import json
 import random
 import resource
-import statistics
 import sys
 import threading
 import time
@@ -24,18 +23,9 @@ from medusa_jax.serving import Request, Server
 from medusa_jax.serving.job import BASE, Group, Job
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
-CODE = [
-    "def parse(",
-    "import os\n",
-    "class Stack:\n    def",
-    "for i in range(",
-    "a = [",
-    "#",
-]
 # As many rows as a static batch has; calls of the long run; rounds of a comparison, calls of each.
 SLOTS = 8
 CALLS = 2000
-ROUNDS, ROUND = 3, 250
 
 
 def kinds(prompts, limits):
@@ -127,39 +117,6 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     assert grown < 16 * 2**20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n_clients", [8, 64])
-def test_rate_of_static_batches(n_clients, capsys):
-    """The same requests served and in batches of as many rows, in turn; prints what came out."""
-    model, asked = medusa_jax.load(), kinds(CODE, [16, 64, 128])
-    expected, rounds = expected_texts(model, asked), []
-    # With this many clients, hardly any other number of rows is busy.
-    with serving(model, trees=dict.fromkeys((1, SLOTS), model.tree)) as port:
-        port.server.warm_up(128, [BASE])
-        for _ in range(1 + ROUNDS):  # the first warms up
-            static = static_rate(model, asked)
-            rounds.append((static, apart(port.url, n_clients, ROUND, asked, 0.0)))
-            port.wait_idle()
-    rounds = rounds[1:]
-    static = statistics.median(rate for rate, _ in rounds)
-    served = statistics.median(done["tokens"] / done["seconds"] for _, done in rounds)
-    answers = [answer for _, done in rounds for answer in done["answers"]]
-    wrong = sum(text != expected[kind] for kind, text in answers)
-    with capsys.disabled():
-        print(
-            f"\n{n_clients} clients, {SLOTS} slots, {model.tree.n_nodes} nodes, {model.products} "
-            f"products: {served:.0f} tokens/s, static batches {static:.0f} "
-            f"({served / static:.2f}), {wrong} of {len(answers)} answers differ"
-        )
-        for name in ("first", "between"):
-            times = [seconds for _, done in rounds for seconds in done[name]]
-            cuts = statistics.quantiles(times, n=100)
-            print(f"{name}: median {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms")
-    # In float32, passes of other sizes round differently, and a near tie may fall the other way.
-    assert wrong <= len(answers) // 100
-    assert served > 0.85 * static
-
-
 @contextlib.contextmanager
 def serving(model, **fields):
     """A server of as many slots at a port."""
@@ -184,13 +141,3 @@ def apart(url, n_clients, n_calls, asked, pause):
     given = json.dumps([url, n_clients, n_calls, asked, pause])
     command = (sys.executable, clients.__file__)
     return json.loads(children.output_of(command=command, stdin=given))
-
-
-def static_rate(model, asked):
-    """Tokens/s of whole batches of that size, one after the other, each to its end."""
-    prompts, options = [a["prompt"] for a in asked], options_of(asked)
-    start, tokens = time.perf_counter(), 0
-    for at in range(0, len(asked), SLOTS):
-        batch = slice(at, at + SLOTS)
-        tokens += sum(r.new_tokens for r in model.generate(prompts[batch], options[batch]))
-    return tokens / (time.perf_counter() - start)

@@ -1,20 +1,25 @@
 """Continuous batching: each request is answered as if it were alone, whatever the order of arrival.
 
 In float64, where texts are equal without exception. Turns are taken by hand, so that arrivals are
-the same in every run.
-"""
+the same in every run."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import turns
+from tiny import tiny_arch
 from turns import TREE, Client, alone, check, run, scheduler_of
 
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.decoding.state import progress_of
+from medusa_jax.decoding import rows
+from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
+from medusa_jax.heads.lookahead import LookaheadConfig
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.llama import Llama
 from medusa_jax.serving import Request, batch
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, TooLong
@@ -249,3 +254,25 @@ def test_what_a_server_takes_bounds_a_request(model):
     assert job.decode.limits == [5]
     with pytest.raises(TooLong, match="shorten it"):
         make_job(model, asked, len(prompt) - 1, 5, handle, print)
+
+
+def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch):
+    config, heads = tiny_arch(n_layers=1), LookaheadConfig(window=4, ngram=4, guesses=3)
+    drafter = make_drafter(heads, config)
+
+    def engine(tree, acceptance, sampled):
+        return Engine(Llama(config, shards=1), drafter, tree, acceptance)
+
+    def idle(engine, sizes, n_rows, slots):
+        return SimpleNamespace(outputs=sizes.outputs)
+
+    monkeypatch.setattr(batch, "LEAST_SLOTS", 128)
+    monkeypatch.setattr(rows, "idle", idle)
+    model = SimpleNamespace(engine=engine, variables_by=None)
+    tree, extra = drafter.default_tree, len(drafter.window[0])
+    made = batch.Batch(model, {1: Tree.none(), 2: tree}, 100, 32)
+    assert made.widest == tree.n_nodes + extra > tree.n_nodes
+    assert made.longest == tree.path_length > 1
+    assert made._state.outputs >= 100 + made.longest
+    assert made.slots_for(made.slots - made.widest) == made.slots
+    assert made.slots_for(made.slots - made.widest + 1) == 2 * made.slots

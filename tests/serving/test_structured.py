@@ -135,42 +135,6 @@ def test_a_text_that_cannot_go_on(port, client):
     assert choice.medusa["finish_reason"] == "constraint"
 
 
-def test_hostile_constraints_harm_nobody_else(port, client):
-    """Every one is answered or refused soon, while others get their texts."""
-    many = {f"a{i}": {} for i in range(3000)}
-    hostile = [
-        {"guided_regex": "(a?){50}(a){50}"},
-        {"guided_json": {"type": "object", "properties": many, "required": list(many)}},
-        {"guided_json": {"allOf": [{"anyOf": [{"properties": many}] * 5}] * 5}},
-        {"guided_grammar": "start: start start | /a/"},
-        {"guided_grammar": "start: /.*a.{18}/ & /.*b.{17}/ & ~/.*c.{15}/"},
-        {"guided_json": {"type": "integer", "multipleOf": 9999991}},
-    ]
-    expected = alone(
-        port.model, "in the hat", max_new_tokens=40, temperature=0.9, seed=3
-    ).text
-
-    def attack(extra):
-        try:
-            ask(client, max_tokens=10, extra_body=extra, timeout=60)
-        except openai.BadRequestError as error:
-            assert "\n" not in error.message
-
-    def neighbour(_):
-        fields = {"prompt": "in the hat", "max_tokens": 40, "temperature": 0.9, "seed": 3}
-        try:
-            return client.completions.create(model=NAME, **fields).choices[0].text
-        except openai.RateLimitError:  # the queue of the test's server is short
-            return expected
-
-    with ThreadPoolExecutor(3) as pool:
-        attacks = [pool.submit(attack, extra) for extra in hostile]
-        texts = [pool.submit(neighbour, i) for i in range(6)]
-        assert {one.result() for one in texts} == {expected}
-        for one in attacks:
-            assert one.result() is None
-
-
 def test_rows_whose_masks_are_late_sit_out(port, client, monkeypatch):
     """Others get their texts meanwhile, and theirs are what they would have been."""
     held, true = threading.Event(), MatcherGuide.fill

@@ -10,12 +10,19 @@ import zipfile
 
 import numpy as np
 from head_files import (
+    D,
+    V,
     eagle3_logits,
+    eagle3_state,
     eagle_logits,
+    eagle_state,
     hydra_logits,
+    hydra_state,
     medusa_logits,
+    medusa_state,
     renamed,
     silu,
+    vllm_names,
 )
 from safetensors.numpy import load_file
 
@@ -28,8 +35,9 @@ def config_of(path):
     return json.loads((path / "config.json").read_text())
 
 
-def strict(state, wanted):
-    """The tensors, if their keys and shapes are exactly those wanted."""
+def strict(state, like):
+    """The tensors, if their keys and shapes are exactly those of `like`, whose rotary tables engines do not keep."""
+    wanted = {key: x.shape for key, x in like.items() if "inv_freq" not in key}
     shapes = {key: x.shape for key, x in state.items()}
     if shapes != wanted:
         odd = {k: (shapes.get(k), wanted.get(k)) for k in shapes.keys() | wanted.keys()
@@ -38,15 +46,12 @@ def strict(state, wanted):
     return state
 
 
-def medusa_shapes(n_heads, n_layers, width, vocab, prefix=""):
-    shapes = {}
-    for k in range(n_heads):
-        for j in range(n_layers):
-            shapes[f"{prefix}{k}.{j}.linear.weight"] = (width, width)
-            shapes[f"{prefix}{k}.{j}.linear.bias"] = (width,)
-        if vocab:
-            shapes[f"{prefix}{k}.{n_layers}.weight"] = (vocab, width)
-    return shapes
+def sized(config, base):
+    """The configuration, if the sizes in it are those of the backbone and of the states that `head_files` makes."""
+    for field in ("hidden_size", "vocab_size", "rms_norm_eps"):
+        assert config.get(field, base[field]) == base[field]
+    assert (base["hidden_size"], base["vocab_size"]) == (D, V)
+    return config
 
 
 def tgi(path, base, speculate, hidden):
@@ -63,16 +68,13 @@ def tgi(path, base, speculate, hidden):
     if not config["base_model_name_or_path"] or "head_dim" not in config:
         raise WouldFailSilently("fields are missing")
     state = load_file(path / "medusa_lm_head.safetensors")
-    base_config, lm_head = base
-    width, vocab = base_config["hidden_size"], base_config["vocab_size"]
-    n_layers = config["medusa_num_layers"]
+    n_layers = sized(config, base[0])["medusa_num_layers"]
     if f"0.{n_layers}.weight" in state:
-        strict(state, medusa_shapes(speculate, n_layers, width, vocab))
-        return medusa_logits(state, hidden)
+        return medusa_logits(strict(state, medusa_state(speculate, n_layers)), hidden)
     if n_layers != 1:
         raise WouldFailSilently("the second layout asserts one layer")
-    strict(state, medusa_shapes(speculate, 1, width, 0))
-    return medusa_logits(state, hidden, lm_head)
+    strict(state, medusa_state(speculate, shared=True))
+    return medusa_logits(state, hidden, base[1])
 
 
 def vllm(path, base, speculative_tokens, hidden, remaps):
@@ -95,19 +97,15 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
     n_heads, n_layers = speculative_tokens, config["num_hidden_layers"]
     if config["num_heads"] < n_heads:
         raise WouldFailSilently("heads without weights")
-    width, vocab = config["hidden_size"], config["truncated_vocab_size"]
-    if (width, config["vocab_size"]) != (base["hidden_size"], base["vocab_size"]):
-        raise WouldFailSilently("sizes of another model")
-    shared = config.get("original_lm_head", False)
-    leaves = {"weight": (width, width)}
-    if config.get("medusa_fc_bias", False):
-        leaves["bias"] = (width,)
-    wanted = {
-        f"blocks.{k}.layers.{j}.{leaf}": shape
-        for k in range(n_heads) for j in range(n_layers) for leaf, shape in leaves.items()
-    }  # fmt: skip
-    heads = ["lm_head"] if shared else [f"lm_heads.{k}" for k in range(n_heads)]
-    wanted |= {f"{head}.weight": (vocab, width) for head in heads}
+    vocab, shared = (
+        sized(config, base)["truncated_vocab_size"],
+        config.get("original_lm_head"),
+    )
+    like = vllm_names(medusa_state(n_heads, n_layers, shared, vocab=vocab))
+    if shared:
+        like["lm_head.weight"] = np.zeros((vocab, D))
+    if not config.get("medusa_fc_bias", False):
+        like = {key: x for key, x in like.items() if "bias" not in key}
     state = {}
     for file in path.glob("*.safetensors"):
         for name, x in load_file(file).items():
@@ -123,13 +121,13 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
     for name, x in state.items():
         if "lm_head" in name and token_map is not None and len(x) > len(token_map):
             state[name] = x[token_map]
-    strict(state, wanted)
+    strict(state, like)
     rows = []
     for k in range(n_heads):
         x = hidden
         for j in range(n_layers):
             layer = f"blocks.{k}.layers.{j}"
-            bias = np.float64(state.get(f"{layer}.bias", np.zeros(width)))
+            bias = np.float64(state.get(f"{layer}.bias", np.zeros(D)))
             x = x + silu(np.float64(state[f"{layer}.weight"]) @ x + bias)
         rows.append(
             np.float64(state["lm_head.weight" if shared else f"lm_heads.{k}.weight"]) @ x
@@ -193,18 +191,15 @@ def tensorrt_llm(path, base, hidden):
     config, state = config_of(path), torch_state(path / "medusa_lm_head.pt")
     counts = config["num_medusa_heads"], config["num_medusa_layers"]
     assert counts == (config["medusa_num_heads"], config["medusa_num_layers"])
-    strict(state, medusa_shapes(*counts, base["hidden_size"], base["vocab_size"]))
-    return medusa_logits(state, hidden)
+    return medusa_logits(strict(state, medusa_state(*counts)), hidden)
 
 
 def full_model(path, base_state, hidden):
     """Medusa's own class for full models: the base's keys and its heads', from one directory."""
     config, state = config_of(path), load_file(path / "model.safetensors")
     counts = config["medusa_num_heads"], config["medusa_num_layers"]
-    width, vocab = config["hidden_size"], config["vocab_size"]
     prefix = "medusa_head."
-    wanted = {key: x.shape for key, x in base_state.items()}
-    strict(state, wanted | medusa_shapes(*counts, width, vocab, prefix))
+    strict(state, base_state | medusa_state(*counts, prefix=prefix))
     heads = {key: x for key, x in state.items() if key.startswith(prefix)}
     return medusa_logits(heads, hidden, prefix=prefix)
 
@@ -215,43 +210,14 @@ def hydra(path, base, hidden, embedded):
     plus = {"prefix-mlp": True, "mlp": False}[config["hydra_head_arch"]]
     assert config["grounded_heads"] is True and config["hidden_state_offset"] == 0
     n_heads, n_layers = config["hydra_num_heads"], config["hydra_num_layers"]
-    D, V = base["hidden_size"], base["vocab_size"]
-    wanted = {"input_embed_fn.weight": (V, D)}
+    strict(state, hydra_state(n_heads, n_layers, plus))
     for k in range(n_heads):
-        for j in range(n_layers):
-            layer = f"hydra_mlp.{k}.{2 * j + 1 if plus else j}"
-            parts = ["linear"] if j else ["linear", "res_connection"]
-            reads = D if j else (k + 2) * D
-            for part in parts:
-                wanted |= {
-                    f"{layer}.{part}.weight": (D, reads),
-                    f"{layer}.{part}.bias": (D,),
-                }
-        out = f"hydra_lm_head.{k}{'.1' if plus else ''}"
-        wanted |= {f"{out}.weight": (V, D), f"{out}.bias": (V,)}
         copies = [state[f"hydra_mlp.{k}.{2 * j + 1 if plus else j}.linear.weight"]
                   for j in range(1, n_layers)]  # fmt: skip
         assert all((x == copies[0]).all() for x in copies), (
             "one module in the authors' code"
         )
-    if plus:
-        stem = "prefix_embeding_layer"
-        wanted |= layer_shapes(base, f"{stem}.layers.0")
-        wanted[f"{stem}.layers.0.input_layernorm.weight"] = (D,)
-        wanted |= {f"{stem}.norm.weight": (D,), f"{stem}.embed_tokens.weight": (V, D)}
-    strict(state, wanted)
     return hydra_logits(state, hidden, embedded, n_heads, n_layers, plus)
-
-
-def layer_shapes(config, stem):
-    """A decoder layer without a norm before its attention."""
-    D, ff, H = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * H, config["num_key_value_heads"] * H
-    shapes = {"self_attn.q": (q, D), "self_attn.k": (kv, D), "self_attn.v": (kv, D)}
-    shapes |= {"self_attn.o": (D, q), "mlp.gate": (ff, D), "mlp.up": (ff, D)}
-    shapes |= {"mlp.down": (D, ff)}
-    norm = {f"{stem}.post_attention_layernorm.weight": (D,)}
-    return norm | {f"{stem}.{name}_proj.weight": size for name, size in shapes.items()}
 
 
 def eagle3(path, base, streams, following):
@@ -276,7 +242,7 @@ def speculators(path, base, streams, following):
     assert parts["proposal_methods"][0]["speculative_tokens"] > 0
     assert parts["verifier"]["name_or_path"] and layers["model_type"] == "llama"
     embedding = state.pop("embed_tokens.weight")
-    assert embedding.shape == (base["vocab_size"], base["hidden_size"])
+    assert embedding.shape == (V, D)
     passed_on = ("draft_vocab_size", "norm_before_residual", "fc_norm", "norm_output")
     fields = layers | {name: config[name] for name in passed_on}
     assert len(config["eagle_aux_hidden_state_layer_ids"]) == 3
@@ -286,25 +252,14 @@ def speculators(path, base, streams, following):
 
 def eagle3_model(config, state, base, streams, following):
     """Strict keys and shapes, then logits."""
-    for field in ("hidden_size", "vocab_size", "rms_norm_eps"):
-        assert config[field] == base[field]
-    assert config["num_hidden_layers"] == 1 and "rope_theta" in config
-    D, V, O = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
-    wanted = layer_shapes(config, "midlayer")
-    for part in "qkv":
-        key = f"midlayer.self_attn.{part}_proj.weight"
-        wanted[key] = (wanted[key][0], 2 * D)
-    norms = ["midlayer.hidden_norm", "midlayer.input_layernorm", "norm"]
-    if config.get("fc_norm"):
-        norms += [f"fc_norm.{a}" for a in range(3)]
-    wanted |= {f"{name}.weight": (D,) for name in norms}
-    wanted |= {"fc.weight": (D, 3 * D), "lm_head.weight": (O, D)}
+    assert sized(config, base)["num_hidden_layers"] == 1 and "rope_theta" in config
+    O, sizes = config["draft_vocab_size"], ("num_key_value_heads", "intermediate_size")
+    sizes = [config[name] for name in sizes]
+    strict(state, eagle3_state(O < V, config.get("fc_norm"), 0, *sizes))
     if O < V:
-        wanted |= {"d2t": (O,), "t2d": (V,)}
         assert state["d2t"].dtype == np.int64 and state["t2d"].dtype == bool
         targets = np.arange(O) + state["d2t"]
         assert np.array_equal(np.flatnonzero(state["t2d"]), targets)
-    strict(state, wanted)
     return eagle3_logits(state, streams, following, config)
 
 
@@ -321,13 +276,7 @@ def eagle(path, base, hidden, following, lm_head, engine=""):
     else:
         state = torch_state(path / "pytorch_model.bin")
         biased = config.get("bias", True)
-    for field in ("hidden_size", "vocab_size", "rms_norm_eps", "rope_theta"):
-        assert config[field] == base[field]
+    assert sized(config, base)["rope_theta"] == base["rope_theta"]
     assert config["num_hidden_layers"] == 1
-    D, V = config["hidden_size"], config["vocab_size"]
-    wanted = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D)}
-    wanted |= layer_shapes(config, "layers.0")
-    if biased:
-        wanted["fc.bias"] = (D,)
-    strict(state, wanted)
+    strict(state, eagle_state(biased))
     return eagle_logits(state, hidden, following, lm_head)

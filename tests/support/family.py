@@ -19,6 +19,7 @@ from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, 
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
+from medusa_jax.training.losses.objectives import heads_loss
 
 D, V = 16, 23
 
@@ -124,9 +125,7 @@ def level_pairs(rows, counted, levels):
                 yield k, t, h, ids
 
 
-def check_levels_loss(
-    drafter, params, backbone, targets, numpy_loss, levels, decay, kinds=V
-):
+def check_levels_loss(drafter, params, backbone, train, numpy_loss, levels, decay, kinds=V):
     """The loss over levels is `numpy_loss(params, rows, counted)`, and its gradient that slope.
 
     Two texts in a row, blocks of keys, one token in between that does not count; tokens below `kinds`.
@@ -141,14 +140,16 @@ def check_levels_loss(
     rows = (2 * hidden, tokens, positions, segments)
     batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
     batch["counted"] = counted
-    objective = losses.HeadObjective(drafter.loss_view(levels), 4, decay, targets)
+    train = dataclasses.replace(train, loss_chunk=4, lambda_decay=decay)
+    view = drafter.loss_view(levels)
     counts = losses.pair_counts(batch, tuple(range(2, levels + 2)))
 
     @jax.jit
     def value_and_gradient(params):
         def loss(params):
             inputs = losses.StepInputs(batch, counts)
-            return losses.head_loss(params, backbone, objective, inputs)[0]
+            given = (jnp.asarray(batch["hidden"]), view, train, inputs)
+            return heads_loss(params, lambda p: (p, backbone), *given)[0]
 
         return jax.value_and_grad(loss)(params)
 

@@ -113,3 +113,13 @@ def llama_tensors(vocab_size):
     for i in range(LAYERS):
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in of_layer.items()}
     return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+
+
+def tiny(path, tokenizer_json, shape=(), vocabulary=(), changes=(), split=0, more=()):
+    """A tied llama file of this tokenizer; `changes` replace tensors, None takes one out."""
+    metadata = byte_level_metadata(tokenizer_json, **dict(vocabulary)) | dict(more)
+    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"])) | dict(changes)
+    tensors = {name: array for name, array in tensors.items() if array is not None}
+    return write(
+        path, metadata | shape_metadata("llama", **dict(shape)), tensors, split=split
+    )

@@ -37,6 +37,16 @@ def medusa_state(n_heads=3, n_layers=1, shared=False, prefix="", seed=0, vocab=V
     return state
 
 
+def vllm_names(state):
+    """Medusa's tensors by vLLM's keys."""
+    names = {}
+    for key, x in state.items():
+        k, j, *rest = key.split(".")
+        block = f"blocks.{k}.layers.{j}.{rest[-1]}"
+        names[block if "linear" in rest else f"lm_heads.{k}.weight"] = x
+    return names
+
+
 def hydra_state(n_heads=3, n_layers=3, plus=False, seed=0, tied=True, kv_heads=None):
     """Released Hydra heads; with `plus` those of Hydra++, dropout modules among the layers."""
     rng, state = np.random.default_rng(seed), {}
@@ -96,18 +106,18 @@ IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22])
 KV3, THETA3, FF3 = 4, 500.0, 28
 
 
-def eagle3_state(narrow=True, newer=False, seed=0):
+def eagle3_state(narrow=True, newer=False, seed=0, kv_heads=KV3, ff=FF3):
     """Released EAGLE-3 heads, over IDS or all tokens; `newer` with the norms of 3.1."""
     rng, N, H = np.random.default_rng(seed), LLAMA.n_heads, LLAMA.head_dim
     shapes = {
         "fc": (D, 3 * D),
         "midlayer.self_attn.q_proj": (N * H, 2 * D),
-        "midlayer.self_attn.k_proj": (KV3 * H, 2 * D),
-        "midlayer.self_attn.v_proj": (KV3 * H, 2 * D),
+        "midlayer.self_attn.k_proj": (kv_heads * H, 2 * D),
+        "midlayer.self_attn.v_proj": (kv_heads * H, 2 * D),
         "midlayer.self_attn.o_proj": (D, N * H),
-        "midlayer.mlp.gate_proj": (FF3, D),
-        "midlayer.mlp.up_proj": (FF3, D),
-        "midlayer.mlp.down_proj": (D, FF3),
+        "midlayer.mlp.gate_proj": (ff, D),
+        "midlayer.mlp.up_proj": (ff, D),
+        "midlayer.mlp.down_proj": (D, ff),
         "lm_head": (len(IDS) if narrow else V, D),
     }
     state = {f"{name}.weight": 2 * normal(rng, *shape) for name, shape in shapes.items()}
@@ -192,6 +202,21 @@ EAGLE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_a
 EAGLE |= {"hidden_size": D, "intermediate_size": LLAMA.d_ff, "vocab_size": V}
 EAGLE |= {"num_attention_heads": LLAMA.n_heads, "num_key_value_heads": LLAMA.n_kv_heads}
 EAGLE |= {"num_hidden_layers": 1, "rms_norm_eps": LLAMA.rms_eps}
+
+
+# As published: the configuration says two heads, whatever the file holds.
+V13 = {"base_model_name_or_path": "base", "medusa_num_heads": 2, "medusa_num_layers": 1}
+HYDRA = {"hydra_num_heads": 3, "hydra_num_layers": 3, "grounded_heads": True}
+HYDRA |= {"hidden_state_offset": 0}
+# Files of every trainer: (tensors, name, config.json).
+FILES = {
+    "vllm": (vllm_names(medusa_state(3)), "model.safetensors", {"medusa_fc_bias": True}),
+    "medusa": (medusa_state(3), "medusa_lm_head.pt", V13),
+    "hydra": (hydra_state(), "hydra_lm_head.pt", HYDRA),
+    "eagle": (eagle_state(), "pytorch_model.bin", EAGLE),
+    "eagle3": (eagle3_state(), "model.safetensors", EAGLE3),
+    "speculators": (renamed(eagle3_state()), "model.safetensors", SPECULATORS),
+}
 
 
 def write(folder, state, name, config=None):

@@ -17,7 +17,7 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from medusa_jax.training.data import prepare
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.partition import Trains, trained_groups
 from medusa_jax.training.placement import batch_shapes
@@ -99,7 +99,7 @@ def setup_of(cfg: Config, mesh: Any) -> Setup:
 
 def texts_of(cfg: Config) -> list[TokenRows]:
     """The texts of a configuration."""
-    return prepare.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
+    return sources.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
 
 
 def abstract_batch(cfg: Config, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -16,7 +16,6 @@ from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model import lora
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import dry
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import make_optimizer
 from medusa_jax.training.placement import microbatches
@@ -90,34 +89,3 @@ def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp
     arch, original = hf.load_backbone(model, make_mesh())
     mark = fingerprint(arch, original)
     heads_io.load_heads(str(tmp_path / "export"), arch, make_mesh(), fingerprint=mark)
-
-
-def memory(tokens, stage, rank=0, quantise=""):
-    cfg = tiny_config(tokens, stage)
-    cfg.optim.name, cfg.lora.rank, cfg.model.quantise = "adamw", rank, quantise
-    cfg.model.arch.d_model, cfg.model.arch.d_ff = 64, 256
-    cfg.heads.lm_head, cfg.heads.n_heads = "shared", 1
-    return dry.dry_run(cfg)
-
-
-@pytest.mark.wide
-def test_frozen_variables_cost_neither_gradient_nor_moments(tokens, capsys):
-    """From the memory of the compiled step: what is frozen is held once, in its own type."""
-    full = memory(tokens, "medusa2")
-    backbone = full["backbone_bytes"]
-    heads = memory(tokens, "medusa1")
-    # Trained: the parameters and two moments. Frozen: the parameters alone.
-    assert full["argument_bytes"] - heads["argument_bytes"] == pytest.approx(
-        2 * backbone, rel=0.02
-    )
-    adapters = memory(tokens, "medusa2", rank=2)
-    extra = adapters["trainable_parameters"] - heads["trainable_parameters"]
-    assert adapters["argument_bytes"] - heads["argument_bytes"] == pytest.approx(
-        12 * extra, rel=0.02
-    )
-    # Gradients: full-parameter training holds one of every kernel, the others do not.
-    assert full["temporary_bytes"] > backbone
-    assert heads["temporary_bytes"] < 0.5 * full["temporary_bytes"]
-    small = memory(tokens, "medusa2", rank=2, quantise="nf4")
-    assert small["argument_bytes"] < 0.6 * adapters["argument_bytes"]
-    assert "frozen backbone       0.00 GiB" in capsys.readouterr().out

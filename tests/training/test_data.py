@@ -1,6 +1,5 @@
 """Rows: nothing lost, nothing twice, no target across a sample's border."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,8 +8,6 @@ from training_setup import VOCAB, write_tokens
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import shift_left
-from medusa_jax.training import losses
 from medusa_jax.training.data.rows import TokenRows, batches, first_fit, held_out, mix
 
 
@@ -57,50 +54,6 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
         lengths = np.minimum(np.diff(starts, append=600), 40)
         expected = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, lengths)])
         assert np.array_equal(np.sort(used), expected)
-
-
-@pytest.mark.parametrize("packing", ["first_fit", "concat"])
-def test_no_head_s_target_crosses_a_border(tmp_path, packing):
-    """Every pair of every head is in one sample, and only counted tokens are between.
-
-    Ids tell the place in the stream, so the target `ahead` further on must be id + ahead.
-    """
-    write_tokens(tmp_path, n=600)
-    np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32))
-    counted = np.random.default_rng(0).random(600) < 0.8
-    np.save(tmp_path / "counted.npy", counted)
-    starts = np.load(tmp_path / "doc_starts.npy")
-    cfg = DataConfig(seq_len=40, packing=packing, seed=1)
-    rows = TokenRows(str(tmp_path), cfg, 600)
-    batch = rows.batch(0, rows.rows)
-
-    @jax.jit
-    def pairs(batch):
-        marks = batch["counted"], batch["segment_ids"]
-        return [
-            (losses.pair_mask(*marks, k), shift_left(batch["tokens"], k))
-            for k in range(1, 7)
-        ]
-
-    for ahead, found in enumerate(pairs(batch), start=1):
-        mask, labels = map(np.asarray, found)
-        here, there = batch["tokens"][mask], labels[mask]
-        assert len(here) > 20 and np.array_equal(there, here + ahead)
-        sample = [np.searchsorted(starts, x, side="right") for x in (here, there)]
-        assert np.array_equal(*sample)
-        assert all(counted[a + 1 : a + ahead + 1].all() for a in here)
-
-
-@pytest.mark.parametrize("packing", ["first_fit", "concat"])
-def test_a_batch_is_a_function_of_its_number(tmp_path, packing):
-    write_tokens(tmp_path)
-    first = open_rows(tmp_path, packing)
-    late = open_rows(tmp_path, packing).batch(300, 8)
-    for n in range(0, 308, 4):
-        batch = first.batch(n, 4)
-        if n in (300, 304):
-            part = {name: x[n - 300 : n - 296] for name, x in late.items()}
-            assert all(np.array_equal(batch[name], part[name]) for name in batch)
 
 
 def test_epochs_differ_but_hold_the_same_rows(tmp_path):

@@ -11,7 +11,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.interop import heads_io
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training.data.vocabulary import draft_vocab
+from medusa_jax.training.setup import draft_vocab
 
 
 def few(tokens, model, stage="medusa1", **train):

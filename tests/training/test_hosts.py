@@ -110,6 +110,14 @@ def logged(workdir, kind="train"):
     return {r["step"]: (r["loss"], r.get("lm_loss")) for r in records if r["kind"] == kind}
 
 
+def both_end_well(*command):
+    """What two processes said on stderr."""
+    processes = two(*command)
+    errors = ended(processes)
+    assert [p.returncode for p in processes] == [0, 0], errors
+    return errors
+
+
 def wait_for_step(workdir, step, processes):
     while max(logged(workdir), default=0) < step:
         assert all(p.poll() is None for p in processes), ended(processes)
@@ -136,9 +144,7 @@ def arguments(tokens, tmp_path):
 def test_two_processes_train_as_one(arguments, tmp_path):
     """One killed, then one asked to stop, then one process alone: always the same losses."""
     whole, cut, alone = tmp_path / "whole", tmp_path / "cut", tmp_path / "alone"
-    processes = two(*arguments(whole))
-    errors = ended(processes)
-    assert [p.returncode for p in processes] == [0, 0], errors
+    both_end_well(*arguments(whole))
     series, held_out = logged(whole), logged(whole, "eval")
     assert sorted(series) == list(range(1, STEPS + 1)) and sorted(held_out) == [12, 24]
 
@@ -209,9 +215,7 @@ def test_hidden_states_are_computed_by_all_and_written_by_one(arguments, tmp_pat
     for file in gone:
         file.unlink()
     stamps = {file: file.stat().st_mtime_ns for file in expected if file.exists()}
-    processes = two(*start, *arguments(both, **fields)[2:])
-    errors = ended(processes)
-    assert [p.returncode for p in processes] == [0, 0], errors
+    errors = both_end_well(*start, *arguments(both, **fields)[2:])
     assert "files are there" in errors[0] and "hidden states" not in errors[1]
     assert stamps == {file: file.stat().st_mtime_ns for file in stamps}
     for file in gone:
@@ -249,9 +253,7 @@ for shape, count in {(8, 1, 1): 4, (1, 1, 8): 8, (2, 2, 2): 4, (1, 2, 4): 4}.ite
 @pytest.mark.slow
 def test_each_process_hands_over_the_rows_of_its_devices():
     """Also where the tensor axis spans processes, which then have the same rows."""
-    processes = two(sys.executable, "-c", PLACED)
-    errors = ended(processes)
-    assert [p.returncode for p in processes] == [0, 0], errors
+    both_end_well(sys.executable, "-c", PLACED)
 
 
 SILENT = r"""

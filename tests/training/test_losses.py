@@ -12,13 +12,15 @@ from closeness import assert_close
 from tiny import random_heads, random_params
 from training_setup import training_arch
 
-from medusa_jax.config import HeadsConfig
+from medusa_jax.config import HeadsConfig, LoraConfig, TrainConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
-from medusa_jax.training.losses.streamed import cross_entropy_sums
+from medusa_jax.training.losses.objectives import heads_loss
+from medusa_jax.training.losses.streamed import heads_cross_entropy
+from medusa_jax.training.stage import make_stage
 
 U, A = 0, 1
 
@@ -44,6 +46,12 @@ def test_which_pairs_count():
     assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
+def one_head(fn, params, features, labels, mask, chunk):
+    """`heads_cross_entropy` of one head of weight 1."""
+    ones = jnp.ones((1,))
+    return heads_cross_entropy([fn], params, ones, [features], labels, [mask], chunk)
+
+
 def naive_sums(weight, features, labels, mask):
     logits = features @ weight
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
@@ -61,77 +69,55 @@ def sums_problem():
     return features, weight, rng.integers(0, 32, (2, 13), np.int32)
 
 
-@pytest.mark.parametrize("chunk", [4, 5, 13, 64])
-def test_streamed_sums_and_gradients_equal_the_plain_ones(chunk):
-    features, weight, labels = sums_problem()
-    params = {"used": weight, "unused": np.ones(3, np.float32)}
-    mask = np.random.default_rng(1).random((2, 13)) < 0.7
+def answers(*spans):
+    """Which columns of each row count."""
+    mask = np.zeros((len(spans), 13), bool)
+    for row, (begin, end) in enumerate(spans):
+        mask[row, begin:end] = True
+    return mask
 
-    def streamed(params, features):
-        fn = lambda p, x: x @ p["used"]  # noqa: E731
-        sums = cross_entropy_sums(fn, params, features, labels, mask, chunk)
-        return 0.3 * sums.loss, sums
+
+RANDOM = np.random.default_rng(1).random((2, 13)) < 0.7
+
+
+@pytest.mark.parametrize(
+    ("mask", "chunk"),
+    [
+        *((RANDOM, chunk) for chunk in (4, 5, 13, 64)),
+        *((answers(*spans), 4) for spans in ([(3, 9), (0, 2)], [(0, 13), (5, 5)])),
+        (answers((4, 4), (4, 4)), 4),
+    ],
+)
+def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
+    """Prompts and padding cost nothing: as many chunks as the longest answer of a row has."""
+    features, weight, labels = sums_problem()
+    params, seen = {"used": weight, "unused": np.ones(3, np.float32)}, []
+
+    def streamed(params, features, watched):
+        def fn(p, x):
+            if watched:
+                jax.debug.callback(lambda rows: seen.append(rows.shape), x)
+            return x @ p["used"]
+
+        loss, sums = one_head(fn, params, features, labels, mask, chunk)
+        return 0.3 * loss, sums
 
     def plain(params, features):
         loss, *counts = naive_sums(params["used"], features, labels, mask)
         return 0.3 * loss, counts
 
-    (value, sums), grads = jax.jit(jax.value_and_grad(streamed, (0, 1), has_aux=True))(
-        params, features
-    )
-    (expected, counts), expected_grads = jax.jit(
-        jax.value_and_grad(plain, (0, 1), has_aux=True)
-    )(params, features)
-    assert_close((value, grads), (expected, expected_grads))
-    assert (int(sums.top1), int(sums.top5)) == tuple(int(c) for c in counts)
-    # Without a gradient the same numbers come out.
-    assert_close(jax.jit(streamed)(params, features)[0], value)
-
-
-@pytest.mark.usefixtures("x64")
-def test_gradients_in_float64_are_float64s():
-    features, weight = np.linspace(-1, 1, 24).reshape(1, 6, 4), np.cos(np.arange(20.0))
-    labels, mask = np.arange(6)[None] % 5, np.arange(6)[None] > 1
-
-    def streamed(w):
-        fn = lambda p, x: x @ p  # noqa: E731
-        return cross_entropy_sums(fn, w.reshape(4, 5), features, labels, mask, 4).loss
-
-    plain = jax.grad(lambda w: naive_sums(w.reshape(4, 5), features, labels, mask)[0])
-    gradient = jax.jit(jax.grad(streamed))(weight)
-    assert gradient.dtype == jnp.float64
-    assert_close(gradient, jax.jit(plain)(weight))
-
-
-@pytest.mark.parametrize(
-    "answers, walked",
-    [([(3, 9), (0, 2)], 2), ([(0, 13), (5, 5)], 4), ([(4, 4), (4, 4)], 0)],
-)
-def test_logits_are_taken_of_what_counts_only(answers, walked):
-    """Prompts and padding cost nothing: as many chunks as the longest answer of a row has."""
-    mask = np.zeros((2, 13), bool)
-    for row, (begin, end) in enumerate(answers):
-        mask[row, begin:end] = True
-    features, weight, labels = sums_problem()
-    seen = []
-
-    def fn(p, x):
-        jax.debug.callback(lambda rows: seen.append(rows.shape), x)
-        return x @ p
-
-    def streamed(weight, features):
-        return cross_entropy_sums(fn, weight, features, labels, mask, 4).loss
-
-    def plain(weight, features):
-        return naive_sums(weight, features, labels, mask)[0]
-
     def both(loss):
-        return jax.jit(jax.value_and_grad(loss, (0, 1)))(weight, features)
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, features)
 
-    found = both(streamed)
+    (value, sums), grads = both(partial(streamed, watched=True))
+    (expected, counts), expected_grads = both(plain)
     jax.effects_barrier()
-    assert seen == [(2, 4, 8)] * walked
-    assert_close(found, both(plain))
+    assert seen == [(2, chunk, 8)] * -(-int(mask.sum(1).max()) // chunk)
+    assert_close((value, grads), (expected, expected_grads))
+    assert (int(sums.top1[0]), int(sums.top5[0])) == tuple(int(c) for c in counts)
+    # Without a gradient the same numbers come out.
+    alone = jax.jit(partial(streamed, watched=False))(params, features)[0]
+    assert_close(alone, value)
 
 
 def heads_problem(K=3, T=12, B=2, lm_head="own", draft_vocab=0):
@@ -152,6 +138,12 @@ def heads_problem(K=3, T=12, B=2, lm_head="own", draft_vocab=0):
     return arch, backbone, drafter, params, batch
 
 
+def head_loss(params, backbone, drafter, train, inputs):
+    """Equation 1 on a frozen backbone."""
+    hidden = jax.lax.stop_gradient(backbone.forward(*losses.rows(inputs.batch)))
+    return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)
+
+
 def pairs_of(batch, ahead):
     """Rows and positions t whose tokens t + 1 ... t + ahead all count, in the text of t."""
     found = []
@@ -164,9 +156,7 @@ def pairs_of(batch, ahead):
     return np.array(found).T
 
 
-def plain_loss(
-    params, backbone, drafter, batch, targets, ids, lambda_0=None, original=None
-):
+def plain_loss(params, backbone, drafter, batch, train, ids, lambda_0=None, original=None):
     """Equations 1 and 2 with all logits at once, one gather a head.
 
     Labels and the teacher's distribution are over the tokens `ids`; a hidden state to come near is there for
@@ -188,15 +178,15 @@ def plain_loss(
             kernel = own["kernel"] if "kernel" in own else own["down"] @ own["up"]
         apart = jnp.abs(features[k, b, t] - state[b, t + k + 1])
         near = jnp.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean(-1).sum()
-        loss = targets.feature_weight * near
+        loss = train.feature_weight * near
         label = tokens[b, t + k + 2]
         inside = np.isin(label, ids)
         logp = jax.nn.log_softmax(features[k] @ kernel)[b[inside], t[inside]]
         place = np.searchsorted(ids, label[inside])
-        loss -= targets.label_weight * logp[np.arange(len(place)), place].sum()
+        loss -= train.label_weight * logp[np.arange(len(place)), place].sum()
         p = teacher[b, t + k + 1][inside]
-        loss -= targets.teacher_weight * (p * logp).sum()
-        loss += targets.distance_weight * jnp.abs(p - jnp.exp(logp)).sum()
+        loss -= train.teacher_weight * (p * logp).sum()
+        loss += train.distance_weight * jnp.abs(p - jnp.exp(logp)).sum()
         total += 0.8 ** (k + 1) * loss / len(b)
         right.append((jnp.argmax(logp, axis=-1) == place).sum())
     if lambda_0 is None:
@@ -217,7 +207,7 @@ MIXED = {"label_weight": 0.1, "teacher_weight": 0.7, "distance_weight": 0.9}
 CASES = [
     *wide(("own", {}, EVERY), ("shared", {}, EVERY)),
     ("low_rank", {}, EVERY),
-    ("own", MIXED | {"noise": 9.0}, EVERY),
+    ("own", MIXED | {"hidden_noise": 9.0}, EVERY),
     ("shared", MIXED | {"feature_weight": 0.3}, FEW),
     *wide(("own", MIXED, FEW), ("low_rank", MIXED | {"feature_weight": 0.3}, FEW)),
 ]
@@ -236,16 +226,15 @@ def test_head_loss_is_equation_1(lm_head, targets, ids):
         backbone = vocabulary.narrowed(whole, jnp.asarray(ids))
         drafter = make_drafter(replace(drafter.heads, draft_vocab=draft_vocab), arch)
         params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
-    targets = losses.HeadTargets(**targets)
+    train = TrainConfig(loss_chunk=5, **targets)
     counts = losses.pair_counts(batch, (2, 3, 4))
     inputs = losses.StepInputs(batch, counts)
-    objective = losses.HeadObjective(drafter, 5, 0.8, targets)
 
     def streamed(params):
-        return losses.head_loss(params, backbone, objective, inputs)
+        return head_loss(params, backbone, drafter, train, inputs)
 
     def plain(params):
-        return plain_loss(params, whole, drafter, batch, targets, ids)
+        return plain_loss(params, whole, drafter, batch, train, ids)
 
     (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
     (expected, right), expected_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(
@@ -265,27 +254,25 @@ def test_joint_loss_is_equation_2(kl):
 
     L_LM is the cross-entropy, or the KL divergence from the backbone before training.
     """
-    _, backbone, drafter, heads, batch = heads_problem(lm_head="shared")
+    arch, backbone, drafter, heads, batch = heads_problem(lm_head="shared")
     rng = np.random.default_rng(0)
     moved = jax.tree.map(
         lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), backbone.params
     )
     params, original = {"backbone": moved, "heads": heads}, backbone if kl else None
-    targets, counts = losses.HeadTargets(), losses.pair_counts(batch, (1, 2, 3, 4))
-    objective = losses.HeadObjective(drafter, 5, 0.8)
-
-    def split(p):
-        return p["heads"], Backbone(backbone.llama, p["backbone"])
+    kind = "kl" if kl else "labels"
+    train = TrainConfig("medusa2", dtype="float32", loss_chunk=5, backbone_loss=kind)
+    stage = make_stage(train, arch, drafter.heads, LoraConfig(), 1)
+    counts = losses.pair_counts(batch, stage.offsets)
 
     def streamed(params):
         inputs = losses.StepInputs(batch, counts, lambda_0=jnp.float32(0.3))
-        backbone_of = lambda p: split(p)[1]  # noqa: E731
-        return losses.joint_loss(params, backbone_of, split, objective, inputs, original)
+        return stage.loss(params, {"teacher": backbone.params}, inputs)
 
     def plain(params):
-        heads, backbone = split(params)
-        given = drafter, batch, targets, EVERY, 0.3, original
-        return plain_loss(heads, backbone, *given)[0]
+        moved = Backbone(backbone.llama, params["backbone"])
+        given = drafter, batch, train, EVERY, 0.3, original
+        return plain_loss(params["heads"], moved, *given)[0]
 
     (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
     expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
@@ -307,9 +294,8 @@ def test_noise_on_hidden_states_needs_a_key():
 
     @partial(jax.jit, static_argnums=0)
     def read(noise, key):
-        targets = losses.HeadTargets(noise=noise)
-        objective = losses.HeadObjective(watched, 5, 1.0, targets)
-        losses.head_loss(params, backbone, objective, losses.StepInputs(batch, counts, key))
+        inputs = losses.StepInputs(batch, counts, key)
+        head_loss(params, backbone, watched, TrainConfig(hidden_noise=noise), inputs)
         return seen.pop()
 
     key = jax.random.key(0)
@@ -329,8 +315,7 @@ ALL_LOGITS = ROWS * LENGTH * VOCAB * 4
 
 @cache
 def peak(K, teacher):
-    """Compiled peak memory of the gradient of K heads; without a teacher's weight, that of the loss
-    which holds all logits at once."""
+    """Compiled peak memory of the gradient of K heads."""
     arch = training_arch(vocab_size=VOCAB, d_model=32, max_position=LENGTH)
     llama = Llama(arch)
     names = ("tokens", "positions", "segment_ids")
@@ -344,23 +329,11 @@ def peak(K, teacher):
     offsets = tuple(range(2, K + 2))
 
     def streamed(params, base_params, batch):
-        targets = losses.HeadTargets(teacher_weight=teacher)
+        train = TrainConfig(loss_chunk=CHUNK, teacher_weight=teacher)
         inputs = losses.StepInputs(batch, losses.pair_counts(batch, offsets))
-        objective = losses.HeadObjective(drafter, CHUNK, 0.8, targets)
-        return losses.head_loss(params, Backbone(llama, base_params), objective, inputs)[0]
+        return head_loss(params, Backbone(llama, base_params), drafter, train, inputs)[0]
 
-    def plain(params, base_params, batch):
-        backbone, rows = Backbone(llama, base_params), [batch[n] for n in names]
-        hidden = jax.lax.stop_gradient(backbone.forward(*rows))
-        features = drafter.features(params, backbone, TextRows(hidden, *rows))
-        logits = [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
-        labels = [shift_left(batch["tokens"], a)[..., None] for a in offsets]
-        return sum(
-            jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y, -1))
-            for x, y in zip(logits, labels)
-        )
-
-    gradient = jax.jit(jax.grad(plain if teacher is None else streamed))
+    gradient = jax.jit(jax.grad(streamed))
     memory = gradient.lower(params, base_params, batch).compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
@@ -368,11 +341,6 @@ def peak(K, teacher):
 @pytest.mark.wide
 @pytest.mark.parametrize("teacher", [0.0, 1.0])
 def test_a_head_costs_less_than_one_chunk_of_logits(teacher):
-    """K = 1, 3, 5, compared with the loss that holds all logits at once."""
     one, three, five = (peak(K, teacher) for K in (1, 3, 5))
-    whole = [peak(K, None) for K in (1, 3, 5)]
-    for name, peaks in ((f"streamed, {teacher=}", (one, three, five)), ("at once", whole)):
-        print(f"{name}:", *(f"{p / ALL_LOGITS:.2f}" for p in peaks))
     assert (three - one) / 2 < ALL_LOGITS / 16
     assert (five - three) / 2 < ALL_LOGITS / 16
-    assert (whole[2] - whole[0]) / 4 > ALL_LOGITS

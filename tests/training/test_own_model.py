@@ -113,15 +113,12 @@ def test_sizes_follow_from_model_and_family(model, questions):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ((), "set --config.model.path"),
         (("model.path={m}",), "set --config.data.source"),
-        (("model.path=/no/model", "data.source={q}"), "/no/model"),
         (
             ("model.path={m}", "data.source=/no/text.jsonl"),
             "no file or token directory /no",
         ),
         (("model.path={m}", "data.source={q}", "heads.drafter=medussa"), "'medusa'"),
-        (("model.path={m}", "data.source={q}", "heads.drafter=lookahead"), "has no heads"),
     ],
 )
 def test_one_line_says_what_is_wrong(fields, words, model, questions, tmp_path, capsys):

@@ -10,7 +10,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.answers import encode_conversation
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training.data import prepare
+from medusa_jax.training.data import sources
 from medusa_jax.training.data.tokenise import Encoder, parse_turns
 
 
@@ -23,7 +23,7 @@ def text_config(vicuna, workdir, source, **data):
 
 
 def directory_of(cfg):
-    return prepare.token_directory(cfg.data.source, cfg.data, cfg.model, cfg.workdir)
+    return sources.token_directory(cfg.data.source, cfg.data, cfg.model, cfg.workdir)
 
 
 def samples_of(directory):
@@ -124,16 +124,6 @@ def test_what_is_taken_is_said_once(vicuna, tmp_path, capsys, name, kind):
     assert said.count(f"3 of 5 samples used ({taken})") == 1
     where = "line 2" if kind == "lines" else "sample 2"
     assert said.count(f"2 samples skipped (2 x unknown role 'tool', first in {where})") == 1
-
-
-def test_only_the_assistant_counts_its_eos_included(vicuna, sharegpt, tmp_path):
-    cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
-    tokenizer = load_tokenizer(vicuna)
-    samples = samples_of(directory_of(cfg))
-    assert len(samples) == 7
-    ids, counted = samples[1]
-    said = tokenizer.decode(ids[counted], skip_special=False)
-    assert said.strip() == "for i in range(10):\n    print(i)</s>"
 
 
 def test_bad_samples_are_skipped_and_named_by_their_line(vicuna, tmp_path, capsys):
@@ -260,19 +250,29 @@ def share(*turns):
     return [{"from": who, "value": text} for who, text in turns]
 
 
-def test_parse_turns():
-    good = share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c"))
-    assert parse_turns(good) == (
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        "",
-    )
-    system = share(("system", "s"), ("user", "a"), ("chatgpt", "b"))
-    assert [m["role"] for m in parse_turns(system)[0]] == ["system", "user", "assistant"]
+def said(*turns):
+    """Messages of (role, text)."""
+    return [{"role": role, "content": text} for role, text in turns]
+
+
+# Fields that a table fills with None do not count as given.
+ODD = [
+    {"role": "developer", "content": "s"},
+    {"role": " User", "value": [{"type": "text", "text": "a"}], "content": None},
+    {"from": "prompter", "content": "b", "role": None},
+]
+THOUGHT = {"from": "MODEL ", "content": "b", "role": None, "reasoning_content": "t"}
+PAIR = [("user", "a"), ("assistant", "b")]
 
 
 @pytest.mark.parametrize(
-    ("record", "reason"),
+    ("turns", "want"),
     [
+        (share(("gpt", "cut off"), ("human", "a"), ("gpt", "b"), ("human", "c")), said(*PAIR)),
+        (share(("system", "s"), ("user", "a"), ("chatgpt", "b")), said(("system", "s"), *PAIR)),
+        ([*ODD[:2], THOUGHT],
+         [*said(("system", "s"), PAIR[0]), said(PAIR[1])[0] | {"reasoning_content": "t"}]),
+        ([ODD[2], *said(PAIR[1])], said(("user", "b"), PAIR[1])),
         ([], "no answered user turn"),
         (["x"], "unknown role None"),
         (share(("human", "a")), "no answered user turn"),
@@ -280,26 +280,9 @@ def test_parse_turns():
         (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
         (share(("human", "a"), ("gpt", " ")), "an empty assistant turn"),
         (share(("human", "a"), ("gpt", 3)), "a turn without 'value'"),
+        ([{"role": "user", "content": [1]}], "a turn without 'content'"),
         (share(("human", "a"), ("system", "s"), ("gpt", "c")), "roles do not alternate"),
     ],
-)
-def test_parse_turns_says_why_not(record, reason):
-    assert parse_turns(record) == ([], reason)
-
-
-@pytest.mark.parametrize(
-    ("user", "assistant"),
-    [("user", "assistant"), ("User", " MODEL "), ("human", "gpt"), ("prompter", "bot")],
-)
-def test_turns_of_other_roles_and_fields(user, assistant):
-    """Fields that a table fills with None do not count as given."""
-    turns = [
-        {"role": "developer", "content": "s"},
-        {"role": user, "value": [{"type": "text", "text": "a"}], "content": None},
-        {"from": assistant, "content": "b", "role": None, "reasoning_content": "t"},
-    ]
-    roles = ["system", "user", "assistant"]
-    want = [{"role": role, "content": text} for role, text in zip(roles, "sab")]
-    want[2]["reasoning_content"] = "t"
-    assert parse_turns(turns) == (want, "")
-    assert parse_turns([{"role": "user", "content": [1]}])[1]
+)  # fmt: skip
+def test_turns_or_the_reason_why_not(turns, want):
+    assert parse_turns(turns) == ((want, "") if isinstance(want, list) else ([], want))

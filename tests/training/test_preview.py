@@ -3,14 +3,11 @@
 import json
 
 import pytest
-from training_setup import ROOT
 
-from medusa_jax.commands import train as cli
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import load_tokenizer
-from medusa_jax.training import dry
-from medusa_jax.training.data.preview import mark_counted, preview
+from medusa_jax.training.dry import mark_counted, preview
 
 
 def shown(vicuna, source, seq_len=256):
@@ -44,14 +41,3 @@ def test_a_cut_sample_is_shown_cut_and_unusable_ones_are_skipped(vicuna, tmp_pat
     source.write_text("{broken\n")
     with pytest.raises(UserError, match=r"none of the 1 samples .*broken JSON"):
         shown(vicuna, source)
-
-
-def test_a_dry_run_shows_it_first_and_needs_no_workdir(
-    vicuna, sharegpt, capsys, monkeypatch
-):
-    monkeypatch.setattr(dry, "measure", lambda *_: pytest.skip("compiles"))
-    args = [f"--config={ROOT}/configs/vicuna7b_m1.py", "--config.dry_run"]
-    args += [f"--config.model.path={vicuna}", f"--config.data.source={sharegpt}"]
-    with pytest.raises(pytest.skip.Exception):
-        cli.main([*args, "--config.data.seq_len=256"])
-    assert "of them counted" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
 from medusa_jax.training.data import sources
-from medusa_jax.training.data.preview import preview
+from medusa_jax.training.dry import preview
 from medusa_jax.training.optim.optimizer import make_optimizer
 
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!o]*.py"))

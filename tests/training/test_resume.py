@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 import tensorstore
@@ -109,24 +108,6 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
             tmp_path / "broken" / "export" / file.relative_to(tmp_path / "whole" / "export")
         )
         assert file.read_bytes() == twin.read_bytes(), file
-
-
-def test_a_save_that_fails_ends_the_run(tokens, model, tmp_path, monkeypatch, at):
-    """In the background, after step 5: by the sentence, as soon as it is known, by step 7 here."""
-
-    def broken(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    def known(run):
-        while run.checkpoints.manager.is_saving_in_progress():
-            time.sleep(0.01)
-
-    monkeypatch.setattr(tensorstore, "open", broken)
-    at({7: known})
-    with pytest.raises(UserError, match=r"step 5 in .* failed .*No space.*none is"):
-        run(config(tokens, model, "medusa1"), tmp_path)
-    done = [r["step"] for r in records(tmp_path)]
-    assert done == list(range(1, len(done) + 1)) and 5 <= len(done) <= 7
 
 
 def begun(workdir):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.log.run_log import RunLog, finite, read_log
+from medusa_jax.training.run_log import RunLog, finite, read_log
 
 
 def opened(workdir, start=0, **options):

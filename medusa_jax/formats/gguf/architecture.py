@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -186,26 +187,18 @@ def open_tensors(path: str) -> Tensors:
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     """`open_tensors` of an open file with this `hf_config`."""
     return {
-        hf_name(name): _open_tensor(tensor, row_order(tensor, config))
+        hf_name(name): _open_tensor(replace(tensor, order=row_order(tensor, config)))
         for name, tensor in file.tensors.items()
         if name != FREQUENCY_DIVISORS
     }
 
 
-def _open_tensor(tensor: BlockTensor, order: np.ndarray | None) -> Tensor:
+def _open_tensor(tensor: BlockTensor) -> Tensor:
     def read(index: tuple[slice, ...]) -> np.ndarray:
         if len(tensor.shape) == 1:
-            return unpacked(slice(None)).ravel()[index]
-        return unpacked(index[0])[:, index[1]]
+            return tensor.unpacked()[index]
+        return tensor.unpacked_rows(index[0])[:, index[1]]
 
-    def unpacked(rows: Any) -> np.ndarray:
-        if len(tensor.shape) == 1:  # one row of blocks
-            values = tensor.unpacked()
-            return values if order is None else values[order]
-        return tensor.unpacked_rows(rows if order is None else order[rows])
-
-    def rows() -> np.ndarray:
-        return tensor.read() if order is None else tensor.read()[order]
-
-    blocks = Blocks(tensor.kind.name, rows, unpacked, tensor.damaged())
+    unpacked, damaged = tensor.unpacked_rows, tensor.damaged()
+    blocks = Blocks(tensor.kind.name, tensor.read, unpacked, damaged)
     return Tensor(tensor.file, tensor.shape, "float32", read, blocks)

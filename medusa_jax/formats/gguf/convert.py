@@ -19,7 +19,7 @@ from medusa_jax.formats.gguf.vocabulary import (
 )
 from medusa_jax.interop.hf import locate
 from medusa_jax.interop.hf_config import parse_config
-from medusa_jax.interop.tensors import GGUF_LINK, check_keys, save_json
+from medusa_jax.interop.tensors import GGUF_LINK, Source, save_json
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.whole_files import Json, replacing
 
@@ -102,7 +102,8 @@ def convert(path: str, directory: str) -> None:
     file = read_gguf(path)
     config = hf_config(file) | {"_name_or_path": names_of(file)}
     llama = parse_config(path, config)
-    check_keys(abstract_params(llama), hf_tensors(file, config), locate, path)
+    tensors = hf_tensors(file, config)
+    Source(source=path, tensors=tensors, locate=locate).keys(abstract_params(llama))
     ids = special_ids(file)
     if (n_tokens := len(token_texts(file))) > config["vocab_size"]:
         raise UserError(

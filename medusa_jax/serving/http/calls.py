@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.api import Model, Options
+from medusa_jax.api.asking import ending_turns
 from medusa_jax.api.results import bias_of
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.conversation import ending_turns
 from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
@@ -159,7 +159,7 @@ def chat_call(
         else:
             more |= {"tools": tools.given} if tools else {}
             prompt = encode_turns(tokenizer, turns, more, template, check)
-            options = ending_turns(model, options, template)
+            options = ending_turns(tokenizer, model.eos_ids, options, template)
     except UserError as error:
         raise Refused(400, str(error), "messages") from error
     calls = (form, list(tools.callable)) if form and tools else None

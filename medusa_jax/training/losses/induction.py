@@ -27,7 +27,7 @@ from medusa_jax.model.attention import (
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables, rotate
 from medusa_jax.sharding import Params
-from medusa_jax.training.losses.targets import Batch
+from medusa_jax.training.losses import Batch
 
 
 def check(drafter: Drafter) -> None:

@@ -1,10 +1,15 @@
-"""Move the columns that count to the front of every row, so that the loss skips the rest."""
+"""The rows and columns that a loss computes on: split over devices, those that count in front."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from medusa_jax.sharding import ROWS, PyTree, row_shards
 
 
 class Rows(NamedTuple):
@@ -67,3 +72,76 @@ def columns(x: jax.Array, index_BT: jax.Array) -> jax.Array:
     """x[b, index[b, t], ...] for x of [B, T, ...]."""
     index = index_BT.reshape(index_BT.shape + (1,) * (x.ndim - 2))
     return jnp.take_along_axis(x, index, axis=1)
+
+
+class RowSplit(NamedTuple):
+    """How rows are split over the axes `ROWS` of a mesh, and where kernels are placed during the loop.
+
+    XLA sums a gradient that a loop accumulates over all devices in every iteration: for LM heads, in every
+    chunk of the loss. Rows are therefore [P, B / P, ...] with one shard per device, accumulators also have
+    the axis P, and it is summed once after the loop. Kernels are gathered once, before the loop.
+    The tensor axis is left to XLA.
+
+    On one device, or if the devices do not divide the rows, arrays have no axis P.
+
+    Attributes:
+      mesh: None for a single shard.
+      specs: mesh axes of each parameter, from the table in `sharding.py`.
+    """
+
+    mesh: Mesh | None
+    specs: tuple[Spec, ...]
+
+    @classmethod
+    def of(cls, mesh: Mesh | None, n_rows: int, specs: Sequence[Spec]) -> "RowSplit":
+        """The split of `n_rows` rows."""
+        if mesh is None or row_shards(mesh) == 1 or n_rows % row_shards(mesh):
+            return cls(None, ())
+        return cls(mesh, tuple(specs))
+
+    def gather(self, arrays: list[jax.Array], *leading: tuple[str, ...]) -> list[jax.Array]:
+        """Parameters replicated on every device, except over the tensor axis; `leading` axes of accumulators."""
+        if self.mesh is None:
+            return arrays
+        out = []
+        for x, spec in zip(arrays, self.specs, strict=True):
+            axes = [axis if axis == "tensor" else None for axis in spec]
+            sharding = NamedSharding(self.mesh, Spec(*leading, *axes))
+            out.append(jax.lax.with_sharding_constraint(x, sharding))
+        return out
+
+    def zeros(self, tree: PyTree) -> PyTree:
+        """An accumulator per shard for every leaf: [P, ...]."""
+        n = () if self.mesh is None else (row_shards(self.mesh),)
+        return jax.tree.map(lambda x: jnp.zeros((*n, *x.shape), x.dtype), tree)
+
+    def gradients(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Accumulators for the gradients of the parameters."""
+        return self.gather(self.zeros(params), ROWS)
+
+    def split(self, tree: PyTree) -> PyTree:
+        """Rows [B, ...] -> [P, B / P, ...]."""
+        if self.mesh is None:
+            return tree
+        n = row_shards(self.mesh)
+        return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+
+    def join(self, tree: PyTree) -> PyTree:
+        """The inverse of `split`."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    def each(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """Map fn(shared, *arguments of a shard) over the shards."""
+
+        def over_shards(shared: PyTree, *rows: PyTree) -> PyTree:
+            return jax.vmap(fn, in_axes=(None, *[0] * len(rows)))(shared, *rows)
+
+        return fn if self.mesh is None else over_shards
+
+    def total(self, tree: PyTree) -> PyTree:
+        """The sums over shards: [P, ...] -> [...]."""
+        if self.mesh is None:
+            return tree
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)

@@ -1,12 +1,10 @@
 """Logs of a run: progress lines, log.jsonl, and TensorBoard's events."""
 
 import contextlib
-import importlib
-import importlib.util
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,9 +40,8 @@ class RunLog:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
             self.file.writelines(json.dumps(record) + "\n" for record in kept)
             self.file.flush()
-        if importlib.util.find_spec("tensorboardX"):  # seam: an extra
-            board = importlib.import_module("medusa_jax.training.log.tensorboard")
-            self.board = board.Board(self.workdir, self.start)
+        with contextlib.suppress(ImportError):  # of tensorboardX, which is optional
+            self.board = Board(self.workdir, self.start)
 
     def train(self, step: int, record: Json) -> None:
         """Log a training record after `step` updates; print losses, speed and time left."""
@@ -112,6 +109,35 @@ class RunLog:
         for log in filter(None, (self.file, self.board)):
             with contextlib.suppress(OSError):
                 log.close()
+
+
+class Board:
+    """TensorBoard's events of a run in one file; viewers drop events of later steps than `start` from earlier files.
+
+    Written by the caller's thread: the thread of tensorboardX's `SummaryWriter` ends when the disk is full, and
+    then the eleventh event blocks its caller for ever.
+    """
+
+    def __init__(self, workdir: Path, start: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory = workdir / "tensorboard"
+        directory.mkdir(parents=True, exist_ok=True)
+        self.writer, self.event = EventsWriter(str(directory / "events")), Event
+        restart = SessionLog(status=SessionLog.START)
+        self.writer.write_event(Event(step=start + 1, session_log=restart))
+        self.flush, self.close = self.writer.flush, self.writer.close
+
+    def add(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write one event with all scalars; buffered until `flush`."""
+        from tensorboardX import summary
+
+        values = self.event().summary
+        for tag, x in scalars.items():
+            values.MergeFrom(summary.scalar(tag, x))
+        event = self.event(step=step, wall_time=time.time(), summary=values)
+        self.writer.write_event(event)
 
 
 def read_log(path: Path) -> list[Json]:

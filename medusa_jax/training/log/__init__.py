@@ -1,1 +1,0 @@
-"""Logs of a run: the progress line, log.jsonl, and optional sinks."""

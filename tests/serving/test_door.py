@@ -1,0 +1,330 @@
+"""What is sent to the port: bodies, paths, keys, host names, refused fields; its log and its metrics."""
+
+import asyncio
+import re
+import socket
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import ASKED, NAME, ask_app, counted
+
+from medusa_jax.serving.http import Limits, make_app
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status", "about"),
+    [
+        (b"{", "application/json", 400, "not JSON"),
+        (b"[]", "application/json", 400, "object"),
+        (b'{"prompt": NaN}', "application/json", 400, "NaN"),
+        (b'{"prompt": "\\ud800"}', "application/json", 400, "surrogate"),
+        (b"[" * 100_000, "application/json", 400, "not JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "not JSON"),
+        (b"\xff\xfe", "application/json", 400, "not JSON"),
+        (b"{}", "text/plain", 415, "application/json"),
+        (b" " * (1 << 20) + b"{}", "application/json", 413, "larger"),
+        (b'{"prompt": "a", "max_tokens": 1}', "application/json; charset=utf-8", 200, ""),
+        (b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}', "application/json", 200, ""),
+    ],
+)
+def test_bodies(http, content, kind, status, about):
+    answer = http.post("/v1/completions", content=content, headers={"content-type": kind})
+    assert answer.status_code == status
+    if status != 200:
+        assert about in answer.json()["error"]["message"]
+
+
+def test_a_body_of_just_the_limit(other):
+    """It is read, one byte more is not, with its length announced or not."""
+    kind, limits = {"content-type": "application/json"}, Limits(body_bytes=20)
+
+    def ask(content):
+        sent = {"content": content, "headers": kind}
+        return other("POST", "/v1/completions", limits=limits, **sent).status_code
+
+    async def in_parts(content):
+        yield content[:7]
+        yield content[7:]
+
+    for sent_as in (bytes, in_parts):
+        assert [ask(sent_as(b"[" * n)) for n in (20, 21)] == [400, 413]
+
+
+def test_a_body_that_takes_too_long(port):
+    app = make_app(port.server, name=NAME, template="", limits=Limits(read_seconds=0.05))
+
+    async def never():
+        yield b"{"
+        await asyncio.sleep(60)
+
+    kind = {"content-type": "application/json"}
+    answer = ask_app(app, "POST", "/v1/completions", content=never(), headers=kind)
+    assert answer.status_code == 408
+
+
+def test_paths_and_methods(http):
+    assert http.get("/nowhere").status_code == 404
+    refused = http.get("/v1/completions")
+    assert refused.status_code == 405 and "error" in refused.json()
+    assert http.get("/health").json() == {"status": "ok"}
+    page = http.get("/")
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert "http://" not in page.text and "https://" not in page.text  # no outside hosts
+
+
+def test_garbage_on_the_wire(port, http):
+    for noise in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"\x00" * 5000 + b"\r\n\r\n"):
+        with socket.create_connection(port.address) as link:
+            link.sendall(noise)
+            link.settimeout(10)
+            assert b"400" in link.recv(200)
+    assert http.get("/health").status_code == 200
+
+
+WORDS = st.sampled_from(["in", "the hat", "abc", "", "\u00e9\U0001f40d", "</s>", "d" * 90])
+
+
+KNOWN = (
+    "n stop temperature top_p top_k min_p seed logprobs stream drafts acceptance echo user"
+)
+KNOWN += " stream_options logit_bias prompt model max_tokens epsilon nonsense"
+KNOWN += " guided_regex structured_outputs presence_penalty repetition_penalty"
+
+
+FIELDS = st.sampled_from(KNOWN.split())
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.none() | st.booleans() | st.integers(-3, 40) | st.integers() | FLOATS | WORDS
+VALUES |= st.lists(st.integers(-1, 50), max_size=3) | st.lists(WORDS, max_size=3)
+VALUES |= st.dictionaries(WORDS, WORDS, max_size=2)
+
+
+def test_any_body_gets_an_answer_or_a_reason(port, http):
+    statuses = set()
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.dictionaries(FIELDS, VALUES, max_size=3))
+    def check(fields):
+        small = {"prompt": "in", "max_tokens": 4, "acceptance": "auto"}
+        answer = http.post("/v1/completions", json=small | fields)
+        statuses.add(answer.status_code)
+        if answer.status_code == 200:
+            return
+        assert answer.status_code in (400, 404, 429), answer.text
+        assert answer.json()["error"]["message"]
+
+    check()
+    assert {200, 400} <= statuses
+
+
+def test_a_key(other):
+    for sent in ({}, {"authorization": "Bearer no"}):
+        for path in ("/v1/models", "/metrics"):
+            assert other("GET", path, key="open sesame", headers=sent).status_code == 401
+        refused = other("POST", "/v1/completions", key="k", headers=sent, json={})
+        assert (
+            refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
+        )
+    for path in ("/", "/health"):
+        assert other("GET", path, key="k").status_code == 200
+    right = {"authorization": "Bearer open sesame"}
+    assert other("GET", "/v1/models", key="open sesame", headers=right).status_code == 200
+    for sent, status in (("clé", 200), ("cle", 401)):  # byte by byte, as `curl` sends it
+        given = {"authorization": b"Bearer " + sent.encode()}
+        assert other("GET", "/v1/models", key="clé", headers=given).status_code == status
+
+
+def test_metrics_count_what_was_done(http):
+    """Under vLLM's names where it has one; no metric has a `_created` series."""
+    names = [
+        'medusa_calls_total{endpoint="completions",status="200"}',
+        "vllm:prompt_tokens_total",
+        "medusa_reused_tokens_total",
+        "vllm:generation_tokens_total",
+        'vllm:request_success_total{finished_reason="length"}',
+        "medusa_steps_total",
+        "vllm:spec_decode_num_drafts_total",
+        "vllm:spec_decode_num_accepted_tokens_total",
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        "vllm:request_queue_time_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:request_time_per_output_token_seconds_count",
+    ]
+    before = [counted(http, name) for name in names]
+    answer = http.post("/v1/completions", json=ASKED | {"n": 2}).json()
+    after = [counted(http, name) for name in names]
+    own = [choice["medusa"] for choice in answer["choices"]]
+    steps, accepted, reused = (
+        sum(one[name] for one in own)
+        for name in ("steps", "accepted_drafts", "reused_tokens")
+    )
+    read = answer["usage"]["prompt_tokens"]
+    assert answer["usage"]["total_tokens"] == read + 120
+    grown = [new - old for old, new in zip(before, after, strict=True)]
+    expected = [1, 2 * read, reused, 120, 2, steps, steps, accepted, accepted, 2, 2, 2, 2]
+    assert grown == expected and accepted > 0
+    said = http.get("/metrics").text
+    assert "_created" not in said
+    assert counted(http, "medusa_slots ") == 3
+    assert counted(http, "vllm:num_requests_running") == 0
+
+
+def test_the_log(other, capfd):
+    """A line for what is refused, whole or streamed, and for every call only if asked for."""
+    for log_all in (False, True):
+        for more in ({"n": 0}, {}, {"stream": True}):
+            other("POST", "/v1/completions", log_all=log_all, json=ASKED | more)
+    said = [line[9:] for line in capfd.readouterr().err.splitlines() if "POST" in line]
+    refused = "POST /v1/completions 400: 'n' should be from 1 to 16, not 0, after "
+    assert [line.startswith(refused) for line in said] == [True, True, False, False]
+    assert all(re.search(r"200: \d+ \+ 60 tokens, the first", line) for line in said[2:])
+
+
+def test_what_breaks_is_told_and_counted(port, http, monkeypatch):
+    """Without the reason, which is internal."""
+    broken = 'medusa_calls_total{endpoint="completions",status="500"}'
+
+    def submit_all(*asked):
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(port.server, "submit_all", submit_all)
+    before = counted(http, broken)
+    closed = {"connection": "close"}  # which it would be without a word
+    answer = http.post("/v1/completions", json=ASKED, headers=closed)
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert counted(http, broken) == before + 1
+
+
+def test_names_of_the_host(other):
+    """A name that another site has resolve to this machine is refused, page and all."""
+    hosts = ["localhost", "127.0.0.1", "::1", "[::1]"]
+    for host in (
+        "localhost",
+        "localhost:8000",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "LOCALHOST",
+    ):
+        sent = {"headers": {"host": host}, "hosts": hosts}
+        assert other("GET", "/health", **sent).status_code == 200
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
+        sent = {"headers": {"host": host}, "hosts": hosts}
+        for path in ("/", "/health", "/v1/models"):
+            assert other("GET", path, **sent).status_code == 400
+    assert other("GET", "/health", headers={"host": "a.example"}).status_code == 200
+
+
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
+SCHEMA = {"minimum": 3, "maximum": 1, "type": "integer"}
+# Fields of a completion, and what the error says; a field with a colon is `param`.
+COMPLETIONS = [
+    ({"model": "gpt-4"}, "model"),
+    ({"n": 17}, "n:"),
+    ({"n": 9}, "at most 6 choices here"),  # more than the queue holds
+    ({"max_tokens": 2.5}, "max_tokens:"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"stop": [""]}, "stop:"),
+    ({"prompt": []}, "prompt:"),
+    ({"prompt": "the " * 200}, "shorten"),
+    ({"prompt": [10**6]}, "vocabulary"),
+    ({"stream": "yes"}, "stream:"),
+    ({"stream_options": {"every": 1}}, "every:"),
+    ({"stream_options": {"continuous_usage_stats": True}}, "'stream_options' is not"),
+    ({"echo": 0}, "echo:"),
+    ({"max_tokens": 0}, "max_tokens:"),
+    ({"ignore_eos": True, "guided_regex": "a"}, "ignore_eos:"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids:"),
+    ({"skip_special_tokens": False}, "not supported"),
+    ({"logit_bias": {"5": 10**309}}, "digits"),
+    ({"acceptance": "greedy", "temperature": 1}, "temperature 0"),
+    ({"logit_bias": {"5": 101}}, "from -100 to 100"),
+    ({"logit_bias": {"100000": 1}}, "outside the vocabulary"),
+    ({"guided_regex": "(a"}, "invalid regex"),
+    ({"guided_regex": "\\p{Han}+"}, "cannot be met"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "one constraint"),
+    ({"guided_json": SCHEMA}, "cannot be used"),
+    ({"guided_jsn": {}}, "did you mean 'guided_json'"),
+    ({"structured_outputs": {"whitespace_pattern": "x"}}, "not supported"),
+]
+# fmt: off
+CHATS = [
+    ({"top_logprobs": 2}, "top_logprobs:"),
+    ({"messages": []}, "messages:"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    *(({"messages": [turn]}, about) for turn, about in [
+        ({"role": "user", "content": "x", "colour": 1}, "'colour' in 'messages[0]'"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),
+        ({"role": "user", "content": ["x"]}, "'messages[0].content[0]' should"),
+    ]),
+    ({"response_format": {"type": "xml"}}, "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "no 'schema'"),
+    ({"response_format": {"type": "json_object", "scheme": {}}}, "did you mean 'schema'"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strickt": 1}}},
+     "'strickt' in 'response_format.json_schema'"),
+    ({"chat_template_kwargs": {"thinking": 1}}, "no variable 'thinking'"),
+    ({"add_special_tokens": True}, "not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "knows no tools"),
+]
+# fmt: on
+# What OpenAI's and vLLM's clients send although it asks for nothing.
+NOTHING = {
+    "audio": None,
+    "documents": None,
+    "prediction": None,
+    "prompt_cache_key": "k",
+    "user": "u",
+    "prompt_cache_retention": "24h",
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "stop_token_ids": [],
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "top_k": -1,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "truncate_prompt_tokens": None,
+    "include_stop_str_in_output": False,
+    "echo": False,
+    "best_of": 1,
+    "priority": 0,
+    "structured_outputs": {"disable_fallback": False, "structural_tag": None},
+    "stream_options": {"include_usage": False, "continuous_usage_stats": False},
+}  # fmt: skip
+OF_CHATS = {
+    "chat_template_kwargs": {}, "add_generation_prompt": True, "verbosity": "medium",
+    "add_special_tokens": False, "tool_choice": "auto", "tools": None, "reasoning_effort": None,
+    "response_format": {"type": "text"}, "functions": [], "function_call": "none",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("start", "path", "fields"),
+    [
+        (ASKED, "completions", NOTHING | {"add_special_tokens": True, "suffix": ""}),
+        (CHAT, "chat/completions", NOTHING | OF_CHATS),
+    ],
+)
+def test_what_asks_for_nothing_changes_nothing(http, start, path, fields):
+    plain, same = (
+        http.post(f"/v1/{path}", json=start | {"max_tokens": 5} | more).json()["choices"][0]
+        for more in ({}, fields)
+    )
+    names = ("text", "message", "finish_reason")
+    assert [same.get(name) for name in names] == [plain.get(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("start", "path", "fields", "about"),
+    [
+        *((ASKED, "completions", *row) for row in COMPLETIONS),
+        *((CHAT, "chat/completions", *row) for row in CHATS),
+    ],
+)
+def test_what_is_refused(http, start, path, fields, about):
+    answer = http.post(f"/v1/{path}", json=start | {"max_tokens": 2} | fields)
+    assert answer.status_code == (404 if "model" in fields else 400)
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and "\n" not in error["message"]
+    assert about in error["message"] or about == f"{error['param']}:", error

@@ -1,0 +1,288 @@
+"""Errors of the device, clients that leave or wait too long, and the end of a server: who is answered, and what all others get."""
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+from served import (
+    ASKED,
+    NAME,
+    TREE,
+    Port,
+    alone,
+    ask_app,
+    counted,
+    events_of,
+    raw,
+    read_all,
+    texts_of,
+)
+
+from medusa_jax import Options
+from medusa_jax.serving import Request, Server, Stopped, programs
+from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.http import Limits, make_app
+from medusa_jax.serving.job import Group
+from medusa_jax.serving.server import MOST_FAILURES
+
+
+def test_an_end_in_the_middle_of_work(port):
+    """What SIGTERM starts: running answers are finished, new calls are refused."""
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    second = Port(port.server, port.app)  # another listener of the same server
+    with port.held():
+        link = raw(second, ASKED | {"stream": True})
+        while not port.server.waiting:
+            time.sleep(0.01)
+        second.uvicorn.should_exit = True
+        while True:
+            try:
+                socket.create_connection(second.address).close()
+            except ConnectionRefusedError:
+                break
+            time.sleep(0.02)
+    text = read_all(link)
+    second.close()
+    assert texts_of(events_of(text)) == {0: expected}
+
+
+def test_a_closed_server_takes_nothing(port):
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        handle = server.submit(Request("in", Options(max_new_tokens=5)))
+    assert list(handle)[-1].ending.result.new_tokens == 5  # what was submitted is answered
+    app = make_app(server, name=NAME, template="")
+
+    for asked in (("GET", "/health"), ("POST", "/v1/completions")):
+        answer = ask_app(app, *asked, json=ASKED)
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
+
+
+def test_an_end_that_waits_no_longer(port):
+    """Calls that outlast the time for it get an error: whole, streamed, half sent. Their slots are free."""
+    port.wait_idle()
+    app = make_app(port.server, name=NAME, template="")
+    ending = Port(port.server, app, drain=1)
+    with port.held():
+        whole, streamed = raw(ending, ASKED), raw(ending, ASKED | {"stream": True})
+        half = socket.create_connection(ending.address)
+        kind = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 99"
+        half.sendall(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n{{".encode())
+        while port.server.waiting < 2:
+            time.sleep(0.01)
+        start = time.monotonic()
+        ending.close()
+        assert time.monotonic() - start < 6
+        for link in (whole, half, streamed):
+            link.settimeout(10)
+            got = b"".join(iter(lambda link=link: link.recv(65536), b""))
+            assert got.startswith(b"HTTP/1.1 503 ") == (link is not streamed)
+            assert b"the server is ending" in got and b"server_error" in got
+            link.close()
+    port.wait_idle()
+
+
+# What a supervisor sees of a server whose device is gone.
+
+
+class Lost(Exception):
+    """The device is gone."""
+
+
+def fail_at(batch, call, number, monkeypatch):
+    """Let the n-th call from now on raise, and those after it work."""
+    true, left = getattr(batch, call), [number]
+
+    def raising(*given):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Lost("out of memory")
+        return true(*given)
+
+    monkeypatch.setattr(batch, call, raising)
+
+
+@pytest.fixture
+def server(port):
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        yield server
+
+
+@pytest.mark.parametrize("call", ["begin", "read", "insert", "run"])
+def test_a_server_goes_on_after_an_error(server, call, monkeypatch, capfd):
+    """What was on the device is lost, and its clients get an error; the next answer is unchanged."""
+    [*_, last] = server.submit(Request("in the", Options(max_new_tokens=9)))
+    fail_at(server._scheduler._batch, call, 1, monkeypatch)
+    with pytest.raises(Stopped, match="out of memory"):
+        list(server.submit(Request("in the", Options(max_new_tokens=9))))
+    assert server.running
+    [*_, again] = server.submit(Request("in the", Options(max_new_tokens=9)))
+    assert again.ending.result.token_ids == last.ending.result.token_ids
+    assert "its requests are lost: out of memory" in capfd.readouterr().err
+
+
+def test_errors_one_after_the_other_end_it(server, monkeypatch):
+    ended = threading.Event()
+    server.when_failed(ended.set)
+
+    def broken(*given):
+        raise Lost("the device is gone")
+
+    monkeypatch.setattr(server._scheduler._batch, "begin", broken)
+    for n in range(MOST_FAILURES):
+        assert server.running == (n < MOST_FAILURES)
+        with pytest.raises(Stopped, match="the device is gone"):
+            list(server.submit(Request("in")))
+    assert ended.wait(10) and server.failed and not server.running
+    with pytest.raises(Stopped):
+        server.submit(Request("in"))
+    app = make_app(server, name=NAME, template="")
+    assert ask_app(app, "GET", "/health").status_code == 503
+
+
+def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
+    def compile(*given):
+        raise Lost("out of memory")
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
+    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
+        end = time.monotonic() + 30
+        while server.running:
+            assert time.monotonic() < end
+            with pytest.raises(Stopped):
+                list(server.submit(Request("in")))
+    assert server.failed
+
+
+def test_a_slow_compilation_delays_neither_a_stream_nor_the_end(server, monkeypatch):
+    list(server.submit(Request("in the", Options(max_new_tokens=3))))
+    true, begun, over = Batch.compile, threading.Event(), threading.Event()
+
+    def compile(self, group, n_rows, slots):
+        if group.logprobs:
+            begun.set()
+            over.wait(60)
+        true(self, group, n_rows, slots)
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    waits = server.submit(Request("in the", Options(max_new_tokens=3, logprobs=1)))
+    assert begun.wait(10)
+    before, gaps = time.monotonic(), []
+    for _ in server.submit(Request("in the", Options(max_new_tokens=60))):
+        gaps.append(time.monotonic() - before)
+        before = time.monotonic()
+    waits.cancel()
+    server.close()
+    assert len(gaps) > 1 and max(gaps) < 1 and time.monotonic() - before < 1
+    over.set()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_cannot_be_compiled_costs_only_who_needs_it(
+    server, planned, monkeypatch, capfd
+):
+    """Ahead of any request, it ends the warm-up; else the request that asked for it gets the error."""
+    asked = Request("in the", Options(max_new_tokens=9))
+    [*_, last] = server.submit(asked)
+    true = Batch.compile
+
+    def compile(self, group, n_rows, slots):
+        if group.rule == "typical":
+            raise Lost("out of memory")
+        true(self, group, n_rows, slots)
+
+    monkeypatch.setattr(Batch, "compile", compile)
+    if planned:
+        server.warm_up(9, [Group(True, "typical"), Group(False, "typical")])
+        assert not server.warming_up
+        assert capfd.readouterr().err.count("compiling ahead ends here") == 1
+    else:
+        with pytest.raises(Stopped, match="out of memory"):
+            list(server.submit(Request("in the", acceptance="typical")))
+    [*_, again] = server.submit(asked)
+    assert again.ending.result.token_ids == last.ending.result.token_ids
+
+
+@pytest.fixture
+def submitted(port, monkeypatch):
+    """The handles of what is asked."""
+    handles, submit_all = [], port.server.submit_all
+
+    def submit(*asked):
+        new = submit_all(*asked)
+        handles.extend(new)
+        return new
+
+    monkeypatch.setattr(port.server, "submit_all", submit)
+    return handles
+
+
+def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
+    """Streaming or not; their neighbours never notice."""
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    gone = 'medusa_calls_total{endpoint="completions",status="499"}'
+    before = counted(http, "medusa_cancelled_total"), counted(http, gone)
+    with port.held():  # the program of two rows is compiled
+        short = Request("in", Options(max_new_tokens=2))
+        both = [port.server.submit(short) for _ in range(2)]
+    for handle in both:
+        assert list(handle)[-1].ending
+    submitted.clear()
+    with port.slowed(0.3):
+        streaming = raw(port, ASKED | {"stream": True})
+        assert b"200 OK" in streaming.recv(100)
+        whole = raw(port, ASKED)
+        while port.server.busy < 2:
+            time.sleep(0.01)
+        streaming.close()
+        whole.close()
+        port.wait_idle()
+    assert [handle.cancelled for handle in submitted] == [True, True]
+    said = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
+    assert said == expected
+    after = counted(http, "medusa_cancelled_total"), counted(http, gone)
+    assert after == (before[0] + 2, before[1] + 2)
+
+
+def test_a_slow_reader_holds_nobody_up(port, http):
+    """Its answer waits for it; its slot does not."""
+    with raw(port, ASKED | {"stream": True}) as link:
+        assert b"200 OK" in link.recv(20)
+        port.wait_idle()
+        http.post("/v1/completions", json=ASKED).raise_for_status()
+        text = read_all(link)
+    expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text
+    assert texts_of(events_of(text)) == {0: expected}
+
+
+def test_a_full_queue(port, http):
+    short = Request("in", Options(max_new_tokens=2))
+    count = 'medusa_calls_total{endpoint="completions",status="429"}'
+    before = counted(http, count), counted(http, "medusa_calls_total")
+    with port.held():
+        handles = [port.server.submit(short) for _ in range(port.server.queue)]
+        refused = http.post("/v1/completions", json=ASKED)
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "queue_full"
+    after = counted(http, count), counted(http, "medusa_calls_total")
+    assert after == (before[0] + 1, before[1] + 1)
+    for handle in handles:
+        assert list(handle)[-1].ending
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_an_answer_that_takes_too_long(port, other, submitted, waiting):
+    """Before its first piece, or piece by piece; no slot works for it any longer."""
+    limits = Limits(seconds=0.4)
+    with port.held() if waiting else port.slowed(0.1):
+        whole, streamed = (
+            other("POST", "/v1/completions", limits=limits, json=ASKED | {"stream": stream})
+            for stream in (False, True)
+        )
+        assert [handle.cancelled for handle in submitted] == [True, True]
+    assert whole.status_code == 504 and whole.json()["error"]["code"] == "timeout"
+    *pieces, last, _ = streamed.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert bool(pieces) != waiting
