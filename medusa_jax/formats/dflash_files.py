@@ -163,7 +163,7 @@ def to_dflash(export: Export, out: str) -> None:
     """Write the layout of z-lab and SpecForge, which vLLM and SGLang read: `model.safetensors`."""
     drafter, layers, markov = _described(export)
     heads, config = drafter.heads, export.base.config
-    table = {
+    table: Json = {
         "mask_token_id": heads.mask_token % config.vocab_size,
         _TAPS: [tap - 1 for tap in drafter.taps],
     }
