@@ -156,17 +156,16 @@ def attention_of(
         # The cache changes in place, instead of being copied whole, if the write follows the reads; XLA keeps
         # this order only if the new values depend on the values read.
         nothing_B111 = (out_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
-        return out_BTD, write(
-            cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B
-        )
+        new = new[0] + nothing_B111, new[1] + nothing_B111
+        return out_BTD, write_both(cache, new, start_B)
     kernel = kernels.for_cache(platform(), q_BTNH, cache[0], n_new) if kernels else None
-    cache = write(cache, new, start_B)
+    cache = write_both(cache, new, start_B)
     if kernel is None:
         return attend(q_BTNH, *cache, mask), cache
     return kernel(q_BTNH, *cache, mask, start_B + n_new), cache
 
 
-def write(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
+def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
     """Write keys and values of new tokens to their slots."""
     return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
 
