@@ -16,9 +16,11 @@ def get_config() -> Config:
     """The block on the frozen model."""
     cfg = eagle3_config()
     cfg.heads = DSparkConfig(
-        n_heads=6, draft_vocab=8192, tap_layers="2,15,27,30", mask_token=5, markov_rank=64
-    )
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.1, 0.0
-    cfg.train.distance_weight = 0.9
+        n_heads=6, draft_vocab=8192, tap_layers="2,15,27,30", mask_token=5, markov_rank=64,
+        confidence=True,
+    )  # fmt: skip
+    # As in demo_dspark.py.
+    cfg.optim.lr, cfg.train.anchors = 4e-3, 128
+    cfg.train.label_weight, cfg.train.confidence_weight = 0.1, 1.0
     cfg.train.levels, cfg.train.lambda_decay = 1, 0.7788
     return cfg

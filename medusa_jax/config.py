@@ -137,14 +137,18 @@ class TrainConfig:
     # Each head's loss: label_weight x cross-entropy with the text's token + teacher_weight x cross-entropy with
     # the backbone's distribution (Hydra 6.1, Amphista eq. 7) + feature_weight x smooth L1 between the features
     # that the head's logits are computed from and the backbone's hidden state (EAGLE; needs a shared LM head)
-    # + distance_weight x the L1 distance of the head's and the backbone's probabilities (DSpark).
+    # + distance_weight x the L1 distance of the head's and the backbone's probabilities (DSpark)
+    # + confidence_weight x the error of the confidence in a guess (DSpark with `heads.confidence`).
     label_weight: float = 1.0
     teacher_weight: float = 0.0
     distance_weight: float = 0.0
+    confidence_weight: float = 0.0
     feature_weight: float = 0.0
     # EAGLE: number of draft levels in the loss. 1 for EAGLE-1 as released, 7 for EAGLE-3; each further level reads
     # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).
     levels: int = 1
+    # DFlash, DSpark: number of random positions of a row whose blocks a step trains; 0: all.
+    anchors: int = 0
     # EAGLE, on the first level: + induction_weight x lambda_decay x mean of -log of the share of attention that the
     # first layer gives to earlier occurrences of the token to predict, 0 if there are none (`training/losses/induction.py`).
     induction_weight: float = 0.0

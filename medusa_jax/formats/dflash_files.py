@@ -3,21 +3,24 @@
   fc.weight                                [D, A D] for A streams, lowest first; hidden_norm.weight, norm.weight
   layers.{j}.*                             as in a Qwen3 model
   markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark)
-  confidence_head.proj.{weight,bias}       not read: it changes how many tokens an engine drafts, not which
+  confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
   embed_tokens.weight                      a copy of the backbone's, not read
-  lm_head.weight                           [V, D], if the heads have one of their own
+  lm_head.weight                           [O, D], if the heads have one of their own
+  d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `eagle3_files.py` (speculators)
 
 `config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
 head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
 embedding), one less than in `heads.tap_layers`. A block of DSpark has `block_size` guesses, one of DFlash
-a guess less, since its first slot is the root's.
+a guess less, since its first slot is the root's. speculators has the layers' fields in a table
+(`speculators_config.py`), numbers layers by their inputs, and says `sample_from_anchor` where the root's slot guesses.
 """
 
 import os
 from dataclasses import replace
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats.eagle3_files import shape_of
+from medusa_jax.formats import speculators_config
+from medusa_jax.formats.eagle3_files import shape_of, take_ids, verifier, vocabulary_arrays
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
 from medusa_jax.interop.fields import Fields
@@ -29,8 +32,17 @@ from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors
 from medusa_jax.whole_files import Json
 
-_LM_HEAD, _W1 = "lm_head.weight", "markov_head.markov_w1.weight"
+_LM_HEAD, _CONFIDENCE = "lm_head.weight", "confidence_head.proj.weight"
+_W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+_EMBEDDING = "embed_tokens.weight"
+_UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
 _TABLE, _TAPS = "dflash_config", "target_layer_ids"
+# The tapped layers of speculators, and its other fields that are read here.
+_INPUTS = "aux_hidden_state_layer_ids"
+OWN = {
+    "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "markov_rank",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+}  # fmt: skip
 # Values that the computation here has; others would change it.
 EXPECTED = {
     "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
@@ -56,13 +68,17 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
       UserError: missing or unsupported fields.
     """
     file = os.path.join(directory, "config.json")
-    table = Fields(file, config).table(_TABLE)
-    for name in config.keys() & table.keys():
-        if config[name] != table[name]:
-            raise UserError(
-                f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
-            )
-    values = {k: x for k, x in (config | table).items() if x is not None}
+    if speculators_config.TYPE in config:
+        values = _of_speculators(file, config)
+    else:
+        table = Fields(file, config).table(_TABLE)
+        for name in config.keys() & table.keys():
+            if config[name] != table[name]:
+                raise UserError(
+                    f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
+                )
+        values = config | table
+    values = {k: x for k, x in values.items() if x is not None}
     for name, able in EXPECTED.items():
         if name in values and values[name] not in able:
             raise UserError(
@@ -70,10 +86,10 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
             )
     if "sliding_attention" in values.get("layer_types", ()):
         raise UserError(f"{file}: heads with sliding attention are not supported")
-    given, layer = Fields(file, values), parse_config(file, config)
+    given, layer = Fields(file, values), parse_config(file, values)
     if not layer.qk_norm:
         raise UserError(f"{file}: layers of {config.get('model_type')} are not supported")
-    shape, rotation = shape_of(layer)
+    shape, sizes = shape_of(layer)
     dspark = _W1 in tensors
     if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
         raise UserError(f"{file}: projector_type contradicts the keys of {source}")
@@ -83,35 +99,59 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
         )
+    root_guesses = values.get("sample_from_anchor", dspark)
+    confidence = tensors.get(_CONFIDENCE)
+    outside = 0 if confidence is None else confidence.shape[-1] - layer.d_model
+    ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD, _W2))
     heads = kind(
-        n_heads=given.count("block_size", least=2) - (not dspark),
-        n_layers=layer.n_layers,
+        n_heads=given.count("block_size", least=2) - (not root_guesses),
         lm_head="own" if _LM_HEAD in tensors else "shared",
         mask_token=given.count("mask_token_id", least=0),
         tap_layers=",".join(str(i + 1) for i in taps),
-        attention_heads=layer.n_heads,
-        kv_heads=layer.n_kv_heads,
-        head_dim=layer.head_dim,
-        d_ff=layer.d_ff,
-        rope_theta=rotation,
+        **sizes,
         markov_rank=given.count("markov_rank") if dspark else 0,
+        root_guesses=root_guesses,
+        draft_vocab=0 if ids is None else len(ids),
+        confidence=outside > 0,
     )
     depth = values.get("num_target_layers")
     shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
 
     def ignore(key: str) -> bool:
-        unread = key.startswith(("confidence_head.", "embed_tokens."))
+        unread = key == _EMBEDDING or (not outside and key in _UNREAD)
         return unread or bool(HARMLESS.search(key))
 
     return StoredHeads(
         source=source, directory=directory, layout=f"{kind.__name__.removesuffix('Config')} heads",
-        heads=heads, tensors=tensors, locate=locate, ignore=ignore, meta=config, layers=shape,
+        heads=heads, tensors=tensors, locate=locate, ignore=ignore, meta=config, layers=shape, ids=ids,
     )  # fmt: skip
+
+
+def _of_speculators(file: str, config: Json) -> Json:
+    """The fields that z-lab's form has; layers by their outputs."""
+    kinds = ("dflash", "dspark")
+    values, taps = speculators_config.read(file, config, kinds, OWN, _INPUTS)
+    if (width := values.get("target_hidden_size")) not in (None, values.get("hidden_size")):
+        raise UserError(
+            f"{file}: target_hidden_size {width!r} is not the layers' hidden_size"
+        )
+    if taps:
+        values[_TAPS] = [i - 1 for i in taps]
+    dspark = config[speculators_config.TYPE] == "dspark"
+    values.setdefault("sample_from_anchor", dspark)
+    rank = values.setdefault("markov_rank", 256 if dspark else 0)
+    return values | {"projector_type": "dspark" if rank else "dflash"}
 
 
 def locate(path: str) -> tuple[str, bool]:
     """A path of `heads/dflash.py` -> (key, whether it is stored transposed)."""
     name = path.removeprefix("heads_0/")
+    if name.startswith("confidence/"):
+        leaf = name.removeprefix("confidence/")
+        return (
+            f"confidence_head.proj.{'weight' if leaf == 'kernel' else leaf}",
+            leaf == "kernel",
+        )
     if name.startswith("markov_"):
         part, leaf = name.split("/")
         return f"markov_head.{part}.weight", leaf == "kernel"
@@ -121,31 +161,69 @@ def locate(path: str) -> tuple[str, bool]:
 
 def to_dflash(export: Export, out: str) -> None:
     """Write the layout of z-lab and SpecForge, which vLLM and SGLang read: `model.safetensors`."""
-    heads, config = export.stored.heads, export.base.config
-    assert isinstance(heads, DFlashConfig)
-    drafter = DFlash(heads, config)
-    shape = replace(
-        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
-    )
-    layers = config_to_hf(shape)
+    drafter, layers, markov = _described(export)
+    heads, config = drafter.heads, export.base.config
     table = {
         "mask_token_id": heads.mask_token % config.vocab_size,
         _TAPS: [tap - 1 for tap in drafter.taps],
     }
-    markov = {}
-    if heads.markov_rank:
-        markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
-        markov |= {"enable_confidence_head": False}
+    if markov:
         # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
         markov |= table | {"num_anchors": 512}
         table = {"projector_type": "dspark"} | markov
     name = "Qwen3DSparkModel" if heads.markov_rank else "DFlashDraftModel"
     raw = layers | markov | {
         "architectures": [name],
-        "model_type": "qwen3",
         "block_size": drafter.n_slots,
         "num_target_layers": config.n_layers,
         "torch_dtype": export.kind.name,
         _TABLE: table,
     }  # fmt: skip
     export.write(out, "model.safetensors", export.arrays(locate), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """Write speculators' layout, which vLLM reads, too: `model.safetensors`."""
+    drafter, layers, markov = _described(export)
+    heads, vocab_size = drafter.heads, export.base.config.vocab_size
+    fields = markov | {
+        "draft_vocab_size": heads.draft_vocab or vocab_size,
+        "block_size": drafter.n_slots,
+        "mask_token_id": heads.mask_token % vocab_size,
+        "sample_from_anchor": heads.root_guesses,
+        "sliding_window_non_causal": False,
+        "torch_dtype": export.kind.name,
+    }
+    kind, name = (
+        ("dspark", "DSparkSpeculator") if markov else ("dflash", "DFlashSpeculator")
+    )
+    raw = speculators_config.write(
+        kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
+    )  # fmt: skip
+    # speculators computes with NaN where a file has neither of these.
+    copies = {_EMBEDDING: export.embedding()}
+    if heads.lm_head == "shared":
+        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
+        copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
+    arrays = export.arrays(locate) | vocabulary_arrays(export) | copies
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def _described(export: Export) -> tuple[DFlash, Json, Json]:
+    """The heads; config.json of their layers; the fields of the Markov and the confidence head, if any."""
+    heads, config = export.stored.heads, export.base.config
+    assert isinstance(heads, DFlashConfig)
+    drafter = DFlash(heads, config)
+    shape = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    layers = config_to_hf(shape) | {"model_type": "qwen3"}
+    if not heads.markov_rank:
+        return drafter, layers, {}
+    markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
+    markov |= {"enable_confidence_head": heads.confidence}
+    return (
+        drafter,
+        layers,
+        markov | ({"confidence_head_with_markov": True} if heads.confidence else {}),
+    )

@@ -16,6 +16,7 @@ that they do not know; here an unknown one is refused if it says something.
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config
 from medusa_jax.formats.export import Export
-from medusa_jax.formats.speculators_config import TAPS, unknown
+from medusa_jax.formats.speculators_config import unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf import HARMLESS
@@ -42,6 +43,12 @@ _EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t
 _LAYER, _SPECULATORS = "midlayer.", "layers.0."
 _NUMBERED = re.compile(r"layers\.(\d+)\.")
 _FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+# Layers whose input is read; none: 2, L / 2, L - 3.
+TAPS = "eagle_aux_hidden_state_layer_ids"
+# Fields of speculators that are read here.
+OWN = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
+# Tokens that engines draft at a time by default.
+SPECULATIVE_TOKENS = 4
 
 # Fields of a layer that are read here or by `parse_config`.
 READ = {
@@ -52,6 +59,7 @@ READ = {
     "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
     "use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm",
     "parallel_draft_step", "use_aux_hidden_state", "position_embedding_type", TAPS,
+    "embed_requires_grad",
 }  # fmt: skip
 # Fields that change nothing: a Llama layer over the whole text has no use for them.
 UNUSED = {
@@ -68,7 +76,7 @@ EXPECTED = {
     "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
     "use_sliding_window": False, "use_last_layernorm": True,
     "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False,
-    "parallel_draft_step": 1, "use_aux_hidden_state": True, "position_embedding_type": "rope",
+    "embed_requires_grad": False, "parallel_draft_step": 1, "use_aux_hidden_state": True, "position_embedding_type": "rope",
 }  # fmt: skip
 
 
@@ -92,7 +100,13 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     file = os.path.join(directory, "config.json")
     taps, depth = "", {}
     if speculators_config.TYPE in config:
-        fields, taps = speculators_config.read(file, config)
+        fields, given = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
+        taps = ",".join(map(str, given))
+        if "norm_before_residual" not in config:
+            raise UserError(
+                f"{file} does not say norm_before_residual, which is false in speculators and true in "
+                "vLLM: add it"
+            )
     else:
         table = Fields(file, config).table("eagle_config")
         fields = config | {k: x for k, x in table.items() if x not in (None, [])}
@@ -109,24 +123,17 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    shape, rotation = shape_of(layer)
-    ids = _take_ids(source, tensors, layer.vocab_size)
+    shape, sizes = shape_of(layer)
+    ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
     outputs = layer.vocab_size if ids is None else len(ids)
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     given = Fields(file, {name: x for name, x in fields.items() if x is not None})
     heads = Eagle3Config(
-        n_layers=layer.n_layers,
         tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        fc_norm=given.switch("fc_norm"),
-        norm_output=given.switch("norm_output"),
-        norm_before_residual=given.switch("norm_before_residual"),
-        attention_heads=layer.n_heads,
-        kv_heads=layer.n_kv_heads,
-        head_dim=layer.head_dim,
-        d_ff=layer.d_ff,
-        rope_theta=rotation,
+        **{flag: given.switch(flag) for flag in _FLAGS},
+        **sizes,
     )
     stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
@@ -146,12 +153,24 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def shape_of(layer: LlamaConfig) -> tuple[Json, float]:
-    """Required fields of the backbone's shape, and the base of the layer's rotation (0: the backbone's)."""
-    shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    if layer.rope_scaling in ("none", "dynamic"):
-        return shape, layer.rope_theta
-    return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
+def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
+    """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
+
+    A `rope_theta` of 0 is the backbone's rotation.
+    """
+    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    sizes: Json = {
+        "n_layers": layer.n_layers,
+        "attention_heads": layer.n_heads,
+        "kv_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "d_ff": layer.d_ff,
+        "rope_theta": layer.rope_theta,
+    }
+    if layer.rope_scaling not in ("none", "dynamic"):
+        shape |= {name: getattr(layer, name) for name in ROPE}
+        sizes["rope_theta"] = 0.0
+    return shape, sizes
 
 
 def _expect(file: str, fields: Json, expected: Json) -> None:
@@ -182,8 +201,13 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
     )
 
 
-def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | None:
-    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file."""
+def take_ids(
+    source: str, tensors: Tensors, vocab_size: int, keys: Sequence[str]
+) -> np.ndarray | None:
+    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file.
+
+    Its tokens become ascending, and with them the rows of the tensors of these keys.
+    """
     offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
     if offsets is None and member is None:
         return None
@@ -203,8 +227,8 @@ def _take_ids(source: str, tensors: Tensors, vocab_size: int) -> np.ndarray | No
             f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
             f"{vocab_size}"
         )
-    if _LM_HEAD in tensors and not np.array_equal(order, np.arange(len(order))):
-        tensors[_LM_HEAD] = take_rows(tensors[_LM_HEAD], order)
+    if not np.array_equal(order, np.arange(len(order))):
+        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
     return None if len(ids) == vocab_size else ids
 
 
@@ -220,12 +244,20 @@ def to_speculators(export: Export, out: str) -> None:
     """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
     drafter = _drafter(export)
     layers, fields = _config(export, drafter)
-    architectures = config_to_hf(export.base.config)["architectures"]
-    verifier = {"name_or_path": export.base_name, "architectures": architectures}
-    raw = speculators_config.write(layers, fields, drafter.taps, drafter.n_heads, verifier)
+    flags = dict.fromkeys(sorted(OWN - {"embed_requires_grad"}), False)
+    raw = speculators_config.write(
+        "eagle3", "Eagle3DraftModel", layers, flags | fields, {TAPS: list(drafter.taps)},
+        min(drafter.n_heads, SPECULATIVE_TOKENS), verifier(export),
+    )  # fmt: skip
     # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
     arrays = _arrays(export, _SPECULATORS) | {_EMBEDDING: export.embedding()}
     export.write(out, "model.safetensors", arrays, raw)
+
+
+def verifier(export: Export) -> Json:
+    """The backbone, as speculators names it."""
+    architectures = config_to_hf(export.base.config)["architectures"]
+    return {"name_or_path": export.base_name, "architectures": architectures}
 
 
 def _drafter(export: Export) -> Eagle3:
@@ -235,11 +267,15 @@ def _drafter(export: Export) -> Eagle3:
 
 
 def _arrays(export: Export, stem: str) -> Arrays:
-    arrays, ids = export.arrays(partial(_locate, stem=stem)), export.stored.ids
-    if ids is not None:
-        arrays[_D2T] = ids.astype(np.int64) - np.arange(len(ids))
-        arrays[_T2D] = np.isin(np.arange(export.base.config.vocab_size), ids)
-    return arrays
+    return export.arrays(partial(_locate, stem=stem)) | vocabulary_arrays(export)
+
+
+def vocabulary_arrays(export: Export) -> Arrays:
+    """The draft vocabulary, if there is one."""
+    if (ids := export.stored.ids) is None:
+        return {}
+    member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
+    return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
 
 
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:

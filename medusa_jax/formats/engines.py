@@ -9,11 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-
-# All drafters that have heads (`heads/registry.py: DRAFTERS`).
-DRAFTERS = (
-    "medusa", "hydra", "hydrapp", "amphista", "amphista_alpha", "eagle", "eagle3", "dflash", "dspark",
-)  # fmt: skip
+from medusa_jax.heads.names import DRAFTERS
 
 
 class Target(NamedTuple):
@@ -39,7 +35,7 @@ class Target(NamedTuple):
 # By the value of --to.
 TARGETS = {
     "native": Target(
-        DRAFTERS,
+        tuple(DRAFTERS),
         "this project's format, bound to the model by its fingerprint",
         "`python decode.py --model {base} --drafter {out}`",
         draft_vocab=True,
@@ -112,8 +108,8 @@ TARGETS = {
         "--speculative-draft-model-path {out}`",
     ),
     "speculators": Target(
-        ("eagle3",),
-        "EAGLE-3 in vLLM and speculators",
+        ("eagle3", "dflash", "dspark"),
+        "EAGLE-3, DFlash and DSpark in vLLM and speculators",
         "`vllm serve {out}`, which serves the base model with these heads",
         draft_vocab=True,
     ),
@@ -138,7 +134,7 @@ ENGINES = {
     "medusa_jax": Engine(dict.fromkeys(DRAFTERS, ("native",))),
     "vLLM": Engine(
         {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
-        | _BLOCKS,
+        | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
         "vLLM runs Medusa, EAGLE and DFlash heads only",
     ),
     "SGLang": Engine(
@@ -155,7 +151,7 @@ ENGINES = {
         {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",), "eagle3": ("eagle3",)}
         | _HYDRA
         | _BLOCKS,
-        "no reader of Amphista's files has been published",
+        "no published code reads such files",
     ),
 }
 # The columns of `table`.
@@ -287,6 +283,8 @@ def _why_not_eagle3(heads: HeadsConfig, target: str, llama: LlamaConfig | None) 
 
 
 def _why_not_dflash(heads: HeadsConfig, target: str, llama: LlamaConfig | None) -> str:
+    if target == "speculators":
+        return "heads.lm_head low_rank has no place there" * (heads.lm_head == "low_rank")
     if heads.lm_head != "shared" or heads.draft_vocab:
         return (
             "DFlash heads score all tokens by the model's LM head, these have LM head "

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from medusa_jax.errors import UserError
-from medusa_jax.formats.dflash_files import to_dflash
+from medusa_jax.formats import dflash_files
 from medusa_jax.formats.eagle3_files import to_eagle3, to_speculators
 from medusa_jax.formats.eagle_files import to_eagle, to_eagle_engine
 from medusa_jax.formats.engines import TARGETS, why_not
@@ -31,7 +31,6 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.hf_writer import save_weights
 from medusa_jax.interop.own_heads import base_record, save_heads
-from medusa_jax.interop.stored_heads import made_directory
 from medusa_jax.interop.tensor import cast, whole
 from medusa_jax.interop.tensors import optional_json, read_json, save_json
 from medusa_jax.interop.tokenizer_files import copy_inside, copy_tokenizer
@@ -73,7 +72,8 @@ def to_merged(export: Export, out: str) -> None:
     kind = np.dtype(dtype or first.dtype)
     shapes = {key: tensor.shape for key, tensor in backbone.items()}
     shapes |= {key: array.shape for key, array in arrays.items()}
-    save_weights(made_directory(out), shapes, read, kind)
+    os.makedirs(out, exist_ok=True)
+    save_weights(out, shapes, read, kind)
     raw = read_json(os.path.join(base.source, "config.json"))
     if raw.get("tie_word_embeddings"):
         raw["tie_word_embeddings"] = base.config.tie_embeddings
@@ -98,8 +98,10 @@ WRITERS: dict[str, Callable[[Export, str], None]] = {
     "hydra": to_hydra,
     "eagle": to_eagle,
     "eagle3": to_eagle3,
-    "dflash": to_dflash,
+    "dflash": dflash_files.to_dflash,
     "speculators": to_speculators,
+    "speculators dflash": dflash_files.to_speculators,
+    "speculators dspark": dflash_files.to_speculators,
 }
 
 

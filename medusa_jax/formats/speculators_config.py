@@ -1,14 +1,15 @@
-"""config.json of an EAGLE-3 directory of speculators, known by `TYPE`, read into the fields of EAGLE's form and written.
+"""config.json of a directory of speculators, known by `TYPE`: EAGLE-3, DFlash or DSpark, read and written.
 
-  speculators_model_type             "eagle3"
+  speculators_model_type             "eagle3", "dflash" or "dspark"
   speculators_config                 algorithm, proposal_methods, default_proposal_method, verifier
   transformer_layer_config           the layers, as in a model's config.json
   draft_vocab_size, target_hidden_size
-  norm_before_residual, fc_norm, norm_output, norm_before_fc
-  eagle_aux_hidden_state_layer_ids   layers whose input is read; none: 2, L / 2, L - 3
+  eagle_aux_hidden_state_layer_ids   EAGLE-3: layers whose input is read; none: 2, L / 2, L - 3
+  aux_hidden_state_layer_ids         the others: the same
+  ...                                fields of the kind of heads, under the names of its other files
 
-Tapped layers are numbered as in vLLM: i is the stream that enters layer i. SpecForge and SGLang number them by
-the stream that leaves a layer; files that were converted from theirs may hold these numbers unchanged,
+Tapped layers are numbered as in vLLM: i is the stream that enters layer i. SpecForge, SGLang and z-lab number them by
+the stream that leaves a layer; EAGLE-3 files that were converted from theirs may hold these numbers unchanged,
 and vLLM runs such heads on other layers than they were trained on.
 """
 
@@ -19,18 +20,13 @@ from medusa_jax.interop.fields import Fields
 from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"
-PARTS, TAPS = "speculators_config", "eagle_aux_hidden_state_layer_ids"
-# Fields that `eagle3_files.py` reads under the same names.
-SHARED = {
-    "draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output",
-    "norm_before_fc",
-}  # fmt: skip
+PARTS = "speculators_config"
+# Fields of any kind, read under the same names.
+SHARED = {"draft_vocab_size", "target_hidden_size"}
 UNUSED = {
     "architectures", "auto_map", "dtype", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-# Tokens that engines draft at a time by default.
-SPECULATIVE_TOKENS = 4
 
 
 def unknown(fields: Json, known: Set[str]) -> list[str]:
@@ -38,65 +34,61 @@ def unknown(fields: Json, known: Set[str]) -> list[str]:
     return sorted(name for name in fields.keys() - known if fields[name])
 
 
-def read(file: str, config: Json) -> tuple[Json, str]:
-    """The fields as EAGLE's form has them, and `heads.tap_layers`.
+def read(
+    file: str, config: Json, kinds: tuple[str, ...], own: Set[str], taps: str
+) -> tuple[Json, list[int]]:
+    """The fields of the layers, `SHARED` and `own`, and the tapped layers, [] for the paper's.
+
+    Args:
+      kinds: the kinds of heads that the weights may be.
+      own: known fields of these kinds.
+      taps: the field with the tapped layers.
 
     Raises:
-      UserError: another kind of heads; fields that are unknown, missing or ambiguous.
+      UserError: another kind of heads; fields that are unknown or missing.
     """
     layers, parts = (Fields(file, config).table(name) for name in (LAYERS, PARTS))
-    algorithm = parts.get("algorithm")
-    if (config[TYPE], algorithm) != ("eagle3", "eagle3"):
+    kind, algorithm = config[TYPE], parts.get("algorithm")
+    if kind not in kinds or algorithm != kind:
         raise UserError(
-            f"{file}: of speculators' heads only eagle3 is supported, not {config[TYPE]!r} with "
+            f"{file}: only {' or '.join(kinds)} is supported for these weights, not {kind!r} with "
             f"algorithm {algorithm!r}"
         )
-    known = SHARED | UNUSED | {TYPE, PARTS, LAYERS, TAPS, "embed_requires_grad"}
-    for name in unknown(config, known):
+    own = own | SHARED
+    for name in unknown(config, own | UNUSED | {TYPE, PARTS, LAYERS, taps}):
         raise UserError(
             f"{file} has a field that speculators is not known to write: {name!r}"
         )
-    if config.get("embed_requires_grad"):
-        raise UserError(f"{file}: heads with a trained embedding are not supported")
-    if "norm_before_residual" not in config:
-        raise UserError(
-            f"{file} does not say norm_before_residual, which is false in speculators and true in "
-            "vLLM: add it"
-        )
-    fields = {name: config[name] for name in SHARED & config.keys()}
-    taps = Fields(file, config).items(TAPS, int, []) if config.get(TAPS) is not None else []
-    return layers | fields, ",".join(map(str, taps))
+    given = (
+        Fields(file, config).items(taps, int, []) if config.get(taps) is not None else []
+    )
+    return layers | {name: config[name] for name in own & config.keys()}, given
 
 
 def write(
-    layers: Json, fields: Json, taps: tuple[int, ...], n_heads: int,
+    kind: str, architecture: str, layers: Json, fields: Json, taps: Json, tokens: int,
     verifier: Json,
 ) -> Json:  # fmt: skip
     """config.json of heads.
 
     Args:
       layers: config.json of a model of these layers.
-      fields: `SHARED`, as far as they are not false, and the type of the tensors.
+      fields: those of the kind, and the type of the tensors.
+      taps: the field with the tapped layers.
+      tokens: how many tokens engines draft at a time by default.
       verifier: `name_or_path` (speculators reads the embedding there) and `architectures` of the backbone.
     """
-    absent = dict.fromkeys(
-        sorted(SHARED - {"draft_vocab_size", "target_hidden_size"}), False
-    )
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": min(n_heads, SPECULATIVE_TOKENS),
-    }
     parts = {
-        "algorithm": "eagle3",
+        "algorithm": kind,
         "default_proposal_method": "greedy",
-        "proposal_methods": [proposal],
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
         "verifier": verifier,
     }
-    return absent | fields | {
-        "architectures": ["Eagle3DraftModel"],
-        TYPE: "eagle3",
+    return fields | {
+        "architectures": [architecture],
+        TYPE: kind,
         PARTS: parts,
-        TAPS: list(taps),
+        **taps,
         LAYERS: {name: x for name, x in layers.items() if name != "architectures"},
         "tie_word_embeddings": False,
     }  # fmt: skip

@@ -18,15 +18,13 @@ In training every position of a text is the root of a block; slots of row t see 
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -38,22 +36,14 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
-from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
+from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start, zero_output
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.attention import (
-    CausalMask,
-    Pair,
-    attend_part,
-    flat,
-    group_queries,
-    merge_parts,
-    write_both,
-)
+from medusa_jax.model.attention import BlockCache, CausalMask, Pair, write_both
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.layers import Embed, Linear, Mlp, RMSNorm
+from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.rope import rope_tables, rotate
+from medusa_jax.model.rope import rope_tables
 from medusa_jax.sharding import PyTree
 
 # Blocks of a row of text that training computes at a time.
@@ -82,126 +72,8 @@ class DFlashConfig(HeadsConfig):
     root_guesses: bool = False
     # Rank of the Markov head; 0: none.
     markov_rank: int = 0
-
-
-class BlockAttention(nn.Module):
-    """Attention of blocks over keys and values of the text and of themselves."""
-
-    config: LlamaConfig
-    dtype: DTypeLike
-
-    def setup(self) -> None:
-        c, dtype = self.config, self.dtype
-        self.q_proj = Linear(c.n_heads * c.head_dim, False, dtype)
-        self.k_proj = Linear(c.n_kv_heads * c.head_dim, False, dtype)
-        self.v_proj = Linear(c.n_kv_heads * c.head_dim, False, dtype)
-        self.o_proj = Linear(c.d_model, False, dtype)
-        if c.qk_norm:
-            self.q_norm = RMSNorm(c.rms_eps, dtype)
-            self.k_norm = RMSNorm(c.rms_eps, dtype)
-
-    def pair(self, x_BTD: jax.Array, rope: Pair) -> Pair:
-        """Keys and values [B, G, T, H] of c or of the slots of a block."""
-        c = self.config
-        shape = (*x_BTD.shape[:2], c.n_kv_heads, c.head_dim)
-        k_BTGH, v_BTGH = (
-            self.k_proj(x_BTD).reshape(shape),
-            self.v_proj(x_BTD).reshape(shape),
-        )
-        k_BTGH = rotate(self.k_norm(k_BTGH) if c.qk_norm else k_BTGH, *rope)
-        return k_BTGH.transpose(0, 2, 1, 3), v_BTGH.transpose(0, 2, 1, 3)
-
-    def __call__(
-        self, x_BQD: jax.Array, rope: Pair, text: Pair, visible_BTS: jax.Array
-    ) -> jax.Array:
-        """The output [B, Q, D] of T blocks, Q = T x slots.
-
-        Args:
-          text: keys and values [B, G, S, H] of c.
-          visible_BTS: the positions of the text that each block sees.
-        """
-        c, (B, T, _) = self.config, visible_BTS.shape
-        n_slots = x_BQD.shape[1] // T
-        q_BQNH = self.q_proj(x_BQD).reshape(B, -1, c.n_heads, c.head_dim)
-        q_BQNH = rotate(self.q_norm(q_BQNH) if c.qk_norm else q_BQNH, *rope)
-        q_BGQRH = group_queries(q_BQNH, c.n_kv_heads)
-
-        def by_block(x: jax.Array) -> jax.Array:
-            """[B, G, Q, ...] -> [B T, G, slots, ...]."""
-            x = x.reshape(*x.shape[:2], T, n_slots, *x.shape[3:])
-            return jnp.moveaxis(x, 2, 1).reshape(B * T, -1, *x.shape[3:])
-
-        def by_row(x: jax.Array) -> jax.Array:
-            x = jnp.moveaxis(x.reshape(B, T, *x.shape[1:]), 1, 2)
-            return x.reshape(B, x.shape[1], T * n_slots, *x.shape[4:])
-
-        k, v = (by_block(x) for x in self.pair(x_BQD, rope))
-        both_ways = jnp.ones((1, n_slots, n_slots), bool)
-        part = jax.tree.map(by_row, attend_part(by_block(q_BGQRH), k, v, both_ways))
-        visible_BQS = jnp.repeat(visible_BTS, n_slots, axis=1)
-        part = merge_parts(part, attend_part(q_BGQRH, *text, visible_BQS))
-        return self.o_proj(flat(part.out_BGTRH.astype(q_BQNH.dtype)))
-
-
-class BlockLayer(nn.Module):
-    """A decoder layer over the slots of blocks."""
-
-    config: LlamaConfig
-    dtype: DTypeLike
-
-    def setup(self) -> None:
-        c, dtype = self.config, self.dtype
-        self.input_layernorm = RMSNorm(c.rms_eps, dtype)
-        self.self_attn = BlockAttention(c, dtype)
-        self.post_attention_layernorm = RMSNorm(c.rms_eps, dtype)
-        self.mlp = Mlp(c, dtype, 0)
-
-    def __call__(
-        self, x_BQD: jax.Array, rope: Pair, text: Pair, visible_BTS: jax.Array
-    ) -> jax.Array:
-        x_BQD += self.self_attn(self.input_layernorm(x_BQD), rope, text, visible_BTS)
-        return x_BQD + self.mlp(self.post_attention_layernorm(x_BQD))
-
-
-class Layers(nn.Module):
-    """FC and its norm, the layers, the norm before the LM head."""
-
-    config: LlamaConfig
-    dtype: DTypeLike
-    n_layers: int
-
-    def setup(self) -> None:
-        c, dtype = self.config, self.dtype
-        self.fc = Linear(c.d_model, False, dtype)
-        self.hidden_norm = RMSNorm(c.rms_eps, dtype)
-        self.layers = [BlockLayer(c, dtype) for _ in range(self.n_layers)]
-        self.norm = RMSNorm(c.rms_eps, dtype)
-
-    def text(self, streams: jax.Array, positions_BT: jax.Array) -> tuple[Pair, ...]:
-        """Tapped streams [B, T, A D] -> the keys and values of c in every layer."""
-        c_BTD = self.hidden_norm(self.fc(streams))
-        rope = rope_tables(self.config, positions_BT, self.dtype)
-        return tuple(layer.self_attn.pair(c_BTD, rope) for layer in self.layers)
-
-    def __call__(
-        self,
-        x_BQD: jax.Array,
-        positions_BQ: jax.Array,
-        text: tuple[Pair, ...],
-        visible_BTS: jax.Array,
-    ) -> jax.Array:
-        """Blocks [B, Q, D] -> inputs of the LM head; arguments as of `BlockAttention`."""
-        rope = rope_tables(self.config, positions_BQ, self.dtype)
-        x_BQD = x_BQD.astype(self.dtype)
-        for layer, pair in zip(self.layers, text, strict=True):
-            x_BQD = layer(x_BQD, rope, pair, visible_BTS)
-        return self.norm(x_BQD)
-
-    def all(self, streams: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Run every part once, to initialise all parameters."""
-        text = self.text(streams, positions_BT)
-        x_BTD = jnp.zeros((*positions_BT.shape, self.config.d_model))
-        return self(x_BTD, positions_BT, text, jnp.ones((1, 1, 1), bool))
+    # Whether a confidence head estimates the probability that a guess is accepted.
+    confidence: bool = False
 
 
 class ContextState(PositionState):
@@ -222,6 +94,7 @@ class DFlash(Tapped):
     name = "dflash"
     Config = DFlashConfig
     separable = False
+    anchored = True
     qk_norm = True
 
     def check(self) -> None:
@@ -231,8 +104,10 @@ class DFlash(Tapped):
             raise UserError(f"heads.mask_token is from -1 to {V - 1}, not {h.mask_token}")
         if not h.tap_layers and h.n_taps < 1:
             raise UserError(f"heads.n_taps is at least 1, not {h.n_taps}")
-        if h.markov_rank < 0:
-            raise UserError(f"heads.markov_rank is at least 0, not {h.markov_rank}")
+        if h.markov_rank < h.confidence:
+            raise UserError(
+                f"heads.markov_rank is at least 0, with heads.confidence 1, not {h.markov_rank}"
+            )
 
     @property
     def stored_counts(self) -> tuple[int, int]:
@@ -250,22 +125,66 @@ class DFlash(Tapped):
         """Slots of a block."""
         return self.n_heads + (not self.heads.root_guesses)
 
-    def run(self, params: Params, dtype: DTypeLike, *args: PyTree, method: str) -> PyTree:
-        module = Layers(self.shape, dtype, self.heads.n_layers)
-        return module.apply({"params": params["heads_0"]}, *args, method=method)
-
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
-        """Random layers, since no hidden state passes through them unchanged; no Markov bias."""
-        h = self.heads
-        module = Layers(self.shape, jnp.float32, h.n_layers)
-        streams = jnp.zeros((1, 1, len(self.taps) * self.llama.d_model))
-        one = jnp.ones((1, 1), jnp.int32)
-        params: Params = dict(module.init(key, streams, one, method="all")["params"])
+        """c starts as the last tap's stream; the first layer adds its mean to the block, the others nothing.
+
+        No Markov bias, and a confidence of one half.
+        """
+        h, c, D, A = self.heads, self.shape, self.llama.d_model, len(self.taps)
+        layer, at = Block(c, jnp.float32), jnp.zeros((1, 1), jnp.int32)
+        probe = jnp.zeros((1, 1, D)), rope_tables(c, at, jnp.float32), CausalMask()
+        params: Params = {
+            f"layers_{j}": zero_output(
+                layer.init(jax.random.fold_in(key, j), *probe)["params"]
+            )
+            for j in range(h.n_layers)
+        }
+        final_D = backbone.params["norm"]["scale"].astype(jnp.float32)
+        params["layers_0"]["self_attn"] |= self.reading(final_D, backbone)
+        size = jnp.sqrt(jnp.mean(final_D**2))
+        params |= {
+            "fc": {"kernel": jnp.eye(A * D, D, -(A - 1) * D)},  # [0 ; 0 ; I]
+            "hidden_norm": {"scale": jnp.ones((D,))},
+            "norm": {"scale": jnp.broadcast_to(size, (D,))},
+        }
         if r := h.markov_rank:
             w1_VR = 0.02 * jax.random.normal(key, (self.llama.vocab_size, r))
             params["markov_w1"] = {"embedding": w1_VR}
             params["markov_w2"] = {"kernel": jnp.zeros((r, backbone.outputs))}
+        if h.confidence:
+            kernel, bias = jnp.zeros((D + h.markov_rank, 1)), jnp.zeros((1,))
+            params["confidence"] = {"kernel": kernel, "bias": bias}
         return {"heads_0": params | lm_head_start(h, backbone)}
+
+    def reading(self, final_D: jax.Array, backbone: Backbone) -> Params:
+        """Values and outputs that add c, scaled as by the final norm, in the directions that the LM head scores most."""
+        c, D = self.shape, self.llama.d_model
+        own = lm_head_start(HeadsConfig(lm_head="own"), backbone)
+        scored_DO = final_D[:, None] * own["lm_head"]["kernel"]
+        J, R = c.n_kv_heads * c.head_dim, c.n_heads // c.n_kv_heads
+        best_DJ = jnp.linalg.eigh(scored_DO @ scored_DO.T)[1][:, ::-1][:, :J]
+        value_DJ = jnp.pad(best_DJ, ((0, 0), (0, J - best_DJ.shape[1])))
+        # Each of a group's query heads reads the same values and adds its share of them.
+        shared_GHD = (final_D[:, None] * value_DJ / R).T.reshape(c.n_kv_heads, -1, D)
+        out_KD = jnp.repeat(shared_GHD, R, axis=0).reshape(-1, D)
+        return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
+
+    def text(
+        self,
+        params: Params,
+        dtype: DTypeLike,
+        hidden_BTE: jax.Array,
+        positions_BT: jax.Array,
+    ) -> tuple[Pair, ...]:
+        """The keys and values of c in every layer."""
+        c, mine = self.shape, params["heads_0"]
+        streams = hidden_BTE[..., self.llama.d_model :]
+        fused_BTD = applied(Linear(c.d_model, False, dtype), mine["fc"], streams)
+        c_BTD = applied(RMSNorm(c.rms_eps, dtype), mine["hidden_norm"], fused_BTD)
+        given = c_BTD, rope_tables(c, positions_BT, dtype), CausalMask()
+        layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))
+        # The compiler drops the unused output.
+        return tuple(applied(Attention(c, dtype, 0), layer, *given)[1] for layer in layers)
 
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
@@ -294,11 +213,13 @@ class DFlash(Tapped):
         B, T = root_BT.shape
         slots_K = jnp.arange(self.n_slots, dtype=position_BT.dtype)
         positions_BQ = (position_BT[:, :, None] + slots_K[None, None]).reshape(B, -1)
-        x_BQD = self.block(backbone, root_BT)
-        dtype = backbone.llama.dtype
-        out_BQD = self.run(
-            params, dtype, x_BQD, positions_BQ, text, visible_BTS, method="__call__"
-        )
+        c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
+        given = rope_tables(c, positions_BQ, dtype), CausalMask()
+        x_BQD = self.block(backbone, root_BT).astype(dtype)
+        for j, pair in enumerate(text):
+            layer = x_BQD, *given, BlockCache(pair, visible_BTS)
+            x_BQD, _ = applied(Block(c, dtype), mine[f"layers_{j}"], *layer)
+        out_BQD = applied(RMSNorm(c.rms_eps, dtype), mine["norm"], x_BQD)
         return out_BQD.reshape(B, T, self.n_slots, -1)[:, :, -self.n_heads :]
 
     def after(self, params: Params, dtype: DTypeLike, tokens: jax.Array) -> jax.Array:
@@ -308,33 +229,43 @@ class DFlash(Tapped):
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         """With a Markov head [K, B, T, D + R]: W1 of the token before is part of a guess's input."""
+        B, T = rows.tokens_BT.shape
+        index_BA = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+        return self.features_at(params, backbone, rows, index_BA)
+
+    def features_at(
+        self, params: Params, backbone: Backbone, rows: TextRows, index_BA: jax.Array
+    ) -> jax.Array:
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
-        (B, T), dtype = tokens_BT.shape, backbone.llama.dtype
-        streams = hidden_BTE[..., self.llama.d_model :]
-        text = self.run(params, dtype, streams, positions_BT, method="text")
-        n = -(-T // BLOCKS)
-        pad = partial(jnp.pad, pad_width=((0, 0), (0, n * BLOCKS - T)))
-        root_BT, position_BT = pad(shift_left(tokens_BT, 1)), pad(positions_BT + 1)
-        mask = CausalMask(pad(segment_ids_BT))
-        text = jax.tree.map(
-            lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, n * BLOCKS - T), (0, 0))), text
-        )
+        (B, A), T, dtype = index_BA.shape, tokens_BT.shape[1], backbone.llama.dtype
+        text = self.text(params, dtype, hidden_BTE, positions_BT)
+        n = -(-A // BLOCKS)
+
+        def blocks(x_BA: jax.Array) -> jax.Array:
+            """[B, A] -> [n, B, BLOCKS]."""
+            x_BA = jnp.pad(x_BA, ((0, 0), (0, n * BLOCKS - A)))
+            return jnp.moveaxis(x_BA.reshape(B, n, BLOCKS), 1, 0)
+
+        def taken(x_BT: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x_BT, index_BA, axis=1)
 
         @jax.checkpoint
-        def some(begin: jax.Array) -> jax.Array:
-            cut = partial(lax.dynamic_slice_in_dim, start_index=begin, slice_size=BLOCKS)
-            visible_BTS = mask.visible(begin, BLOCKS, 0, n * BLOCKS)
-            roots = cut(root_BT, axis=1), cut(position_BT, axis=1)
-            return self.guesses(params, backbone, *roots, text, visible_BTS)
+        def some(given: tuple[jax.Array, ...]) -> jax.Array:
+            at_BQ, segment_BQ, root_BQ, position_BQ = given
+            visible_BQT = jnp.arange(T)[None, None] <= at_BQ[..., None]
+            visible_BQT &= segment_ids_BT[:, None] == segment_BQ[..., None]
+            return self.guesses(params, backbone, root_BQ, position_BQ, text, visible_BQT)
 
-        out = lax.map(some, jnp.arange(n, dtype=jnp.int32) * BLOCKS)  # [n, B, BLOCKS, K, D]
-        out = jnp.moveaxis(out, 0, 1).reshape(B, n * BLOCKS, self.n_heads, -1)[:, :T]
-        features_KBTD = jnp.moveaxis(out, 2, 0)
+        given = (index_BA, taken(segment_ids_BT), taken(shift_left(tokens_BT, 1)),
+                 taken(positions_BT) + 1)  # fmt: skip
+        out = lax.map(some, tuple(map(blocks, given)))  # [n, B, BLOCKS, K, D]
+        out = jnp.moveaxis(out, 0, 1).reshape(B, n * BLOCKS, self.n_heads, -1)[:, :A]
+        features_KBAD = jnp.moveaxis(out, 2, 0)
         if not self.heads.markov_rank:
-            return features_KBTD
-        before = [shift_left(tokens_BT, k + 1) for k in range(self.n_heads)]
-        after_KBTR = self.after(params, dtype, jnp.stack(before))
-        return jnp.concatenate([features_KBTD, after_KBTR], axis=-1)
+            return features_KBAD
+        before = [taken(shift_left(tokens_BT, k + 1)) for k in range(self.n_heads)]
+        after_KBAR = self.after(params, dtype, jnp.stack(before))
+        return jnp.concatenate([features_KBAD, after_KBAR], axis=-1)
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
@@ -345,6 +276,10 @@ class DFlash(Tapped):
         if self.heads.markov_rank:
             logits += self.bias(params, backbone, features[..., D:])
         return logits
+
+    def confidence(self, params: Params, features: jax.Array) -> jax.Array:
+        linear = Linear(1, True, at_least_f32(features.dtype))
+        return applied(linear, params["heads_0"]["confidence"], features)[..., 0]
 
     def bias(self, params: Params, backbone: Backbone, after: jax.Array) -> jax.Array:
         """The Markov head's part of the logits: [..., R] -> [..., O]."""
@@ -361,8 +296,7 @@ class DFlash(Tapped):
     def commit(
         self, params: Params, backbone: Backbone, state: ContextState, new: Committed
     ) -> ContextState:
-        streams, dtype = new.hidden_BTE[..., self.llama.d_model :], backbone.llama.dtype
-        pairs = self.run(params, dtype, streams, new.positions_BT, method="text")
+        pairs = self.text(params, backbone.llama.dtype, new.hidden_BTE, new.positions_BT)
         layers = tuple(
             write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)

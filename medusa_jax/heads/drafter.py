@@ -198,6 +198,7 @@ class Drafter:
       separable: the first heads also work alone, so the others need not be loaded.
       trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
       copies: its drafts are tokens copied from the text.
+      anchored: `features` can be limited to some positions of each row (`train.anchors`).
     """
 
     heads: HeadsConfig
@@ -209,6 +210,7 @@ class Drafter:
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
     copies: ClassVar[bool] = False
+    anchored: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -278,10 +280,20 @@ class Drafter:
         """
         raise NotImplementedError
 
+    def features_at(
+        self, params: Params, backbone: Backbone, rows: TextRows, index_BA: jax.Array
+    ) -> jax.Array:
+        """Columns `index` of `features` [K, B, A, D], if the drafter is `anchored`."""
+        raise NotImplementedError
+
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
+        raise NotImplementedError
+
+    def confidence(self, params: Params, features: jax.Array) -> jax.Array:
+        """Logit [...] of the probability that a guess with these features is accepted, if trained."""
         raise NotImplementedError
 
     # Decoding.

@@ -51,10 +51,9 @@ class ResBlock(nn.Module):
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
 
-def applied(module: nn.Module, params: Params, *args: jax.Array) -> jax.Array:
+def applied(module: nn.Module, params: Params, *args: Any) -> Any:
     """The output of a module with these parameters."""
-    out: Any = module.apply({"params": params}, *args)
-    return out
+    return module.apply({"params": params}, *args)
 
 
 def last_of(n_B: jax.Array) -> jax.Array:

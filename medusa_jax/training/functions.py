@@ -28,7 +28,7 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama
-from medusa_jax.training.losses import Batch, StepInputs, pair_counts
+from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.stage import make_stage
 
 
@@ -81,9 +81,11 @@ class HeadFunctions:
           counted_BT: bool; head k learns token t + k + 2 at t if tokens t + 1 ... t + k + 2 are counted.
           segment_ids_BT: numbers of the texts of a row, from 1; 0 is padding. Default: one text a row.
           positions_BT: positions within the texts. Default: 0, 1, ...
-          key: turns dropout and noise on.
+          key: turns dropout, noise and drawn anchors on.
         """
         batch = self._batch(tokens_BT, counted_BT, segment_ids_BT, positions_BT)
+        if self._stage.anchors and key is not None:
+            batch["anchors"] = draw_anchors(key, batch, self._stage.anchors)
         counts_K = pair_counts(batch, self._stage.offsets)
         inputs = StepInputs(batch | {"hidden": hidden_BTE}, counts_K, key)
         return self._stage.loss({"heads": params}, frozen, inputs)[0]

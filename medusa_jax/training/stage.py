@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 from medusa_jax.config import TrainConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
@@ -49,6 +50,7 @@ class Stage:
         they are cached.
       ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
       draft_vocab: number of tokens that the heads score, 0: all.
+      anchors: number of positions of a row that a step trains, 0: all.
     """
 
     groups: dict[str, Trains]
@@ -61,6 +63,7 @@ class Stage:
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
+    anchors: int = 0
 
     @property
     def width(self) -> int:
@@ -113,14 +116,19 @@ def make_stage(
         return Stage(groups, arch, offsets, loss, init, lambda_0)
     if train.induction_weight:
         objectives.induction().check(drafter)
+    if train.anchors and not drafter.anchored:
+        raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
+    if bool(train.confidence_weight) != getattr(drafter.heads, "confidence", False):
+        raise UserError("train.confidence_weight and heads.confidence need each other")
     view = drafter.loss_view(train.levels)
     offsets += tuple(k + 2 for k in range(view.n_heads))
     loss = stage_loss(backbone, train, view, trains_backbone)
     hidden = None if trains_backbone else backbone.hidden_states
     ranks = partial(label_ranks, backbone, drafter, train.loss_chunk)
     return Stage(
-        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab
-    )
+        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
+        train.anchors,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import Rows, batches, mix, read
-from medusa_jax.training.optim.optimizer import keep_if, make_optimizer, make_schedule
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import (
     batch_shapes,
@@ -268,9 +268,11 @@ def make_step(
     gradient = jax.value_and_grad(stage.loss, has_aux=True)
 
     def step(state: TrainState, frozen: PyTree, batch: PyTree) -> tuple[TrainState, PyTree]:
-        counts_K = losses.pair_counts(batch, stage.offsets)
         lambda_0 = stage.lambda_0(state.step)
         step_key = jax.random.fold_in(jax.random.key(seed), state.step)
+        if stage.anchors:
+            batch = batch | {"anchors": losses.draw_anchors(step_key, batch, stage.anchors)}
+        counts_K = losses.pair_counts(batch, stage.offsets)
         A = batch["tokens"].shape[0]
 
         def microbatch_gradient(micro: PyTree, i: jax.Array) -> PyTree:
@@ -304,7 +306,8 @@ def make_step(
             "lr": jnp.asarray(schedule(state.updates), jnp.float32),
             "skipped": ~ok,
         }
-        params, opt = keep_if(ok, (params, opt), (state.params, state.opt))
+        new, old = (params, opt), (state.params, state.opt)
+        params, opt = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
         return TrainState(state.step + 1, state.updates + ok, params, opt), metrics
 
     return step

@@ -1,5 +1,7 @@
 """DFlash and DSpark against numpy: the guesses of a block after a text, and the files of their fields."""
 
+from dataclasses import replace
+
 import family
 import jax
 import numpy as np
@@ -9,10 +11,12 @@ from family import D, drafter_of, stored_base
 from numpy_layers import numpy_norm, rope, silu
 from trees import WILD
 
-from medusa_jax.errors import UserError
+from medusa_jax.config import TrainConfig
 from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.training import losses
+from medusa_jax.training.losses.objectives import heads_loss
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -106,12 +110,6 @@ def test_layers_that_are_read():
     assert drafter.taps == (2, 10, 18, 26, 34)  # target_layer_ids 1, 9, 17, 25, 33
 
 
-@pytest.mark.parametrize("fields", [{"mask_token": 23}, {"n_taps": 0}, {"markov_rank": -1}])
-def test_fields_out_of_range(fields):
-    with pytest.raises(UserError, match=next(iter(fields))):
-        make_drafter(DFlashConfig(**fields), stored_base().llama.config)
-
-
 def test_the_text_of_a_block_is_not_written():
     """`propose` leaves the state as it is, so a block may be longer than the room after the text."""
     backbone = stored_base()
@@ -123,3 +121,62 @@ def test_the_text_of_a_block_is_not_written():
     root = np.array([5], np.int32)
     logits = [propose(params, s, root)[1] for s in (state, full)]
     jax.tree.map(assert_close, *logits)
+
+
+def test_the_loss_at_drawn_anchors():
+    """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2, in NumPy; only the head of the confidence learns it."""
+    backbone = stored_base()
+    drafter, params = drafter_of(replace(DSPARK, confidence=True), backbone)
+    rng = np.random.default_rng(3)
+    T, E = 11, family.width(drafter)
+    hidden, tokens, positions, segments = family.random_rows(rng, B=2, T=T, E=E)
+    batch = {
+        "tokens": tokens, "positions": positions, "segment_ids": segments,
+        "counted": np.arange(T)[None] >= np.array([[3], [7]]),
+    }  # fmt: skip
+    batch["anchors"] = np.asarray(losses.draw_anchors(jax.random.key(0), batch, 4))
+    # Positions whose next two tokens count; the second row has three, also the one before its answer.
+    first, second = map(set, batch["anchors"])
+    assert len(first) == 4 and first <= set(range(2, 9)) and set(range(6, 9)) <= second
+
+    def loss(params, weight):
+        train = TrainConfig(
+            label_weight=0.1, distance_weight=0.9, confidence_weight=weight, lambda_decay=0.7,
+            loss_chunk=3,
+        )  # fmt: skip
+        inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
+        return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)[
+            0
+        ]
+
+    mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
+    for b, t in ((i, t) for i in range(2) for t in batch["anchors"][i]):
+        block = numpy_block(drafter, params, backbone, hidden[b, : t + 1], tokens[b, t + 1])
+        for k in range(4):
+            if t + k + 2 >= T or not batch["counted"][b, t + 1 : t + k + 3].all():
+                continue
+            before = mine["markov_w1"]["embedding"][tokens[b, t + k + 1]]
+            score = family.numpy_lm_head(mine, backbone, block[k])
+            q = softmax(score + before @ mine["markov_w2"]["kernel"])
+            p = softmax(np.asarray(backbone.lm_head(hidden[b, t + k + 1, :D])))
+            both = np.concatenate([block[k], before])
+            say = (both @ mine["confidence"]["kernel"])[0] + mine["confidence"]["bias"][0]
+            apart = np.abs(p - q).sum()
+            right = 1 - apart / 2
+            wrong = -right * np.log(1 / (1 + np.exp(-say))) - (1 - right) * np.log(
+                1 / (1 + np.exp(say))
+            )
+            total[k] += -0.1 * np.log(q[tokens[b, t + k + 2]]) + 0.9 * apart + wrong, 1
+    expected = sum(0.7 ** (k + 1) * total[k, 0] / total[k, 1] for k in range(4))
+    value, gradient = jax.value_and_grad(loss)(params, 1.0)
+    assert_close(value, expected)
+    without = jax.grad(loss)(params, 0.0)
+    learnt = gradient["heads_0"].pop("confidence")
+    assert np.abs(learnt["kernel"]).max() > 0
+    assert np.abs(without["heads_0"].pop("confidence")["kernel"]).max() == 0
+    jax.tree.map(assert_close, gradient, without)
+
+
+def softmax(x):
+    y = np.exp(x - x.max())
+    return y / y.sum()

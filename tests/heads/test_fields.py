@@ -6,6 +6,7 @@ from tiny import tiny_arch
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.amphista import AmphistaConfig
+from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.hydra import HydraConfig
@@ -39,6 +40,9 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (AmphistaConfig(stages=5), "heads.stages is from 0 to n_heads = 4, not 5"),
         *((Eagle3Config(tap_layers=t), NOT_TAPS) for t in ("1,2,3", "low")),
         *((Eagle3Config(**{n: x}), NOT_SIZES) for n, x in (("kv_heads", 3), ("d_ff", -1))),
+        (DFlashConfig(mask_token=23), "heads.mask_token is from -1 to 22, not 23"),
+        (DFlashConfig(n_taps=0), "heads.n_taps is at least 1, not 0"),
+        (DFlashConfig(confidence=True), "with heads.confidence 1, not 0"),
         (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is at least 1, not 0"),
         (LookaheadConfig(window=1), "lookahead: window is at least 2, not 1"),
         (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),

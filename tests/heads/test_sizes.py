@@ -59,7 +59,7 @@ def test_eagle3_for_llama_8b():
 
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("[!o]*.py"))
-DEMO = LlamaConfig(4096, 256, 5, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
+DEMO = LlamaConfig(4096, 256, 8, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -1,4 +1,4 @@
-"""DFlash and DSpark in the files of z-lab, SpecForge and DeepSpec: written, read, refused."""
+"""DFlash and DSpark in the files of z-lab, SpecForge, DeepSpec and speculators: written, read, refused."""
 
 import json
 
@@ -22,7 +22,12 @@ from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.stored_heads import abstract_heads
 
 D, V, H = LLAMA.d_model, LLAMA.vocab_size, LLAMA.head_dim
-DSPARK = DSparkConfig(n_heads=4, mask_token=3, tap_layers="0,1", markov_rank=6, kv_heads=1)
+DSPARK = DSparkConfig(
+    n_heads=4, mask_token=3, tap_layers="0,1", markov_rank=6, kv_heads=1, confidence=True
+)
+NARROW = DSparkConfig(
+    n_heads=4, tap_layers="1", markov_rank=6, draft_vocab=7, lm_head="own"
+)
 DFLASH = DFlashConfig(n_heads=3, n_layers=2, tap_layers="1", d_ff=20, rope_theta=50.0)
 # config.json of SpecForge's DSpark, and of DeepSpec's, for the heads of `state`.
 LAYER = {
@@ -41,6 +46,21 @@ BLOCK = {"mask_token_id": 3, "target_layer_ids": [-1, 0]}
 PARTS = BLOCK | MARKOV | {"attention_mode": "gqa", "projector_type": "dspark"}
 SPECFORGE = LAYER | {"block_size": 4, "dflash_config": PARTS}
 DEEPSPEC = LAYER | MARKOV | BLOCK | {"block_size": 4, "num_anchors": 512}
+# As speculators c05b95b writes the same heads, over some tokens.
+IDS = [0, 2, 3, 5, 8, 9, V - 1]
+SPECULATORS = MARKOV | {
+    "architectures": ["DSparkSpeculator"], "auto_map": {"": "config.DSparkSpeculatorConfig"},
+    "aux_hidden_state_layer_ids": [0, 1], "block_size": 4, "draft_vocab_size": len(IDS),
+    "dtype": "float32", "mask_token_id": 3, "sample_from_anchor": True,
+    "sliding_window_non_causal": False, "speculators_model_type": "dspark",
+    "speculators_version": "0.7.0", "target_hidden_size": None, "tie_word_embeddings": False,
+    "speculators_config": {
+        "algorithm": "dspark", "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "owner/base"},
+    },
+    "transformer_layer_config": {k: x for k, x in LAYER.items() if k != "num_target_layers"},
+}  # fmt: skip
 
 
 def state(markov=True, seed=0):
@@ -78,24 +98,109 @@ def base(tmp_path_factory):
 
 @pytest.mark.parametrize("config", [SPECFORGE, DEEPSPEC], ids=["specforge", "deepspec"])
 def test_files_of_others(config, tmp_path):
-    """Fields in a table or not; a confidence and copies of the backbone are not read."""
+    """Fields in a table or not; a copy of the embedding is not read."""
     there = state()
     folder = write(tmp_path, there | {"embed_tokens.weight": normal(np.random, V, D)},
                    "model.safetensors", config)  # fmt: skip
     stored = open_heads(str(folder))
     wanted = DSparkConfig(
         n_heads=4, mask_token=3, tap_layers="0,1", markov_rank=6, attention_heads=2, kv_heads=1,
-        head_dim=H, d_ff=12, rope_theta=50.0,
+        head_dim=H, d_ff=12, rope_theta=50.0, confidence=True,
     )  # fmt: skip
     assert stored.heads == wanted
     arrays = stored.read(LLAMA)
-    assert len(arrays) == len(there) - 2
+    assert len(arrays) == len(there)
+    sure = there["confidence_head.proj.weight"]
+    np.testing.assert_array_equal(arrays["heads_0/confidence/kernel"], sure.T)
     w2 = there["markov_head.markov_w2.weight"]
     np.testing.assert_array_equal(arrays["heads_0/markov_w2/kernel"], w2.T)
     w1 = there["markov_head.markov_w1.weight"]
     np.testing.assert_array_equal(arrays["heads_0/markov_w1/embedding"], w1)
     q = there["layers.1.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(arrays["heads_0/layers_1/self_attn/q_proj/kernel"], q.T)
+
+
+def test_a_confidence_without_the_token_before_is_not_read(tmp_path):
+    there = state() | {"confidence_head.proj.weight": np.zeros((1, D), np.float32)}
+    config = DEEPSPEC | {"confidence_head_with_markov": False}
+    stored = open_heads(str(write(tmp_path, there, "model.safetensors", config)))
+    assert not stored.heads.confidence and len(stored.read(LLAMA)) == len(there) - 2
+
+
+def speculators_state(order=None):
+    """Tensors of DSpark heads over the tokens `IDS`, listed in any order."""
+    rng, there = np.random.default_rng(1), state()
+    ids = np.array(IDS)[range(len(IDS)) if order is None else order]
+    rows = {"lm_head.weight": normal(rng, V, D), "embed_tokens.weight": normal(rng, V, D)}
+    rows["lm_head.weight"] = rows["lm_head.weight"][ids]
+    rows["markov_head.markov_w2.weight"] = there["markov_head.markov_w2.weight"][ids]
+    member = np.isin(np.arange(V), ids)
+    return there | rows | {"d2t": ids - np.arange(len(ids)), "t2d": member}
+
+
+def test_files_of_speculators(tmp_path):
+    """Layers by their inputs; the draft vocabulary in any order; an LM head of their own."""
+    there = speculators_state()
+    stored = open_heads(str(write(tmp_path / "a", there, "model.safetensors", SPECULATORS)))
+    heads = stored.heads
+    assert (heads.n_heads, heads.tap_layers, heads.root_guesses) == (4, "0,1", True)
+    assert (heads.draft_vocab, heads.lm_head, heads.confidence) == (len(IDS), "own", True)
+    np.testing.assert_array_equal(stored.ids, IDS)
+    mixed = speculators_state(order=[3, 0, 6, 1, 2, 5, 4])
+    again = open_heads(str(write(tmp_path / "b", mixed, "model.safetensors", SPECULATORS)))
+    jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
+    # A mask in the root's slot: one guess fewer.
+    config = SPECULATORS | {"sample_from_anchor": False}
+    fewer = open_heads(str(write(tmp_path / "c", there, "model.safetensors", config))).heads
+    assert (fewer.n_heads, fewer.root_guesses) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_output": True}, "not known to write: 'norm_output'"),
+        ({"speculators_model_type": "eagle3"}, "dflash or dspark is supported"),
+        ({"target_hidden_size": D + 1}, "target_hidden_size"),
+        ({"aux_hidden_state_layer_ids": None}, "does not say target_layer_ids"),
+        ({"markov_rank": 0}, "projector_type contradicts"),
+    ],
+)
+def test_speculators_that_are_refused(change, message, tmp_path):
+    config = SPECULATORS | change
+    folder = write(tmp_path, speculators_state(), "model.safetensors", config)
+    with pytest.raises(UserError, match=message):
+        open_heads(str(folder))
+
+
+@pytest.mark.parametrize(
+    "heads", [DFLASH, DSPARK, NARROW], ids=["dflash", "dspark", "narrow"]
+)
+def test_written_for_speculators(heads, base, tmp_path):
+    """The same tensors and copies of what speculators would compute with NaN."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: normal(rng, *x.shape), abstract_heads(heads, LLAMA))
+    params |= {"draft_vocab": {"ids": np.array(IDS, np.int32)}} if heads.draft_vocab else {}
+    record = own_heads.base_record(LLAMA, base.fingerprint())
+    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=record, recipe={})
+    stored = open_heads(str(tmp_path / "own"))
+    out = tmp_path / "out"
+    convert(Export(stored, base, "owner/base"), "speculators", str(out))
+    raw, again = json.loads((out / "config.json").read_text()), open_heads(str(out))
+    found, told = again.read(LLAMA), stored.read(LLAMA)
+    lm_head = told.get("heads_0/lm_head/kernel", np.float32(BASE["lm_head"]["kernel"]))
+    np.testing.assert_array_equal(found.pop("heads_0/lm_head/kernel"), lm_head)
+    told.pop("heads_0/lm_head/kernel", None)
+    jax.tree.map(np.testing.assert_array_equal, found, told)
+    ids = np.arange(V) if again.ids is None else again.ids
+    assert len(ids) == raw["draft_vocab_size"]
+    known = SPECULATORS.keys() | {"torch_dtype"}
+    assert known >= raw.keys() and raw["architectures"][0].endswith("Speculator")
+    assert raw["sample_from_anchor"] == heads.root_guesses
+    assert raw["aux_hidden_state_layer_ids"] == [
+        int(i) for i in heads.tap_layers.split(",")
+    ]
+    embedding = load_file(out / "model.safetensors")["embed_tokens.weight"]
+    np.testing.assert_array_equal(embedding, np.float32(BASE["embed_tokens"]["embedding"]))
 
 
 @pytest.mark.parametrize("heads", [DFLASH, DSPARK], ids=lambda heads: heads.drafter)

@@ -264,9 +264,9 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", "name different tokens", {}, {"t2d": ~eagle3_state()["t2d"]}),
         ("eagle3", "some twice", {}, {"t2d": None, "d2t": -np.arange(len(IDS))}),
         ("speculators", "does not say norm_before_residual", {"norm_before_residual": ...}, {}),
-        ("speculators", "only eagle3 is supported, not 'x", {"speculators_model_type": "x"}, {}),
+        ("speculators", "only eagle3 is supported for these weights, not .x", {"speculators_model_type": "x"}, {}),
         ("speculators", "not known to write: 'mask_token_id'", {"mask_token_id": 1}, {}),
-        ("speculators", "with a trained embedding", {"embed_requires_grad": True}, {}),
+        ("speculators", "embed_requires_grad True is not supported", {"embed_requires_grad": True}, {}),
         ("speculators", "numbers from 0 to 1", {TAPPED: [0, 1, 9]}, {}),
     ],
 )  # fmt: skip

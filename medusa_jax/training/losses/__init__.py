@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from medusa_jax.heads.drafter import shift_left
 
@@ -77,8 +78,21 @@ def pair_mask(counted_BT: jax.Array, segment_ids_BT: jax.Array, ahead: int) -> j
     return mask
 
 
+def draw_anchors(key: jax.Array, batch: Batch, n: int) -> jax.Array:
+    """n random positions of every row with a pair at distance 2, ascending: [..., n] int32.
+
+    If a row has fewer, other positions follow, none of them with such a pair. Drawing by the first
+    guess's label keeps the position before an answer, from which its first token is guessed.
+    """
+    T = batch["tokens"].shape[-1]
+    valid_BT = pair_mask(*(batch[x].reshape(-1, T) for x in ("counted", "segment_ids")), 2)
+    order_BT = jax.random.uniform(key, valid_BT.shape) + valid_BT
+    index_BA = jnp.sort(lax.top_k(order_BT, min(n, T))[1], axis=1)
+    return index_BA.reshape(*batch["tokens"].shape[:-1], -1)
+
+
 def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
-    """Number of counted pairs per distance, float32 [len(offsets)].
+    """Number of counted pairs per distance, float32 [len(offsets)]; only those at anchors, if drawn.
 
     `batch` may have leading microbatch axes: every microbatch divides by the whole batch's count, so that
     accumulation weights all pairs equally.
@@ -86,5 +100,8 @@ def pair_counts(batch: Batch, offsets: tuple[int, ...]) -> jax.Array:
     T = batch["tokens"].shape[-1]
     counted = batch["counted"].reshape(-1, T)
     segments = batch["segment_ids"].reshape(-1, T)
-    counts = [jnp.sum(pair_mask(counted, segments, ahead)) for ahead in offsets]
-    return jnp.stack(counts).astype(jnp.float32)
+    masks = [pair_mask(counted, segments, ahead) for ahead in offsets]
+    if "anchors" in batch:
+        index_BA = batch["anchors"].reshape(len(counted), -1)
+        masks = [jnp.take_along_axis(mask, index_BA, axis=1) for mask in masks]
+    return jnp.stack([jnp.sum(mask) for mask in masks]).astype(jnp.float32)

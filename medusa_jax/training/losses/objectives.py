@@ -21,6 +21,7 @@ from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses import Batch, StepInputs, Sums, delay, pair_mask, rows
+from medusa_jax.training.losses.packing import columns
 from medusa_jax.training.losses.streamed import Teacher, heads_cross_entropy
 
 # Variables -> (head parameters, the backbone of the heads).
@@ -87,15 +88,16 @@ def heads_loss(
     """sum_k lambda_k L_k (Medusa 2.2.1, equation 1), each L_k averaged over the head's counted pairs.
 
     k is 1-based as in the paper, lambda_k = lambda_decay^k, and head k predicts k + 1 tokens ahead. L_k is
-    label_weight CE(text) + teacher_weight CE(backbone) + distance_weight L1(backbone) + feature_weight smooth-L1:
-    CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9),
-    L1(backbone) the distance of the two distributions (DSpark), and smooth-L1 is between the features that the
+    label_weight CE(text) + teacher_weight CE(backbone) + distance_weight L1(backbone) + confidence_weight BCE +
+    feature_weight smooth-L1: CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9),
+    L1(backbone) the distance of the two distributions (DSpark), BCE between a guess's confidence, whose input is
+    detached, and 1 - L1 / 2, and smooth-L1 is between the features that the
     head's logits are computed from and the backbone's hidden state there (EAGLE's regression loss). With
     `hidden_noise` (Hydra 6.1) the heads read hidden states plus uniform(-1, 1) noise / sqrt(L d) in training.
     `induction_weight`: see `induction.py`.
 
     All arrays are indexed by the predicted token, so that all heads' predictions of a token share its label and
-    teacher. A token outside the draft vocabulary counts as a miss and has no cross-entropy, but keeps its
+    teacher; at drawn anchors (`draw_anchors`) each head has its own. A token outside the draft vocabulary counts as a miss and has no cross-entropy, but keeps its
     regression term.
 
     Args:
@@ -113,19 +115,28 @@ def heads_loss(
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTE += hidden_noise(noise_key, hidden_BTE, train.hidden_noise)
     text = TextRows(read_BTE, *rows(batch), dropout_key)
-    features_KBTD = drafter.features(heads, backbone, text)
+    index_BA = batch.get("anchors")
+    if index_BA is None:
+        features_KBTD = drafter.features(heads, backbone, text)
+    else:
+        features_KBTD = drafter.features_at(heads, backbone, text, index_BA)
     teacher, teacher_BTD, weight = None, None, train.label_weight
     final_BTD = hidden_BTE[..., : backbone.llama.config.d_model]
     before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # just before the target
-    if train.teacher_weight or train.distance_weight:
+    if train.teacher_weight or train.distance_weight or train.confidence_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
-        weights = train.teacher_weight, train.label_weight, train.distance_weight
-        teacher = Teacher(frozen.lm_head, *weights)
+        teacher = Teacher(
+            frozen.lm_head, train.teacher_weight, train.label_weight, train.distance_weight,
+            train.confidence_weight,
+        )  # fmt: skip
         teacher_BTD = before_BTD
         weight = 1.0  # `Teacher` weights both terms
-    label_BT = backbone.places(batch["tokens"])
+    label_BT, T = backbone.places(batch["tokens"]), batch["tokens"].shape[1]
     scored_BT = label_BT < backbone.outputs
-    logits_K, features_K, mask_K, weight_K = [], [], [], []
+    label_BT = jnp.where(scored_BT, label_BT, 0)
+    own = drafter.heads.lm_head != "shared"
+    mesh = backbone.llama.mesh if own else mesh_to_split(backbone)
+    logits_K, features_K, mask_K, weight_K, sums_K = [], [], [], [], []
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
     further = jnp.zeros((), count_K.dtype)
     if train.induction_weight:
@@ -137,24 +148,41 @@ def heads_loss(
         further += train.induction_weight * share * found
     for k in range(drafter.n_heads):
 
-        def logits(p: PyTree, features: jax.Array, k: int = k) -> jax.Array:
+        def logits(p: PyTree, features: jax.Array, k: int = k) -> PyTree:
             heads, backbone = split(p)
-            return drafter.head_logits(heads, backbone, k, features)
+            scores = drafter.head_logits(heads, backbone, k, features)
+            if not train.confidence_weight:
+                return scores
+            return scores, drafter.confidence(heads, lax.stop_gradient(features))
 
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
+        share = train.lambda_decay ** (k + 1) / count_K[k]
+        if index_BA is not None:
+            label_BA, scored_BA, teacher_BAD = (
+                None if x is None else columns(x, jnp.minimum(index_BA + ahead, T - 1))
+                for x in (label_BT, scored_BT, teacher_BTD)
+            )
+            of_head, sums = heads_cross_entropy(
+                [logits], params, weight * share[None], [features_KBTD[k]], label_BA,
+                [columns(mask_BT, index_BA) & scored_BA], train.loss_chunk, teacher, teacher_BAD,
+                mesh,
+            )  # fmt: skip
+            further += of_head
+            sums_K.append(sums)
+            continue
         logits_K.append(logits)
         features_K.append(delay(features_KBTD[k], ahead))
         mask_K.append(delay(mask_BT, ahead) & scored_BT)
-        share = train.lambda_decay ** (k + 1) / count_K[k]
         weight_K.append(weight * share)
         if train.feature_weight:
             distance = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
             further += train.feature_weight * share * distance
+    if index_BA is not None:
+        return further, jax.tree.map(lambda *s: jnp.concatenate(s), *sums_K)
     loss, sums = heads_cross_entropy(
-        logits_K, params, jnp.stack(weight_K), features_K,
-        jnp.where(scored_BT, label_BT, 0), mask_K, train.loss_chunk, teacher, teacher_BTD,
-        mesh_to_split(backbone) if drafter.heads.lm_head == "shared" else backbone.llama.mesh,
+        logits_K, params, jnp.stack(weight_K), features_K, label_BT, mask_K, train.loss_chunk,
+        teacher, teacher_BTD, mesh,
     )  # fmt: skip
     return loss + further, sums
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import Mesh
 
@@ -18,7 +19,8 @@ from medusa_jax.sharding import PyTree, path_string, spec_for, split_rows
 from medusa_jax.training.losses import Sums
 from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
 
-LogitsFn = Callable[[PyTree, jax.Array], jax.Array]
+# (parameters, features) -> logits, or logits and the logit of their confidence (`Teacher`).
+LogitsFn = Callable[[PyTree, jax.Array], jax.Array | tuple[jax.Array, jax.Array]]
 
 
 class Teacher(NamedTuple):
@@ -29,12 +31,14 @@ class Teacher(NamedTuple):
       weight, label_weight: weights of its cross-entropy and of the labels'.
       distance_weight: weight of the L1 distance of the probabilities. One minus half the distance is the
         probability that rejection sampling accepts a draft.
+      confidence_weight: weight of the binary cross-entropy of a head's confidence with that probability.
     """
 
     logits_fn: Callable[[jax.Array], jax.Array]
     weight: float
     label_weight: float
     distance_weight: float = 0.0
+    confidence_weight: float = 0.0
 
 
 class TeacherProbs(NamedTuple):
@@ -81,7 +85,7 @@ def heads_cross_entropy(
             features: jax.Array,
             used: list[int] = used,
             logits_fn: LogitsFn = logits_fn,
-        ) -> jax.Array:
+        ) -> jax.Array | tuple[jax.Array, jax.Array]:
             full = list(constants)
             for i, leaf in zip(used, read_params, strict=True):
                 full[i] = leaf
@@ -135,7 +139,8 @@ def _chunk_sums(
     probs: TeacherProbs | None,
     teacher: Teacher | None,
 ) -> Sums:
-    logits_BTV = fn(params, features_BTD)
+    out = fn(params, features_BTD)
+    logits_BTV, confidence_BT = out if isinstance(out, tuple) else (out, None)
     label_BT1 = jnp.take_along_axis(logits_BTV, labels_BT[..., None], axis=-1)
     log_sum_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     nll_BT = log_sum_BT - label_BT1[..., 0]
@@ -151,11 +156,15 @@ def _chunk_sums(
         soft_BT = log_sum_BT - jnp.sum(probs.p_BTV * logits_BTV, axis=-1)
         soft = jnp.sum(jnp.where(mask_BT, soft_BT, 0.0))
         total = teacher.label_weight * nll + teacher.weight * soft
-        if teacher.distance_weight:
+        if teacher.distance_weight or confidence_BT is not None:
             q_BTV = jnp.exp(logits_BTV - log_sum_BT[..., None])
             apart_BT = jnp.sum(jnp.abs(q_BTV - probs.p_BTV), axis=-1)
             apart = jnp.sum(jnp.where(mask_BT, apart_BT, 0.0))
             total += teacher.distance_weight * apart
+        if confidence_BT is not None:
+            accepted_BT = lax.stop_gradient(1 - apart_BT / 2)
+            wrong_BT = optax.sigmoid_binary_cross_entropy(confidence_BT, accepted_BT)
+            total += teacher.confidence_weight * jnp.sum(jnp.where(mask_BT, wrong_BT, 0.0))
         entropy = jnp.sum(jnp.where(mask_BT, probs.entropy_BT, 0.0))
     return Sums(total, nll, top1, top5, scored, entropy)
 
@@ -178,7 +187,7 @@ class Head(NamedTuple):
       reads: their indices in the parameters of the plan.
     """
 
-    logits_fn: Callable[[list[jax.Array], jax.Array], jax.Array]
+    logits_fn: LogitsFn
     reads: list[int]
 
 
@@ -203,31 +212,19 @@ class Gradients(NamedTuple):
 def _streamed(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[jax.Array, Sums]:
-    packed, split = pack(rows, plan.chunk), plan.rows
-    params = split.gather(params)
-
-    def sums_of(params: list[jax.Array], block: Rows) -> Sums:
-        probs, sums_K = _teacher_probs(plan.teacher, block.teacher_BTD), []
-        for k, head in enumerate(plan.heads):
-            inputs = (block.features_K[k], block.labels_BT, block.mask_K[k])
-            read_params = [params[j] for j in head.reads]
-            sums_K.append(
-                _chunk_sums(head.logits_fn, read_params, *inputs, probs, plan.teacher)
-            )
-        return _stacked(sums_K)
-
-    def body(i: jax.Array, sums: Sums) -> Sums:
-        block = split.split(packed.rows.chunk(i, plan.chunk))
-        return jax.tree.map(jnp.add, sums, split.each(sums_of)(params, block))
-
-    start = split.zeros(_no_sums(rows.features_K))
-    sums = split.total(lax.fori_loop(0, packed.n_chunks, body, start))
-    return jnp.sum(weight_K * sums.loss), sums
+    return _summed(plan, params, weight_K, rows, False)[0]
 
 
 def _streamed_fwd(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
+    return _summed(plan, params, weight_K, rows, True)
+
+
+def _summed(
+    plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows, gradients: bool
+) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:  # fmt: skip
+    """The loss and its sums, and the gradients of parameters and features (none without `gradients`)."""
     chunk, split = plan.chunk, plan.rows
     packed = pack(rows, chunk)
     whole = split.gather(params)
@@ -251,8 +248,11 @@ def _streamed_fwd(
                 sums = _chunk_sums(head.logits_fn, read_params, features, *shared)
                 return weight_K[k] * sums.loss, sums
 
-            gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
             read_params, features = [whole[j] for j in head.reads], block.features_K[k]
+            if not gradients:
+                sums_K.append(weighted(read_params, features)[1])
+                continue
+            gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
             if done is not None:
                 features = depend_on(features, done)
             (_, sums_k), (dp, df) = gradient(read_params, features)
@@ -274,9 +274,10 @@ def _streamed_fwd(
         ]
         return new._replace(features_K=d_features)
 
-    d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
-    sums = split.zeros(_no_sums(rows.features_K))
-    start = Gradients(split.gradients(params), d_features, sums)
+    start = Gradients([], [], split.zeros(_no_sums(rows.features_K)))
+    if gradients:
+        d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
+        start = Gradients(split.gradients(params), d_features, start.sums)
     end = lax.fori_loop(0, packed.n_chunks, body, start)
     d_params, sums = split.total((end.params, end.sums))
     # The gradient of columns beyond the last chunk is the initial zero.
