@@ -100,8 +100,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     file = os.path.join(directory, "config.json")
     taps, depth = "", {}
     if speculators_config.TYPE in config:
-        fields, given = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
-        taps = ",".join(map(str, given))
+        fields, layers_read = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
+        taps = ",".join(map(str, layers_read))
         if "norm_before_residual" not in config:
             raise UserError(
                 f"{file} does not say norm_before_residual, which is false in speculators and true in "
