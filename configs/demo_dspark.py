@@ -16,7 +16,12 @@ def get_config() -> Config:
     cfg = medusa_config()
     # The last token of the vocabulary is rare in the text; its embedding stands for "to be guessed".
     cfg.heads = DSparkConfig(
-        n_heads=4, n_layers=1, tap_layers="2,5,8", kv_heads=4, markov_rank=64, confidence=True
+        n_heads=4,
+        n_layers=1,
+        tap_layers="2,5,8",
+        kv_heads=4,
+        markov_rank=64,
+        confidence=True,
     )
     cfg.data.cache_features = "float8"
     cfg.optim.lr = 5e-3

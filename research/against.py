@@ -2,20 +2,27 @@
 
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from medusa_jax.commands.bench_race import TreeFlags, load_entrants, names_of, out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.tree.tree import Tree
 from research.asking import PromptFlags, first_prompts, questions_of
 
 # Name of a peer and its file in `research/peers/`.
-PEERS = {"transformers": "huggingface", "llama.cpp": "llamacpp"}
+PEERS = {
+    "transformers": "huggingface",
+    "llama.cpp": "llamacpp",
+    "ik_llama.cpp": "ik_llamacpp",
+}
 EXAMPLES = """examples:
   python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
       --max_new_tokens 64
+  pip install --no-deps --target old llama-cpp-python==0.3.16 && \\
+      python -m research against --model smollm2 --peers ik_llama.cpp,llama.cpp,llama.cpp=old
 """
 COLUMNS: dict[str, Cell] = {
     "engine": "{label}",
@@ -23,6 +30,7 @@ COLUMNS: dict[str, Cell] = {
     "decode tokens/s": "{tokens_per_second:.1f}",
     "prompt tokens/s": "{prompt_tokens_per_second:.0f}",
     "against plain decoding": "{speedup:.2f}x",
+    "of the read bandwidth": lambda r: f"{r['read']:.0%}" if "read" in r else "",
     "tokens before the first difference": "{agreement:.1%}",
 }
 
@@ -32,7 +40,8 @@ class Flags(PromptFlags, TreeFlags):
     """Compare engines."""
 
     peers: str = flag(
-        "transformers (needs torch), llama.cpp (needs llama-cpp-python and a GGUF file)",
+        "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
+        "(ik-llama-cpp-python); NAME=FOLDER imports the package from a folder",
         "transformers",
     )
     threads: int = flag(
@@ -49,12 +58,13 @@ def run(flags: Flags) -> int:
 
     from medusa_jax.api import Options
     from medusa_jax.evaluate.race import Contender, ourselves, race
-    from research.peers import Setting
+    from research.bandwidth import read_bandwidth
+    from research.peers import Setting, folder
 
-    peers = flags.peers.split(",")
-    if unknown := sorted(set(peers) - set(PEERS)):
+    peers = [peer.partition("=") for peer in flags.peers.split(",")]
+    if unknown := sorted({name for name, *_ in peers} - set(PEERS)):
         near = did_you_mean(unknown[0], PEERS)
-        raise UserError(f"--peers takes {' and '.join(PEERS)}, not {unknown[0]!r}{near}")
+        raise UserError(f"--peers takes {', '.join(PEERS)}, not {unknown[0]!r}{near}")
     if flags.temperature or flags.max_new_tokens < 2:
         raise UserError(
             "engines are compared greedily (--temperature 0), at least 2 tokens"
@@ -78,26 +88,36 @@ def run(flags: Flags) -> int:
     contenders: list[Contender] = []
     for own, tree in [(model, Tree.none()), *trees]:
         drafts = f"{own.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
-        contenders.append(ourselves(own, tree, options, label=f"medusa_jax, {drafts}"))
+        mine = ourselves(own, tree, options, label=f"medusa_jax, {drafts}")
+        facts = mine.facts | {"bytes": bytes_per_token(own, context // 2)}
+        contenders.append(replace(mine, facts=facts))
     setting = Setting(
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size
     )
-    for name in sorted(peers):
-        peer = importlib.import_module(f"research.peers.{PEERS[name]}")
-        contenders += peer.contenders(setting)
+    for name, _, place in sorted(peers):
+        if place:
+            contenders += folder.contenders(PEERS[name], place, setting)
+        else:
+            peer = importlib.import_module(f"research.peers.{PEERS[name]}")
+            contenders += peer.contenders(setting)
+    bandwidth = read_bandwidth()
     rows = race(contenders, prompts, flags.repeats)
+    for row in (row for row in rows if "bytes" in row):
+        steps_per_second = row["tokens_per_second"] / (row["mean_accepted_length"] or 1)
+        row["read"] = row["bytes"] * steps_per_second / bandwidth
     facts = device_facts() | {
         "products": model.products,
         "threads_of_peers": threads,
         "processors": processors(),
         "prompts": len(prompts),
         "new_tokens": flags.max_new_tokens,
+        "bandwidth": bandwidth,
         "engines": rows,
     }
     notes = (
         f"{len(prompts)} prompts, {flags.max_new_tokens} tokens each, batch 1, greedy; interleaved; "
         f"peers with {threads} threads, this engine on {processors()} processors "
-        f"({facts['device']}, {model.products} products, {facts['date']})"
+        f"({facts['device']}, {model.products} products, {facts['date']}); read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     write_report(out, "against", facts, rows, COLUMNS, notes)
     return 0

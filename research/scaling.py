@@ -20,7 +20,7 @@ from medusa_jax.config import Config, HeadsConfig, LlamaConfig
 from medusa_jax.console import announced
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.devices.chips import Chip, find_chip
-from medusa_jax.devices.simulated import simulate_devices
+from medusa_jax.devices.platforms import simulate_devices
 from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.registry import make_drafter

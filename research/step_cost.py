@@ -21,7 +21,8 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
-from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import find_shape
 from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.placing import choose_storage

@@ -18,7 +18,8 @@ from medusa_jax.config import (
 )
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.step import decode_step
-from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree

@@ -17,7 +17,8 @@ from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
-from medusa_jax.heads.registry import DRAFTERS, drafter_class, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.placing import decoder, prepare

@@ -7,10 +7,9 @@ import json
 
 import pytest
 from children import devices, output_of
-from jax.sharding import PartitionSpec as P
 
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import make_mesh, spec_for
+from medusa_jax.sharding import make_mesh
 
 CHILD = r"""
 import json, sys
@@ -194,33 +193,6 @@ def test_meshes_that_do_not_divide_are_refused_in_one_line(report):
     assert "3 does not divide the 8 devices" in errors["count"]
     assert "needs 16 devices, this process has 8" in errors["many"]
     assert report["rest"] == [2, 4, 1]
-
-
-@pytest.mark.parametrize(
-    ("path", "spec"),
-    [
-        ("embed_tokens/embedding", P("tensor", "fsdp")),
-        ("lm_head/kernel", P("fsdp", "tensor")),
-        ("layers_0/self_attn/q_proj/kernel", P("fsdp", "tensor")),
-        ("layers_11/self_attn/k_proj/bias", P("tensor")),
-        ("layers_3/self_attn/o_proj/kernel", P("tensor", "fsdp")),
-        ("layers_3/self_attn/o_proj/bias", P()),
-        ("layers_3/self_attn/qkv_proj/kernel", P("fsdp", "tensor", None)),
-        ("layers_3/mlp/gate_up_proj/bias", P("tensor", None)),
-        ("layers_3/mlp/down_proj/kernel", P("tensor", "fsdp")),
-        ("layers_3/input_layernorm/scale", P()),
-        ("layers_3/self_attn/q_norm/scale", P()),
-        ("heads_4/layers_0/kernel", P("fsdp", "tensor")),
-        ("heads_4/layers_0/bias", P("tensor")),
-        ("heads_4/lm_head/kernel", P("fsdp", "tensor")),
-        ("heads_4/lm_head/down", P("fsdp", None)),
-        ("heads_4/lm_head/up", P("fsdp", "tensor")),
-    ],
-)
-def test_table(path, spec):
-    longest = max(len(spec_for(path)), len(spec))
-    padded = [tuple(s) + (None,) * (longest - len(s)) for s in (spec_for(path), spec)]
-    assert padded[0] == padded[1]
 
 
 @pytest.mark.parametrize(

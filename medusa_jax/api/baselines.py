@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
-from medusa_jax.heads.registry import BASELINES, drafter_class
+from medusa_jax.heads.names import BASELINES
+from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import hf
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.tokenizer import (

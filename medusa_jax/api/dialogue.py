@@ -85,6 +85,11 @@ class Dialogue:
         new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
         read_B = row.length_B if row.gate is None else row.gate.followed_B
         text = np.concatenate([self._prompt, new])[: int(read_B[0])]
-        n = min(len(text), len(prompt))
-        differs = np.flatnonzero(text[:n] != prompt[:n])
-        return int(differs[0]) if differs.size else n
+        return shared_start(text, prompt)
+
+
+def shared_start(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of tokens that two texts share at their start."""
+    n = min(len(a), len(b))
+    differs = np.flatnonzero(a[:n] != b[:n])
+    return int(differs[0]) if differs.size else n

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.heads.registry import BASELINES, DRAFTERS
+from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hub import resolve
 from medusa_jax.interop.names import named

@@ -23,7 +23,8 @@ from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.registry import BASELINES, make_drafter
+from medusa_jax.heads.names import BASELINES
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.fingerprint import Fingerprint
 from medusa_jax.interop.hf import BaseFiles, fingerprint_as_read

@@ -24,8 +24,8 @@ def take_steps(
 ) -> Json:
     """Decode n - 1 steps, then run the n-th part by part.
 
-    Returns: NumPy values of that step: nodes, positions, targets, each [M]; scores [M, V], logits / T + g (T = 0:
-      the logits) after each node, whose argmax is its target; path (node numbers) with its length n; emitted;
+    Returns: NumPy values of that step: nodes, positions, targets, each [M]; scores [M, V], adjusted logits / T + g
+      (T = 0: adjusted logits) after each node, whose argmax is its target; path (node numbers) with its length n; emitted;
       length and root before and after; text and n_new before.
 
     Raises:
@@ -44,10 +44,11 @@ def take_steps(
     def one(variables: Params, state: DecodeState) -> Json:
         drafts = parts.draft(engine, variables, state, engine.tree.in_every_step)
         verified = parts.verify(engine, variables, state, drafts)
-        scores_MV = verified.logits_BMV[0]
+        _, logits_BMV = parts.adjusted(engine, variables, state, verified)
+        scores_MV = logits_BMV[0]
         if drafts.noise_BLV is not None:
             noise_MV = drafts.noise_BLV[0][jnp.asarray(drafts.tree.depth_M)]
-            scores_MV = filtered(verified.logits_BMV, state.sampling)[0] + noise_MV
+            scores_MV = filtered(logits_BMV, state.sampling)[0] + noise_MV
         outcome = parts.accept(engine, variables, state, verified)
         after = parts.commit(engine, variables, state, verified, outcome)
         return {

@@ -25,7 +25,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.heads.registry import BASELINES
+from medusa_jax.heads.names import BASELINES
 from medusa_jax.interop.chat import encode_prompt, is_chat_model, speaks
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json

@@ -31,13 +31,15 @@ class Flags(MeshFlags, ModelFlags):
     )
     host: str = flag("address to listen on", "127.0.0.1")
     port: int = flag("0 takes a free one", 8000, type=at_least(0))
-    slots: int = flag("requests answered at a time", 8)
-    queue: int = flag("requests that may wait", 64)
-    max_prompt_tokens: int | None = flag("default: what the context holds", None)
-    max_new_tokens: int | None = flag(
-        "of an answer (default: what the context holds)", None
+    slots: int = flag("requests answered at a time", 8, type=at_least(1))
+    queue: int = flag("requests that may wait", 64, type=at_least(1))
+    max_prompt_tokens: int | None = flag(
+        "default: what the context holds", None, type=at_least(1)
     )
-    max_body: int = flag("bytes of a call", 1 << 20)
+    max_new_tokens: int | None = flag(
+        "of an answer (default: what the context holds)", None, type=at_least(1)
+    )
+    max_body: int = flag("bytes of a call", 1 << 20, type=at_least(1))
     timeout: float = flag("for an answer, waiting included", 600.0, metavar="SECONDS")
     read_timeout: float = flag(
         "for a client to send its call, and to read its answer", 30.0, metavar="SECONDS"

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         from medusa_jax import hosts  # here, not for --help
 
         if flags.devices is not None:
-            from medusa_jax.devices.simulated import simulate_devices
+            from medusa_jax.devices.platforms import simulate_devices
 
             if not cfg.dry_run or flags.devices < 1:
                 raise UserError(

@@ -1,16 +1,24 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-`model/seams.py` is its only door and has its protocol.
+Other rooms get it from `model/seams.py: cpu`, and call:
+
+- `usable`, `attends`: whether it computes in a type, and with heads of a size;
+- `panel`, `panels`, `prepare`: convert kernels, of floats, of int8 and in the blocks of a GGUF file;
+- `layer`: a whole layer over few tokens; `commit`: move accepted keys and values;
+- `norm`, `rotate`: single operations, rounded alike in every program;
+- `mark`: names the compiled kernels in measurements.
+
+The products of kernels in panels are `Stored.product`.
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
 from medusa_jax.cpu.layer import commit as commit
 from medusa_jax.cpu.layer import layer as layer
+from medusa_jax.cpu.layer import norm as norm
+from medusa_jax.cpu.layer import rotate as rotate
 from medusa_jax.cpu.library import attends as attends
 from medusa_jax.cpu.library import library as library
 from medusa_jax.cpu.library import mark as mark
 from medusa_jax.cpu.library import panel as panel
 from medusa_jax.cpu.library import usable as usable
 from medusa_jax.cpu.panels import panels as panels
-from medusa_jax.cpu.rows import norm as norm
-from medusa_jax.cpu.rows import rotate as rotate

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.cpu.library import library
+from medusa_jax.cpu.library import loaded, panel
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.stored import Storage
@@ -15,7 +15,13 @@ from medusa_jax.sharding import Params, PyTree
 def prepare(
     config: LlamaConfig, part: Params, blocks: Params, rest: Params, storage: Storage
 ) -> Params:
-    """`Engine.prepare`: `BlockRows` as panels of the same blocks, embeddings of other types in float32."""
+    """An entry of the backbone: `BlockRows` as panels of the same blocks, embeddings of other types in float32.
+
+    Args:
+      part: the entry, such as {"layers_3": ...}.
+      blocks: its `BlockRows`.
+      rest: the rest of it, in decoding form.
+    """
     [name] = part
     if name != "embed_tokens":
         return {name: _packed(blocks, rest[name], storage.activations)}
@@ -47,17 +53,14 @@ def pack(kernel: BlockRows, activations: int) -> Panels:
             raise kernel.blocks.damaged
         stored = jax.device_put(words)
     else:
-        native, kind = library(), "float32"
-        assert native is not None
-        stored = in_panels(jnp.asarray(kernel.blocks.unpacked(slice(None)).T), native.panel)
+        kind, floats = "float32", jnp.asarray(kernel.blocks.unpacked(slice(None)).T)
+        stored = in_panels(floats, panel())
     return Panels(stored, None, kind, inputs, kernel.outputs, activations)
 
 
 def packs(kind: str, inputs: int) -> bool:
     """Whether rows of this many inputs in blocks of this type have panels."""
-    native = library()
-    form = FORMS.get(kind, 0)
-    return native is not None and native.call("medusa_packed_words", form, 1, inputs) > 0
+    return loaded().call("medusa_packed_words", FORMS.get(kind, 0), 1, inputs) > 0
 
 
 def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
@@ -65,11 +68,9 @@ def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
 
     A row of blocks holds all weights of one output.
     """
-    native, (outputs, size), form = library(), rows.shape, FORMS[kind]
-    assert native is not None and rows.dtype == np.uint8
-    n_words = native.call("medusa_packed_words", form, outputs, inputs)
+    (outputs, size), form = rows.shape, FORMS[kind]
+    assert rows.dtype == np.uint8
+    n_words = loaded().call("medusa_packed_words", form, outputs, inputs)
     rows, words = np.ascontiguousarray(rows), np.zeros(n_words, np.uint32)
-    at, to = rows.ctypes.data, words.ctypes.data
-    return (
-        words if native.call("medusa_pack", form, at, size, outputs, inputs, to) else None
-    )
+    given = rows.ctypes.data, size, outputs, inputs, words.ctypes.data
+    return words if loaded().call("medusa_pack", form, *given) else None

@@ -1,4 +1,4 @@
-"""A layer of the backbone or of draft heads in one call: few new tokens after a cached text, each along its path."""
+"""A layer of the backbone or of draft heads in one call: few new tokens after a cached text, each along its path; norms and rotations of rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ def layer(
     start_B: jax.Array,
     read_BTI: jax.Array | None = None,
 ) -> tuple[jax.Array, Pair]:
-    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: `Block`, as `Engine.layer`.
+    """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `Block`.
 
     Between some ten operations a layer, threads fall asleep and memory is idle; within one they do not.
 
@@ -76,3 +76,18 @@ def commit(
     aliases = {2 + i: i for i in range(len(caches))}
     call = jax.ffi.ffi_call("medusa_commit", shapes, input_output_aliases=aliases)
     return list(call(start_B.astype(jnp.int32), path_BL.astype(jnp.int32), *caches))
+
+
+def norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x [..., D] / rms(x) * scale in float32; XLA's order of summing depends on the number of rows."""
+    call = jax.ffi.ffi_call("medusa_norm", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x.astype(jnp.float32), scale_D.astype(jnp.float32), eps=np.float64(eps))
+
+
+def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
+    """`model.rope.rotate` in float32. XLA fuses a product and a sum into one rounding in some
+    programs and not in others."""
+    B, T, _, H = x_BTNH.shape
+    x, cos, sin = (a.reshape(B * T, -1, H) for a in (x_BTNH, cos_BT1H, sin_BT1H))
+    call = jax.ffi.ffi_call("medusa_rotate", jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, cos, sin).reshape(x_BTNH.shape)

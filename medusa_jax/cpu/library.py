@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -47,21 +46,20 @@ LIMITED = {
 }
 
 
-@dataclass(frozen=True)
-class Library:
-    """The compiled kernels, known to XLA under their names.
+class Library(ctypes.CDLL):
+    """The compiled kernels, known to XLA under their names; `panel`: outputs of a panel of floats."""
 
-    Attributes:
-      panel: outputs of a panel, see `cpu/panels.py`.
-      path: its file.
-    """
-
-    panel: int
-    path: str
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self.path = str(path)
+        self.panel = self.call("medusa_panel_width")
+        for name in HANDLERS:
+            handler = jax.ffi.pycapsule(getattr(self, name))
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
 
     def call(self, name: str, *numbers: int) -> int:
         """The result of one of its functions of whole numbers and addresses."""
-        function = getattr(ctypes.CDLL(self.path), name)
+        function = getattr(self, name)
         function.restype = ctypes.c_int64
         return int(function(*map(ctypes.c_int64, numbers)))
 
@@ -71,15 +69,16 @@ def library() -> Library | None:
     """The kernels for this machine, compiled if they are not yet; None where that cannot be."""
     try:
         path = _compiled()
-        loaded = ctypes.CDLL(str(path)) if path else None
+        return Library(path) if path else None
     except OSError:  # no place to write, or a file that this system does not load
         return None
-    if loaded is None:
-        return None
-    for name in HANDLERS:
-        handler = jax.ffi.pycapsule(getattr(loaded, name))
-        jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    return Library(loaded.medusa_panel_width(), str(path))
+
+
+def loaded() -> Library:
+    """The kernels, where they are known to be."""
+    native = library()
+    assert native is not None
+    return native
 
 
 def usable(dtype: DTypeLike) -> bool:
@@ -102,23 +101,19 @@ def usable(dtype: DTypeLike) -> bool:
 
 
 def panel() -> int:
-    """Outputs of a panel."""
-    native = library()
-    assert native is not None
-    return native.panel
+    """Outputs of a panel of floats (`Storage.panel`)."""
+    return loaded().panel
 
 
 def attends(head_dim: int) -> bool:
-    """Whether a head of this size is whole vectors."""
+    """Whether `layer` takes heads of this size: whole vectors."""
     native = library()
     return native is not None and bool(native.call("medusa_attends", head_dim))
 
 
 def mark() -> str:
     """The name of the compiled file, by its sources, compiler and content."""
-    native = library()
-    assert native is not None
-    return Path(native.path).name
+    return Path(loaded().path).name
 
 
 def _compiled() -> Path | None:

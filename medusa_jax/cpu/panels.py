@@ -66,7 +66,7 @@ class Panels(Stored):
 
 
 def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -> Panels:
-    """`Engine.panels`: a kernel of floats, or of int8 with its scales."""
+    """A kernel of floats, or of int8 with a scale for each output, in panels of `storage`."""
     if scales_O is None:
         words = in_panels(kernel_IO, storage.panel)
     else:

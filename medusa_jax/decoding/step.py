@@ -165,6 +165,20 @@ class Outcome(NamedTuple):
     logprobs: Logprobs | None
 
 
+def adjusted(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    verified: Verified,
+    allowed_BMW: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The logits after each node to report, and those to choose from (`places.adjust`), [B, M, V] each."""
+    backbone, drafts = Backbone(engine.llama, variables["backbone"]), verified.drafts
+    places = after_nodes(engine, state, drafts.nodes_BM, drafts.tree)
+    places = places._replace(allowed_BPW=allowed_BMW)
+    return adjust(engine, state.sampling, backbone, places, verified.logits_BMV)
+
+
 @jax.named_scope("accept")
 def accept(
     engine: Engine,
@@ -179,11 +193,7 @@ def accept(
       allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
     """
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
-    backbone = Backbone(engine.llama, variables["backbone"])
-    places = after_nodes(engine, state, nodes_BM, tree)._replace(allowed_BPW=allowed_BMW)
-    reported_BMV, chosen_BMV = adjust(
-        engine, state.sampling, backbone, places, verified.logits_BMV
-    )
+    reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
     accepted = engine.rule.accept(verified._replace(logits_BMV=chosen_BMV))
     emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None

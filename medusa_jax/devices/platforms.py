@@ -1,6 +1,7 @@
 """The platform that a program is traced for, and its compile options for decoding and training."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -49,6 +50,20 @@ def default_device() -> jax.Device:
     if isinstance(default, str):  # a platform
         return jax.local_devices(backend=default)[0]
     return default or jax.devices()[0]
+
+
+def simulate_devices(n: int) -> None:
+    """Simulate n CPU devices; call before any JAX computation.
+
+    XLA's default CPU scheduler maximises concurrency, and gathers the weights of many layers before
+    it needs the first. This selects the other scheduler, unless XLA_FLAGS already chooses one.
+    """
+    scheduler = "xla_cpu_enable_concurrency_optimized_scheduler"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if scheduler not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{scheduler}=false"
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", n)
 
 
 def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:

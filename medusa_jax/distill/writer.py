@@ -5,7 +5,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,35 +20,26 @@ if TYPE_CHECKING:
     from medusa_jax.api.results import Options
 
 
+@dataclasses.dataclass
 class Writer:
     """Answers seeds in batches of one shape, so that decoding is compiled once.
 
-    Args:
+    Attributes:
       options, user_options: of answers, and of user turns that the model writes.
       chat_template, max_turns: as for `conversation.talk`.
+      tokens: new tokens of finished decode calls.
     """
 
-    def __init__(
-        self,
-        model: "Model",
-        mode: str,
-        options: "Options",
-        user_options: "Options",
-        *,
-        batch_size: int,
-        chat_template: str,
-        max_turns: int,
-        progress: Progress,
-    ):
-        self.model, self.mode, self.options, self.progress = model, mode, options, progress
-        self.start = time.perf_counter()
-        # New tokens of finished decode calls.
-        self.tokens = 0
-        self.batch_size, self.user_options = batch_size, user_options
-        self.talk = partial(
-            talk, tokenizer=model.tokenizer, context=model.config.max_position,
-            template=chat_template, self_talk=mode == "self_talk", max_turns=max_turns,
-        )  # fmt: skip
+    model: "Model"
+    mode: str
+    options: "Options"
+    user_options: "Options"
+    batch_size: int
+    chat_template: str
+    max_turns: int
+    progress: Progress
+    tokens: int = 0
+    start: float = dataclasses.field(default_factory=time.perf_counter)
 
     def decode(
         self,
@@ -98,7 +88,14 @@ class Writer:
     def answer(self, seeds: list[Seed], ended: Callable[[Seed, Json], None]) -> None:
         """Answer a batch of seeds; calls `ended` with the output line of each."""
         if self.mode != "continue":
-            return converse([(seed, self.talk(seed)) for seed in seeds], self.decode, ended)
+            given = (
+                self.model.tokenizer,
+                self.model.config.max_position,
+                self.chat_template,
+            )
+            modes = (self.mode == "self_talk", self.max_turns)
+            talks = [(seed, talk(seed, *given, *modes)) for seed in seeds]
+            return converse(talks, self.decode, ended)
         prompts = [prompt_of(self.model, seed) for seed in seeds]
         return self.decode(
             prompts, [seed.number for seed in seeds], None,

@@ -168,7 +168,8 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
         length = sum(r.appended for r in own) / max(1, steps)
         step = spent / max(1, steps)
         latency = step / (base_spent / max(1, base_steps))
-        per_step = (length, step, latency, relation_error(speedup, length, latency))
+        error = speedup * latency / length - 1 if length else 0.0
+        per_step = (length, step, latency, error)
     texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
@@ -187,11 +188,6 @@ def _total(runs: Sequence[Run]) -> tuple[float, int, int]:
     """Seconds of decoding, tokens and steps."""
     seconds = sum(r.decode_seconds for r in runs)
     return seconds, sum(r.tokens for r in runs), sum(r.steps for r in runs)
-
-
-def relation_error(speedup: float, length: float, ratio: float) -> float:
-    """speedup / (length / ratio) - 1; 0 if the answers end without a step."""
-    return speedup * ratio / length - 1 if length else 0.0
 
 
 def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -89,7 +89,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     given, layer = Fields(file, values), parse_config(file, values)
     if not layer.qk_norm:
         raise UserError(f"{file}: layers of {config.get('model_type')} are not supported")
-    shape, rotation = shape_of(layer)
+    shape, sizes = shape_of(layer)
     dspark = _W1 in tensors
     if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
         raise UserError(f"{file}: projector_type contradicts the keys of {source}")
@@ -111,15 +111,10 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(f"{file}: draft_vocab_size {said!r}, {source} has {outputs} tokens")
     heads = kind(
         n_heads=given.count("block_size", least=2) - (not root_guesses),
-        n_layers=layer.n_layers,
         lm_head="own" if _LM_HEAD in tensors else "shared",
         mask_token=given.count("mask_token_id", least=0),
         tap_layers=",".join(str(i + 1) for i in taps),
-        attention_heads=layer.n_heads,
-        kv_heads=layer.n_kv_heads,
-        head_dim=layer.head_dim,
-        d_ff=layer.d_ff,
-        rope_theta=rotation,
+        **sizes,
         markov_rank=given.count("markov_rank") if dspark else 0,
         root_guesses=root_guesses,
         draft_vocab=0 if ids is None else len(ids),

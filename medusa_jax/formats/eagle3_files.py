@@ -123,24 +123,17 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    shape, rotation = shape_of(layer)
+    shape, sizes = shape_of(layer)
     ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
     outputs = layer.vocab_size if ids is None else len(ids)
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     given = Fields(file, {name: x for name, x in fields.items() if x is not None})
     heads = Eagle3Config(
-        n_layers=layer.n_layers,
         tap_layers=taps,
         draft_vocab=0 if ids is None else len(ids),
-        fc_norm=given.switch("fc_norm"),
-        norm_output=given.switch("norm_output"),
-        norm_before_residual=given.switch("norm_before_residual"),
-        attention_heads=layer.n_heads,
-        kv_heads=layer.n_kv_heads,
-        head_dim=layer.head_dim,
-        d_ff=layer.d_ff,
-        rope_theta=rotation,
+        **{flag: given.switch(flag) for flag in _FLAGS},
+        **sizes,
     )
     stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
@@ -160,12 +153,24 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
 
 
-def shape_of(layer: LlamaConfig) -> tuple[Json, float]:
-    """Required fields of the backbone's shape, and the base of the layer's rotation (0: the backbone's)."""
-    shape = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    if layer.rope_scaling in ("none", "dynamic"):
-        return shape, layer.rope_theta
-    return shape | {name: getattr(layer, name) for name in ROPE}, 0.0
+def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
+    """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
+
+    A `rope_theta` of 0 is the backbone's rotation.
+    """
+    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    sizes: Json = {
+        "n_layers": layer.n_layers,
+        "attention_heads": layer.n_heads,
+        "kv_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "d_ff": layer.d_ff,
+        "rope_theta": layer.rope_theta,
+    }
+    if layer.rope_scaling not in ("none", "dynamic"):
+        shape |= {name: getattr(layer, name) for name in ROPE}
+        sizes["rope_theta"] = 0.0
+    return shape, sizes
 
 
 def _expect(file: str, fields: Json, expected: Json) -> None:

@@ -9,11 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-
-# All drafters that have heads (`heads/registry.py: DRAFTERS`).
-DRAFTERS = (
-    "medusa", "hydra", "hydrapp", "amphista", "amphista_alpha", "eagle", "eagle3", "dflash", "dspark",
-)  # fmt: skip
+from medusa_jax.heads.names import DRAFTERS
 
 
 class Target(NamedTuple):
@@ -39,7 +35,7 @@ class Target(NamedTuple):
 # By the value of --to.
 TARGETS = {
     "native": Target(
-        DRAFTERS,
+        tuple(DRAFTERS),
         "this project's format, bound to the model by its fingerprint",
         "`python decode.py --model {base} --drafter {out}`",
         draft_vocab=True,
@@ -155,7 +151,7 @@ ENGINES = {
         {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",), "eagle3": ("eagle3",)}
         | _HYDRA
         | _BLOCKS,
-        "no reader of Amphista's files has been published",
+        "no published code reads such files",
     ),
 }
 # The columns of `table`.

@@ -9,7 +9,7 @@ import numpy as np
 from medusa_jax.formats.torch_writer import save_torch
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.stored_heads import Arrays, StoredHeads, made_directory
+from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import cast
 from medusa_jax.interop.tensors import Locate
 from medusa_jax.whole_files import Json
@@ -51,17 +51,19 @@ class Export:
 
         It is the head's own, the product of its factors, or the backbone's.
         """
-        heads, factors = self.stored.heads, ("lm_head/down", "lm_head/up")
+        kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
         out = {path: x for path, x in self.params.items() if not path.endswith(factors)}
-        for k in range(heads.n_heads):
+        shared = self.base.lm_head().astype(self.kind) if kind == "shared" else None
+        for k in range(self.stored.heads.n_heads):
             stem = f"heads_{k}/lm_head"
-            if heads.lm_head == "low_rank":
-                down, up = (
-                    self.params[f"{stem}/{x}"].astype(np.float32) for x in ("down", "up")
+            if shared is not None:
+                out[f"{stem}/kernel"] = shared
+            elif kind == "low_rank":
+                wide = (
+                    self.params[path].astype(np.float32)
+                    for path in (f"{stem}/down", f"{stem}/up")
                 )
-                out[f"{stem}/kernel"] = (down @ up).astype(self.kind)
-            elif heads.lm_head == "shared":
-                out[f"{stem}/kernel"] = self.base.lm_head().astype(self.kind)
+                out[f"{stem}/kernel"] = np.matmul(*wide).astype(self.kind)
         return out
 
     def arrays(self, locate: Locate, params: Arrays | None = None) -> Arrays:
@@ -78,7 +80,8 @@ class Export:
 
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
         """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
-        path = os.path.join(made_directory(out), name)
+        os.makedirs(out, exist_ok=True)
+        path = os.path.join(out, name)
         if name.endswith(".safetensors"):
             tensor_files.save_safetensors(path, arrays, {"format": "pt"})
         else:

@@ -31,7 +31,6 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.interop.heads_io import check_base
 from medusa_jax.interop.hf_writer import save_weights
 from medusa_jax.interop.own_heads import base_record, save_heads
-from medusa_jax.interop.stored_heads import made_directory
 from medusa_jax.interop.tensor import cast, whole
 from medusa_jax.interop.tensors import optional_json, read_json, save_json
 from medusa_jax.interop.tokenizer_files import copy_inside, copy_tokenizer
@@ -73,7 +72,8 @@ def to_merged(export: Export, out: str) -> None:
     kind = np.dtype(dtype or first.dtype)
     shapes = {key: tensor.shape for key, tensor in backbone.items()}
     shapes |= {key: array.shape for key, array in arrays.items()}
-    save_weights(made_directory(out), shapes, read, kind)
+    os.makedirs(out, exist_ok=True)
+    save_weights(out, shapes, read, kind)
     raw = read_json(os.path.join(base.source, "config.json"))
     if raw.get("tie_word_embeddings"):
         raw["tie_word_embeddings"] = base.config.tie_embeddings

@@ -35,7 +35,7 @@ class Medusa(LastHidden):
         layers = {f"layers_{j}": block for j in range(self.heads.n_layers)}
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
-    def _features(
+    def head_features(
         self, params: Params, k: int, hidden: jax.Array, dtype: DTypeLike
     ) -> jax.Array:
         """[..., D] -> [..., D]."""
@@ -47,13 +47,15 @@ class Medusa(LastHidden):
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         dtype = backbone.llama.dtype
         heads = range(self.n_heads)
-        return jnp.stack([self._features(params, k, rows.hidden_BTE, dtype) for k in heads])
+        return jnp.stack(
+            [self.head_features(params, k, rows.hidden_BTE, dtype) for k in heads]
+        )
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> Proposal:
         features = [
-            self._features(params, k, state, backbone.llama.dtype)
+            self.head_features(params, k, state, backbone.llama.dtype)
             for k in range(request.tree.depth)
         ]
         return self.fill(params, backbone, features, request)

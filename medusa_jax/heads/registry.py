@@ -6,25 +6,7 @@ import importlib
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.drafter import Drafter, NoDrafter
-
-# Name and file of every drafter. `DRAFTERS` have heads, which are trained and stored; `BASELINES` have
-# none.
-DRAFTERS = {
-    "amphista": "amphista",
-    "amphista_alpha": "amphista",
-    "dflash": "dflash",
-    "dspark": "dflash",
-    "eagle": "eagle",
-    "eagle3": "eagle3",
-    "hydra": "hydra",
-    "hydrapp": "hydrapp",
-    "medusa": "medusa",
-}
-BASELINES = {
-    "draft_model": "draft_model",
-    "lookahead": "lookahead",
-    "prompt_lookup": "prompt_lookup",
-}
+from medusa_jax.heads.names import BASELINES, DRAFTERS
 
 
 def drafter_class(name: str) -> type[Drafter]:

@@ -21,6 +21,16 @@ FAMILIES: dict[str, Json] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+# Sizes: field of config.json -> of LlamaConfig.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+}
 # rope_type -> its numbers, theirs -> ours.
 _FACTOR = {"factor": "rope_factor"}
 _ORIGINAL = _FACTOR | {"original_max_position_embeddings": "rope_original_max_position"}
@@ -66,16 +76,17 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     values = FAMILIES[family] | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})
     heads = fields.count("num_attention_heads")
+    derived = {
+        "num_key_value_heads": heads,
+        "head_dim": fields.count("hidden_size") // heads,
+    }
+    sizes: Json = {
+        ours: fields.count(name, derived.get(name)) for name, ours in SIZES.items()
+    }
     window = _sliding_window(file, family, raw, fields)
     attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
     config = LlamaConfig(
-        vocab_size=fields.count("vocab_size"),
-        d_model=fields.count("hidden_size"),
-        n_layers=fields.count("num_hidden_layers"),
-        n_heads=heads,
-        n_kv_heads=fields.count("num_key_value_heads", heads),
-        head_dim=fields.count("head_dim", fields.count("hidden_size") // heads),
-        d_ff=fields.count("intermediate_size"),
+        **sizes,
         max_position=fields.count("max_position_embeddings"),
         rms_eps=fields.number("rms_norm_eps", 1e-6),
         tie_embeddings=fields.switch("tie_word_embeddings"),

@@ -13,9 +13,13 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hf import locate
-from medusa_jax.interop.hf_config import SCALINGS
+from medusa_jax.interop.hf_config import SCALINGS, SIZES
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
 
 
 def config_to_hf(config: LlamaConfig) -> Json:
@@ -48,13 +52,7 @@ def config_to_hf(config: LlamaConfig) -> Json:
     raw: Json = {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model,
-        "intermediate_size": c.d_ff,
-        "num_hidden_layers": c.n_layers,
-        "num_attention_heads": c.n_heads,
-        "num_key_value_heads": c.n_kv_heads,
-        "head_dim": c.head_dim,
+        **{name: getattr(c, ours) for name, ours in SIZES.items()},
         "hidden_act": "silu",
         "max_position_embeddings": c.max_position,
         "rms_norm_eps": c.rms_eps,
@@ -114,11 +112,6 @@ def save_backbone(
     save_weights(directory, shapes, read, dtype, write)
     if write:
         tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
-
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
 
 
 def save_weights(

@@ -19,7 +19,7 @@ from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fields import Fields
-from medusa_jax.interop.stored_heads import StoredHeads, check_ids, made_directory
+from medusa_jax.interop.stored_heads import StoredHeads, check_ids
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.sharding import Params
@@ -129,6 +129,7 @@ def save_heads(
         "base": base,
         "recipe": recipe,
     }
-    weights = os.path.join(made_directory(directory), WEIGHTS)
+    os.makedirs(directory, exist_ok=True)
+    weights = os.path.join(directory, WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)

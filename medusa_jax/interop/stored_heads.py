@@ -1,6 +1,5 @@
 """Draft heads that are described but not read yet."""
 
-import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -82,16 +81,3 @@ def check_ids(
             f"{source} should hold {heads.draft_vocab} ascending token ids below {vocab_size} as its draft "
             "vocabulary"
         )
-
-
-def made_directory(path: str) -> str:
-    """Create a directory if it does not exist; returns its path.
-
-    Raises:
-      UserError: it cannot be created.
-    """
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path} cannot be created: {error.strerror}") from error
-    return path

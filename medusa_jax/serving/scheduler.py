@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
+from medusa_jax.api.dialogue import shared_start
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.errors import first_line
@@ -424,13 +425,6 @@ class Scheduler:
         if delta.token_ids or delta.parts or delta.ending:
             job.delivered_at = time.perf_counter()
             job.deliver(delta)
-
-
-def shared_start(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of tokens that two texts share at their start."""
-    n = min(len(a), len(b))
-    differs = np.flatnonzero(a[:n] != b[:n])
-    return int(differs[0]) if differs.size else n
 
 
 def tell(jobs: Iterable[Job], error: Stopped) -> None:

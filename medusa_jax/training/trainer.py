@@ -29,7 +29,7 @@ from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import Rows, batches, mix, read
-from medusa_jax.training.optim.optimizer import keep_if, make_optimizer, make_schedule
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import (
     batch_shapes,
@@ -306,7 +306,8 @@ def make_step(
             "lr": jnp.asarray(schedule(state.updates), jnp.float32),
             "skipped": ~ok,
         }
-        params, opt = keep_if(ok, (params, opt), (state.params, state.opt))
+        new, old = (params, opt), (state.params, state.opt)
+        params, opt = jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
         return TrainState(state.step + 1, state.updates + ok, params, opt), metrics
 
     return step

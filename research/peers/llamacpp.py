@@ -1,6 +1,7 @@
 """llama.cpp through llama-cpp-python: a GGUF file in float32, in its own type, and with drafts."""
 
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,9 +41,7 @@ def contenders(setting: Setting) -> list[Contender]:
     drafter = LlamaPromptLookupDecoding(num_pred_tokens=2)
     drafts = settings | {"draft_model": drafter, "n_ctx": setting.context + 2}
     found.append(
-        _contender(
-            llama_cpp, path, own, drafts, setting.new_tokens, "llama.cpp, prompt lookup"
-        )
+        _contender(llama_cpp, path, own, drafts, setting.new_tokens, ", prompt lookup")
     )
     return found
 
@@ -53,7 +52,7 @@ def _contender(
     weights: str,
     settings: dict[str, Any],
     n_tokens: int,
-    name: str = "llama.cpp",
+    drafts: str = "",
 ) -> Contender:
     try:
         llama = llama_cpp.Llama(model_path=path, verbose=False, **settings)
@@ -69,4 +68,6 @@ def _contender(
         rest = list(itertools.islice(tokens, n_tokens - 1))
         return Run([[first, *rest]], middle - start, time.perf_counter() - middle)
 
-    return Contender(name, decode, weights)
+    label = f"llama.cpp {llama_cpp.__version__}{drafts}"
+    facts = {} if drafts else {"bytes": os.path.getsize(path)}
+    return Contender(label, decode, weights, facts)

@@ -13,7 +13,6 @@ from tiny import write_model
 
 from medusa_jax.commands import serve_run
 from medusa_jax.commands.serve_run import known_hosts, read_key
-from medusa_jax.errors import UserError
 
 
 def test_the_key(monkeypatch, tmp_path):
@@ -46,13 +45,6 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
         "smollm2",
         hub,
     ]
-
-
-@pytest.mark.parametrize("key", ["clé", "a\tb", " ", "\udce9"])
-def test_a_key_that_no_client_can_send(monkeypatch, key):
-    monkeypatch.setenv("MEDUSA_API_KEY", key)
-    with pytest.raises(UserError, match="the variable MEDUSA_API_KEY"):
-        read_key(None)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tiny import PRINTABLE, write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
-from medusa_jax.constraints.grammars import KEPT, LIMITS
+from medusa_jax.constraints.grammars import KEPT
 from medusa_jax.decoding.masks import words
 from medusa_jax.interop.tokenizer import load_tokenizer
 
@@ -248,17 +248,6 @@ def test_alternatives_beyond_the_limit_are_refused(printable):
     words = [f"w{i}" for i in range(21000)]
     with pytest.raises(UserError, match="Current row has 21001 items"):
         printable[0].guide(constraint_of(one_of(words)[2]), [2])
-
-
-def test_a_limit_is_no_end(printable, monkeypatch):
-    """In place a sentence, whatever the text was so far."""
-    monkeypatch.setitem(LIMITS, "max_items_in_row", 30)
-    made, tokenizer = printable
-    rule = " | ".join(f'"b{i}"' for i in range(60))
-    guide = made.guide(constraint_of({"grammar": f'start: "a" ({rule})'}), [2])
-    with pytest.raises(UserError, match=r"too costly for its grammar engine: .* 61 items"):
-        guide.advance(tokenizer.encode("a")[-1:])
-        guide.fill(guide.first_W.copy())
 
 
 KINDS = [

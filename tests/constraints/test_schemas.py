@@ -2,8 +2,7 @@
 
     CONSTRAINTS=2000 python -m pytest -m slow -s tests/constraints/test_schemas.py
 
-prints the figures of as many schemas and of a quarter as many regular expressions. With
-JSON_SCHEMA_SUITE=folder, the schemas of a checkout of the JSON-Schema-Test-Suite as well.
+prints the figures of as many schemas and of a quarter as many regular expressions.
 """
 
 import os
@@ -13,7 +12,7 @@ import re
 import jax
 import pytest
 import tiny
-from schemas import is_valid, random_regex, random_schema, suite_schemas
+from schemas import is_valid, random_regex, random_schema
 from served import load_model
 
 from medusa_jax import Options, Tree, UserError
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 PROMPTS = ["def parse(", "row = ", "{", "# a list of numbers\n", "class A:" * 9]
 MANY = int(os.environ.get("CONSTRAINTS", "200"))
-SUITE = os.environ.get("JSON_SCHEMA_SUITE", "")
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0], [-1], [-1, -1]])
 
 
@@ -131,10 +129,3 @@ def test_many_schemas(model):
 @pytest.mark.slow
 def test_many_regular_expressions(model):
     assert check(model, "regular expressions", regexes_of(MANY // 4), matches, 32) > 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SUITE, reason="JSON_SCHEMA_SUITE names no checkout of the suite")
-def test_schemas_of_the_public_suite(model):
-    found = [{"json_schema": schema} for schema in suite_schemas(SUITE)]
-    assert check(model, "schemas of the suite", found, is_valid, 32) > 0.3

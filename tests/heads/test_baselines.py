@@ -17,8 +17,9 @@ from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Ranked
+from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
-from medusa_jax.heads.registry import BASELINES, make_drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 

@@ -32,8 +32,9 @@ from medusa_jax.heads import layers
 from medusa_jax.heads.dflash import ContextState
 from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
+from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.prompt_lookup import TextState
-from medusa_jax.heads.registry import BASELINES, DRAFTERS, make_drafter
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama

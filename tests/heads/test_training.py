@@ -9,7 +9,7 @@ from cases import thinned
 from tiny import random_params
 from training_setup import stage_of, tiny_config, training_arch
 
-from medusa_jax.heads.registry import DRAFTERS
+from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.training import losses
 
 NAMES = sorted(DRAFTERS)

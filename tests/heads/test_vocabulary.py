@@ -22,7 +22,8 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
-from medusa_jax.heads.registry import DRAFTERS, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import Llama

@@ -109,37 +109,44 @@ def test_shipped_templates(name, llama2, llama3):
     assert encode_conversation(tokenizer, TALK[1:], name)[1].count(1)
 
 
-def test_template_with_marks_but_eos_outside(llama3):
-    """The end-of-text token right after a marked span counts, the line break does not."""
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}"
-        "A:{% generation %}{{ m.content }}{% endgeneration %}<|eot_id|>\n"
-        "{% else %}Q:{{ m.content }}\n{% endif %}{% endfor %}"
-    )
-    tokenizer = with_template(llama3, template)
-    ids, counted = encode_conversation(tokenizer, TALK[1:])
-    assert counted_texts(tokenizer, ids, counted) == [
-        "I am fine<|eot_id|>",
-        "Fine 😀!<|eot_id|>",
-    ]
-
-
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "A:{% generation %}{{ m.content }}{% endgeneration %}<|eot_id|>\n"
+    "{% else %}Q:{{ m.content }}\n{% endif %}{% endfor %}"
+)
 UNMARKED = (
     "{{ bos_token }}{% for m in messages %}"
     "<|start_header_id|>{{ m.role }}<|end_header_id|>\n{{ m.content }}<|eot_id|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n{% endif %}"
 )
+# As APIs return it: a thought in its own field.
+THINKING = UNMARKED.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+)
+ANSWER = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm. <|eot_id|>"}
+EMPTY = ANSWER | {"reasoning_content": "", "content": "<think></think>Yo"}
+FINE = ["I am fine<|eot_id|>", "Fine 😀!<|eot_id|>"]
 
 
-def test_template_without_marks(llama3):
-    """Spans from rendered prefixes; what comes after the turn's last EOS does not count."""
-    tokenizer = with_template(llama3, UNMARKED)
-    ids, counted = encode_conversation(tokenizer, TALK)
-    assert ids[0] == tokenizer.bos_id and ids.count(tokenizer.bos_id) == 1
-    assert counted_texts(tokenizer, ids, counted) == [
-        "I am fine<|eot_id|>",
-        "Fine 😀!<|eot_id|>",
-    ]
+@pytest.mark.parametrize(
+    ("template", "talk", "runs"),
+    [
+        # The end-of-text token right after a marked span counts, the line break does not.
+        (MARKED, TALK[1:], FINE),
+        # Without marks: spans from rendered prefixes; what comes after the turn's last EOS does not count.
+        (UNMARKED, TALK, FINE),
+        (THINKING, [*TALK[:2], ANSWER], ["<think>Hm. <|eot_id|></think>Yo<|eot_id|>"]),
+        # An empty thought that the model wrote counts.
+        (THINKING, [*TALK[:2], EMPTY], ["<think></think>Yo<|eot_id|>"]),
+    ],
+)
+def test_what_counts_by_the_models_own_template(template, talk, runs, llama3):
+    ids, counted = encode_conversation(with_template(llama3, template), talk)
+    assert counted_texts(llama3, ids, counted) == runs
+    assert ids.count(llama3.bos_id) == (template is not MARKED)
+    ends = {MARKED: len(runs), UNMARKED: len(talk), THINKING: 3}
+    assert ids.count(llama3.token_to_id("<|eot_id|>")) == ends[template]
 
 
 THOUGHTS = [
@@ -205,25 +212,6 @@ def test_templates_that_rewrite_turns(llama3, byte_level_dir, name, talk):
     ids, counted = encode_conversation(with_template(llama3, plain), talk)
     assert (ids, counted) == (out["input_ids"], out["assistant_masks"])
     assert any(counted)
-
-
-def test_a_thought_in_its_own_field(llama3):
-    """As APIs return it; and an empty one that the model wrote counts."""
-    template = UNMARKED.replace(
-        "{{ m.content }}",
-        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-        "{{ m.content }}",
-    )
-    answer = {"role": "assistant", "content": "Yo", "reasoning_content": "Hm. <|eot_id|>"}
-    for said, want in (
-        (answer, "<think>Hm. <|eot_id|></think>Yo<|eot_id|>"),
-        (answer | {"reasoning_content": "", "content": "<think></think>Yo"},
-         "<think></think>Yo<|eot_id|>"),
-    ):  # fmt: skip
-        tokenizer = with_template(llama3, template)
-        ids, counted = encode_conversation(tokenizer, [*TALK[:2], said])
-        assert counted_texts(tokenizer, ids, counted) == [want]
-        assert ids.count(llama3.token_to_id("<|eot_id|>")) == 3
 
 
 def test_an_answer_shown_twice_is_refused(llama3):

@@ -23,7 +23,8 @@ from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
-from medusa_jax.heads.registry import DRAFTERS, whole_config
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import whole_config
 from medusa_jax.interop import own_heads
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf import BaseFiles

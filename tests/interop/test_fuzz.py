@@ -15,6 +15,7 @@ import shutil
 import struct
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -61,55 +62,43 @@ class Target:
     before: object = None
 
 
+# Readers of a path; what they return must be the same of a file that loads although it is spoilt.
+
+
 def read_heads(path):
     """Names, shapes and types of all parameters once they have been read."""
-
-    def load():
-        stored = open_heads(str(path))
-        arrays = stored.read(LLAMA)
-        return stored.heads, {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
-
-    return load
+    stored = open_heads(str(path))
+    arrays = stored.read(LLAMA)
+    return stored.heads, {name: (x.shape, x.dtype.name) for name, x in arrays.items()}
 
 
 def read_model(path):
-    """The same of a backbone."""
-
-    def load():
-        config, params = hf.load_backbone(str(path), make_mesh())
-        return config, {n: x.shape for n, x in tensor_files.flatten(params).items()}
-
-    return load
+    config, params = hf.load_backbone(str(path), make_mesh())
+    return config, {n: x.shape for n, x in tensor_files.flatten(params).items()}
 
 
 def read_base(path):
-    def load():
-        base = BaseFiles.open(str(path))
-        return base.lm_head().shape, base.fingerprint()
-
-    return load
+    base = BaseFiles.open(str(path))
+    return base.lm_head().shape, base.fingerprint()
 
 
 def read_tokenizer(path):
-    return lambda: (t := load_tokenizer(str(path))).decode(t.encode("the cab, in a bath"))
+    tokenizer = load_tokenizer(str(path))
+    return tokenizer.decode(tokenizer.encode("the cab, in a bath"))
 
 
 def read_template(path):
-    return lambda: encode_prompt(load_tokenizer(str(path)), "the cab")
+    return encode_prompt(load_tokenizer(str(path)), "the cab")
 
 
-def read_gguf_file(path, out):
+def read_gguf_file(path):
     """A letter of a name may change unnoticed, so what it holds is not compared."""
-
-    def load():
-        convert(str(path), str(out))
-        return True
-
-    return load
+    convert(str(path), str(path.parent / "gguf"))
+    return True
 
 
 def read_tree(path):
-    return lambda: Tree.from_choices(load_tree_file(path)["choices"]).n_nodes
+    return Tree.from_choices(load_tree_file(path)["choices"]).n_nodes
 
 
 @pytest.fixture(scope="module")
@@ -119,13 +108,13 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     params = jax.tree.map(np.float32, random_params(LLAMA, 0))
     made = {}
 
-    def add(name, file, load, **options):
-        made[name] = Target(Path(file), load, **options)
+    def add(name, file, read, path, **options):
+        made[name] = Target(Path(file), partial(read, path), **options)
 
     def add_heads(name, state, file, config, same=True):
         folder = write(root / name, state, file, config)
-        add(name, folder / file, read_heads(folder), weights=True)
-        add(f"{name}-config", folder / "config.json", read_heads(folder), same=same)
+        add(name, folder / file, read_heads, folder, weights=True)
+        add(f"{name}-config", folder / "config.json", read_heads, folder, same=same)
 
     same = ("vllm", "medusa", "hydra", "eagle")
     for kind, (state, file, config) in FILES.items():
@@ -135,28 +124,28 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     own, record = root / "own", {"d_model": 16, "vocab_size": 23, "fingerprint": "x"}
     tree = unflatten_dict(stored.read(LLAMA), sep="/")
     own_heads.save_heads(str(own), stored.heads, tree, base=record, recipe={"steps": 1})
-    add("own", own / "heads.safetensors", read_heads(own), weights=True)
-    add("own-json", own / "heads.json", read_heads(own), same=False)
+    add("own", own / "heads.safetensors", read_heads, own, weights=True)
+    add("own-json", own / "heads.json", read_heads, own, same=False)
 
     base = root / "base"
     write_tokenizer(base)
     save_backbone(str(base), LLAMA, params, "float32")
-    add("model", base / "model.safetensors", read_model(base), weights=True)
-    add("config", base / "config.json", read_base(base), same=False)
+    add("model", base / "model.safetensors", read_model, base, weights=True)
+    add("config", base / "config.json", read_base, base, same=False)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        add(name, base / name, read_tokenizer(base), same=False)
+        add(name, base / name, read_tokenizer, base, same=False)
     (base / "chat_template.jinja").write_text(shipped_template("llama2"))
-    add("template", base / "chat_template.jinja", read_template(base), same=False)
+    add("template", base / "chat_template.jinja", read_template, base, same=False)
     pieces = root / "sentencepiece"
     shutil.copytree(sentencepiece_dir, pieces)
-    add("tokenizer.model", pieces / "tokenizer.model", read_tokenizer(pieces), same=False,
+    add("tokenizer.model", pieces / "tokenizer.model", read_tokenizer, pieces, same=False,
         end=True)  # fmt: skip
     state = medusa_state(1, prefix="base_model.model.medusa_head.")
     state["base_model.model.model.layers.0.mlp.lora_A.weight"] = np.ones(2, np.float32)
     adapter = write(root / "adapter", state, "adapter_model.safetensors")
     file = adapter / "adapter_model.safetensors"
-    add("adapter", file, read_heads(adapter), weights=True)
+    add("adapter", file, read_heads, adapter, weights=True)
 
     sharded = root / "sharded"
     save_backbone(str(sharded), LLAMA, params, "float32")
@@ -164,15 +153,15 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     names = tensor_files.open_safetensors(str(sharded / "part.safetensors"))
     index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    add("index", sharded / "model.safetensors.index.json", read_model(sharded), same=False)
+    add("index", sharded / "model.safetensors.index.json", read_model, sharded, same=False)
 
     file = tiny(root / "a.gguf", (byte_level_dir / "tokenizer.json").read_text())
     (root / "gguf").mkdir()
-    add("gguf", file, read_gguf_file(file, root / "gguf"), same=False, end=True)
+    add("gguf", file, read_gguf_file, Path(file), same=False, end=True)
 
     file = root / "tree.json"
     file.write_text(json.dumps({"choices": [[0], [1], [0, 0]], "nodes": 4}))
-    add("tree", file, read_tree(file), same=False)
+    add("tree", file, read_tree, file, same=False)
 
     for name, target in made.items():
         target.good = target.file.read_bytes()

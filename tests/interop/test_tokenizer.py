@@ -186,13 +186,6 @@ def test_stream_shows_text_as_soon_as_it_is_certain(tokenizers_by_kind):
     assert len(decoder._window) < 60  # the cost of a piece does not grow with the text
 
 
-def test_stream_drops_an_unfinished_character(tokenizers_by_kind):
-    for tokenizer in tokenizers_by_kind.values():
-        ids = tokenizer.encode("ab 😀")
-        pieces = stream(tokenizer, ids[:-1], [1] * len(ids))
-        assert "".join(pieces) == "ab "
-
-
 def test_a_sentencepiece_model_that_is_cut_between_two_pieces(sentencepiece_dir, tmp_path):
     """The library reads such a file as a smaller vocabulary."""
     shutil.copytree(sentencepiece_dir, tmp_path / "cut")

@@ -1,5 +1,7 @@
 """The key/value cache: writing, committing and growing rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,23 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa_jax.cpu import library
 from medusa_jax.model import seams
 from medusa_jax.model.cache import KVCache, write_rows
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True, scope="module", params=["cpu", "tpu"])
-def forms(request):
-    """The forms for each platform; they are traced again."""
+native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+FORMS = ["cpu", pytest.param("native", marks=native), "tpu"]
+
+
+@pytest.fixture(autouse=True, scope="module", params=FORMS)
+def commit(request):
+    """`KVCache.commit` in its form for each platform, traced again, and by the CPU engine."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seams, "platform", lambda: request.param)
+        platform = request.param.replace("native", "cpu")
+        patch.setattr(seams, "platform", lambda: platform)
         jax.clear_caches()
-        yield
+        yield jax.jit(partial(KVCache.commit, native=request.param == "native"))
     jax.clear_caches()
-
-
-commit = jax.jit(KVCache.commit)
 
 
 def counting(batch, slots):
@@ -40,7 +45,7 @@ def counting(batch, slots):
 
 @SETTINGS
 @given(st.integers(0, 2**20), st.sampled_from([1, 3]))
-def test_commit_is_a_gather(seed, batch):
+def test_commit_is_a_gather(commit, seed, batch):
     rng = np.random.default_rng(seed)
     slots, nodes, length = 24, 7, 4
     start = rng.integers(0, slots - nodes + 1, batch).astype(np.int32)
@@ -58,7 +63,7 @@ def test_commit_is_a_gather(seed, batch):
         np.testing.assert_array_equal(new, expected)
 
 
-def test_a_row_without_room_gets_numbers():
+def test_a_row_without_room_gets_numbers(commit):
     """Rows that have ended are written, too, and a later text may begin in one of them."""
     start, path = np.array([4, 15], np.int32), np.array([[0, 2, 3]] * 2, np.int32)
     before = counting(2, 16)

@@ -51,24 +51,24 @@ def empty_cache(config, batch):
     return jax.tree.map(lambda x: x + 50.0, zeros)
 
 
-def read_in_chunks(llama, backbone, config, texts, chunk=CHUNK):
+def read_in_chunks(llama, backbone, config, texts):
     """Ragged prefixes, read in chunks of unequal useful length; each row its own start.
 
-    A chunk is padded to `chunk` tokens; the padding is overwritten by the next one.
+    A chunk is padded; the padding is overwritten by the next one.
     """
     rng = np.random.default_rng(len(texts[0]))
     cache = empty_cache(config, len(texts))
     done = np.zeros(len(texts), np.int32)
     logits = [[] for _ in texts]
     while any(n < len(t) for n, t in zip(done, texts)):
-        tokens = np.zeros((len(texts), chunk), np.int32)
+        tokens = np.zeros((len(texts), CHUNK), np.int32)
         useful = []
         for row, text in enumerate(texts):
-            n = min(int(rng.integers(0, chunk + 1)), len(text) - done[row])
+            n = min(int(rng.integers(0, CHUNK + 1)), len(text) - done[row])
             tokens[row, :n] = text[done[row] : done[row] + n]
             useful.append(n)
-        positions = done[:, None] + np.arange(chunk)[None]
-        mask = np.tril(np.ones((chunk, chunk), bool))
+        positions = done[:, None] + np.arange(CHUNK)[None]
+        mask = np.tril(np.ones((CHUNK, CHUNK), bool))
         out, cache = cached(llama, backbone, tokens, positions, cache, done, mask)
         for row, n in enumerate(useful):
             logits[row] += list(np.asarray(out)[row, :n])
@@ -104,19 +104,6 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
                 assert_close(np.asarray(out)[row, node], whole[-1])
 
     check()
-
-
-@pytest.mark.parametrize("family", thinned(FAMILIES, "llama3", "qwen2"))
-def test_one_token_at_a_time_is_the_full_pass(family):
-    """Plain decoding has a separate attention; rows of unequal progress, junk in the cache."""
-    config = tiny_arch(**FAMILIES[family])
-    params = random_params(config, 0)
-    llama, backbone = decoder(config, params)
-    rng = np.random.default_rng(7)
-    texts = [rng.integers(0, config.vocab_size, n).tolist() for n in (14, 9, 1)]
-    *_, logits = read_in_chunks(llama, backbone, config, texts, chunk=1)
-    for row, text in enumerate(texts):
-        assert_close(logits[row], forward_logits(config, params, text))
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, "qwen2"))

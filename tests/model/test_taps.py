@@ -10,15 +10,9 @@ import pytest
 from closeness import assert_close
 from family import D, stored_base
 from numpy_layers import numpy_layer
-from tiny import decoder, random_params, tiny_arch
+from tiny import decoder
 
-from medusa_jax.cpu import library
-from medusa_jax.model import placing
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import prepare
-from medusa_jax.model.stored import Storage, store
-from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree
 
 TAPS = (2, 0, 1)  # in the order that a drafter names them; two layers, so 2 is the output
@@ -78,33 +72,3 @@ def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
         for a, i in enumerate(TAPS, start=1):
             assert_close(prompt[0, :, a * D : (a + 1) * D], streams[i][:5])
             assert_close(of_nodes[0, node, a * D : (a + 1) * D], streams[i][-1])
-
-
-@pytest.mark.skipif(library() is None, reason="no compiler")
-def test_layers_of_one_native_call_give_the_same_streams():
-    """And the hidden states are those without taps, bit for bit."""
-    config = tiny_arch(head_dim=16, d_model=32, d_ff=48)
-    storage = Storage(library().panel, "")
-    llama = placing.decoder(config, jnp.float32, make_mesh(), storage)
-    assert llama.native
-    raw = random_params(config, 1)
-    native = jax.jit(lambda p: store(prepare(p, config, jnp.float32, 0), storage))(raw)
-    tokens = np.random.default_rng(2).integers(0, 23, (2, 6))
-
-    @jax.jit
-    def run(native, raw):
-        position = jnp.broadcast_to(jnp.arange(6)[None], (2, 6))
-        sizes = (config.n_layers, 2, 16, config.n_kv_heads, config.head_dim)
-        cache = KVCache.zeros(*sizes, jnp.float32)
-        given = (tokens, position, cache, jnp.zeros(2, jnp.int32), jnp.tri(6, dtype=bool))
-        found = [
-            model.apply({"params": native}, *given, method="decode")[0]
-            for model in (llama, llama.clone(taps=TAPS))
-        ]
-        plain = Llama(config, taps=TAPS)
-        rows = (tokens, position, jnp.ones_like(tokens))
-        return *found, plain.apply({"params": raw}, *rows, method="forward")
-
-    alone, wide, plain = run(native, raw)
-    np.testing.assert_array_equal(alone, wide[..., :32])
-    assert_close(wide, plain, roundings=256)

@@ -40,15 +40,6 @@ def documents(folder: Path) -> list[np.ndarray]:
     return np.split(tokens, starts[1:])
 
 
-def test_same_bytes_twice(built, tmp_path):
-    again = corpus.build(tmp_path, **TINY)
-    first = json.loads((built / "corpus.json").read_text())
-    assert first == json.loads((tmp_path / "corpus.json").read_text()) == again
-    assert len(first["sha256"]) == 9
-    for name in first["sha256"]:
-        assert (built / name).read_bytes() == (tmp_path / name).read_bytes(), name
-
-
 def test_heldout_is_not_in_train(built, tokenizer):
     train = [tokenizer.decode(ids[1:-1]) for ids in documents(built / "train")]
     held = [tokenizer.decode(ids[1:-1]) for ids in documents(built / "heldout")]

@@ -18,25 +18,6 @@ def command_line(out, *more):
 
 
 @pytest.mark.slow
-def test_every_part_in_small(tmp_path):
-    words, env = command_line(tmp_path, "--limit=1200")
-    done = subprocess.run(words, env=env, capture_output=True, text=True)
-    log = (tmp_path / "log.txt").read_text()
-    assert done.returncode == 0, done.stderr + log
-    rows = read_rows(tmp_path)
-    assert not [r for r in rows if "error" in r or r["what"] == "out of time"], rows
-    kinds = {r["what"] for r in rows}
-    # A CPU's profile lists Python's functions, so it has no row.
-    assert {*summary.TABLES, "machine", "stage"} - kinds == {"profile"}
-    assert all(r["equal"] == r["texts"] for r in rows if r["what"] == "exact")
-    text = (tmp_path / "summary.md").read_text()
-    assert text in done.stdout and "## race-demo" in text
-    assert all(
-        title in text for title, _ in summary.TABLES.values() if "profile" not in title
-    )
-
-
-@pytest.mark.slow
 def test_what_was_measured_survives_a_kill(tmp_path):
     words, env = command_line(tmp_path, "--parts=facts,steps")
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)

@@ -9,7 +9,7 @@ import jax
 import pytest
 from children import output_of
 
-from medusa_jax.devices.simulated import simulate_devices
+from medusa_jax.devices.platforms import simulate_devices
 from research.counted import CPU_ONLY, total_bytes
 
 pytestmark = pytest.mark.wide
@@ -18,7 +18,7 @@ CHILD = r"""
 import json, os, sys
 import jax
 import jax.numpy as jnp
-from medusa_jax.devices.simulated import simulate_devices
+from medusa_jax.devices.platforms import simulate_devices
 from medusa_jax.sharding import make_mesh
 
 simulate_devices(8)

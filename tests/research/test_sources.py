@@ -26,20 +26,6 @@ def test_drop_licence(before, after):
     assert sources.drop_licence(before) == (before if after is None else after)
 
 
-def test_reading_skips_copies_and_broken_files(tmp_path):
-    code = b"def f(x):\r\n    return x\r\n" * 20
-    (tmp_path / "z.py").write_bytes(code)
-    (tmp_path / "a.py").write_bytes(code.replace(b"\r\n", b"\n"))
-    (tmp_path / "broken.py").write_bytes(b"# \xff\xfe\n" * 100)
-    (tmp_path / "latin.py").write_bytes(
-        "# -*- coding: latin-1 -*-\nname = 'é'\n".encode("latin-1") + code
-    )
-    files, left_out = sources.read_sources(tmp_path)
-    assert [f.path for f in files] == ["a.py", "latin.py"]
-    assert left_out == {"unreadable": 1, "not_code": 0, "duplicate": 1}
-    assert "name = 'é'" in files[1].text and "\r" not in files[1].text
-
-
 def test_near_duplicates_of_heldout_files_leave_training():
     def words(name, n):
         return "".join(f"{name} says this on line {i}\n" for i in range(n))
@@ -53,12 +39,3 @@ def test_near_duplicates_of_heldout_files_leave_training():
     train, held, dropped = sources.split_files([*files, copy, part], 0.1)
     assert dropped == ["copy.py"]
     assert part in train and copy not in train + held
-
-
-def test_split_depends_on_the_path_alone():
-    files = [SourceFile(f"{i}.py", f"text {i}\n") for i in range(100)]
-    held = {f.path for f in sources.split_files(files, 0.2)[1]}
-    assert 8 <= len(held) <= 35
-    assert {f.path for f in sources.split_files(files[::2], 0.2)[1]} == held & {
-        f.path for f in files[::2]
-    }

@@ -35,3 +35,14 @@ def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch, temperature):
     emitted = [*found["text"][:n], *found["emitted"][: accepted + 1]]
     assert emitted == result.token_ids[: n + last]
     assert [found["targets"][v] for v in found["path"][: accepted + 1]] == emitted[n:]
+
+
+@pytest.mark.wide
+def test_targets_are_those_of_the_adjusted_logits():
+    """The demo bars repeated n-grams: here it may not continue with the token that it likes best."""
+    model = load(tree="chain:2")
+    prompt = 2 * "x = [1, 2, 3, 4, 5, 6]\n" + "x = [1, 2, 3, 4"
+    found = take_steps(model, prompt, 2)
+    last = found["path"][found["n"]]
+    assert model.no_repeat_ngram_size == 5
+    assert found["targets"][last] == found["root"][1]

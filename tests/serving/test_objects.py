@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
-from served import ASKED, NAME, alone, events_of, texts_of
+from served import ASKED, NAME, alone, both, events_of, texts_of
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -46,22 +46,6 @@ def test_a_stream_of_two_choices(port, http):
     assert answer.headers["x-accel-buffering"] == "no"
 
 
-def test_a_stream_of_a_chat(http):
-    """Each choice says its role first, and only then."""
-    asked = CHAT | {"n": 2, "max_tokens": 3, "stream": True}
-    asked["stream_options"] = {"include_usage": True}
-    *events, last = events_of(http.post(PATHS["chat"], json=asked).text)
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    assert all(event["id"].startswith("chatcmpl-") for event in events)
-    assert all(event["usage"] is None for event in events)  # as at OpenAI
-    roles = [event["choices"][0]["delta"].get("role") for event in events]
-    assert roles == ["assistant"] * 2 + [None] * (len(roles) - 2)
-    assert [event["choices"][0]["index"] for event in events[:2]] == [0, 1]
-    usage = last["usage"]
-    assert usage["completion_tokens"] == 6
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 6
-
-
 def test_how_long_an_answer_may_be(port, http):
     def length(kind, fields):
         answer = http.post(PATHS[kind], json=fields).json()
@@ -71,8 +55,8 @@ def test_how_long_an_answer_may_be(port, http):
     prompt = encode_prompt(port.model.tokenizer, CHAT["messages"])
     whole = alone(port.model, prompt, max_new_tokens=port.model.config.max_position)
     assert length("chat", CHAT) == whole.new_tokens > 60
-    for both in ({"max_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
-        assert length("chat", CHAT | both) == 5
+    for more in ({"max_tokens": 5}, {"max_tokens": 9, "max_completion_tokens": 5}):
+        assert length("chat", CHAT | more) == 5
 
 
 @pytest.mark.parametrize(
@@ -81,18 +65,10 @@ def test_how_long_an_answer_may_be(port, http):
 )
 def test_logprobs_of_a_stream_are_those_of_the_whole(http, kind, fields):
     asked = (ASKED if kind == "completion" else CHAT) | fields | {"max_tokens": 9}
-    [whole] = http.post(PATHS[kind], json=asked).json()["choices"]
-    events = events_of(http.post(PATHS[kind], json=asked | {"stream": True}).text)
-    pieces = [event["choices"][0]["logprobs"] for event in events]
-    names = ["content"]
-    if kind == "completion":
-        names = ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
-    for name in names:
-        said = [one for piece in pieces if piece for one in piece[name]]
-        assert len(said) == 9 and said == whole["logprobs"][name]
-    if kind == "chat":
-        for one in whole["logprobs"]["content"]:
-            assert bytes(one["bytes"]).decode() == one["token"]
+    found = both(http, PATHS[kind], **asked)["logprobs"]
+    assert len(found["tokens" if kind == "completion" else "content"]) == 9
+    for one in found.get("content", ()):
+        assert bytes(one["bytes"]).decode() == one["token"]
 
 
 THINKING = (

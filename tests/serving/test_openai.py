@@ -2,7 +2,7 @@
 
 import openai
 import pytest
-from served import NAME, alone
+from served import NAME, alone, both
 
 from medusa_jax import Options
 from medusa_jax.interop.chat import encode_prompt
@@ -77,16 +77,16 @@ def test_completions_of_several_prompts_and_choices(port, client):
     assert answer.usage.prompt_tokens == read
 
 
-def test_stop_strings_end_the_text(port, client):
+PATH = "/v1/completions"
+CAT = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
+
+
+def test_stop_strings_end_the_text(port, http):
     whole = alone(port.model, "the cat", max_new_tokens=20)
     stop = whole.text[8:10]
-    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
-    for streaming in (False, True):
-        answer = client.completions.create(**asked, stop=[stop, "ZZZ"], stream=streaming)
-        pieces = list(answer) if streaming else [answer]
-        text = "".join(piece.choices[0].text for piece in pieces)
-        assert text == whole.text[: whole.text.index(stop)]
-        assert pieces[-1].choices[0].finish_reason == "stop"
+    answer = both(http, PATH, **CAT, stop=[stop, "ZZZ"])
+    assert answer["text"] == whole.text[: whole.text.index(stop)]
+    assert answer["finish_reason"] == "stop"
 
 
 EOS = 2
@@ -114,39 +114,30 @@ def test_the_least_length(port, client, temperature, more):
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_stop_token_ids(port, client):
+def test_stop_token_ids(port, http):
     """As in vLLM: they end the text, theirs is cut off, and none comes before the least length."""
     ids = alone(port.model, "the cat", max_new_tokens=20).token_ids
     at = max(ids.index(i) for i in ids)
-    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
     # More of them than a row has room for on the device.
     own = {"stop_token_ids": [ids[at], *(i for i in range(30) if i not in ids)]}
-    for streaming in (False, True):
-        answer = client.completions.create(**asked, extra_body=own, stream=streaming)
-        pieces = list(answer) if streaming else [answer]
-        text = "".join(piece.choices[0].text for piece in pieces)
-        assert text == port.model.tokenizer.decode(ids[:at])
-        assert pieces[-1].choices[0].finish_reason == "stop"
-    assert (
-        client.completions.create(**asked, extra_body=own).usage.completion_tokens == at + 1
-    )
+    answer = both(http, PATH, **CAT, **own)
+    assert answer["text"] == port.model.tokenizer.decode(ids[:at])
+    assert answer["finish_reason"] == "stop"
+    assert answer["medusa"]["new_tokens"] == at + 1
     bars = dict.fromkeys(own["stop_token_ids"], -100)
     barred = alone(port.model, "the cat", max_new_tokens=at + 3, logit_bias=bars)
-    answer = client.completions.create(
-        **asked | {"max_tokens": at + 3}, extra_body=own | {"min_tokens": at + 3}
-    )
-    assert answer.choices[0].text == barred.text
+    least = {"max_tokens": at + 3, "min_tokens": at + 3}
+    assert both(http, PATH, **CAT | own | least)["text"] == barred.text
 
 
-def test_stop_strings_before_the_least_length(port, client):
+def test_stop_strings_before_the_least_length(port, http):
     whole = alone(port.model, "the cat", max_new_tokens=20)
     first, n = whole.text[1], 4
-    asked = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
-    short = client.completions.create(**asked, stop=first).choices[0].text
-    answer = client.completions.create(**asked, stop=first, extra_body={"min_tokens": n})
+    short = both(http, PATH, **CAT, stop=first)["text"]
+    answer = both(http, PATH, **CAT, stop=first, min_tokens=n)
     kept = port.model.tokenizer.decode(whole.token_ids[:n])
     rest = whole.text.removeprefix(kept)
-    assert answer.choices[0].text == kept + rest.partition(first)[0] != short
+    assert answer["text"] == kept + rest.partition(first)[0] != short
 
 
 def test_our_own_fields(port, client):

@@ -93,12 +93,6 @@ def test_calls_are_those_of_the_schemas(client, choice):
     assert after.usage.prompt_tokens > 50 and after.usage.completion_tokens <= 3
 
 
-def test_auto_may_answer_with_text(client):
-    [choice] = ask(client, max_tokens=20).choices
-    assert choice.message.content and not choice.message.tool_calls
-    assert choice.finish_reason == "length"
-
-
 def cut_call(arguments):
     """A history with a call of these arguments."""
     call = {"id": "1", **NAMED, "function": {"name": "weather", "arguments": arguments}}

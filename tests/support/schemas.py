@@ -1,7 +1,6 @@
 """Random JSON schemas and regular expressions with short texts, so that answers finish."""
 
 import json
-from pathlib import Path
 
 WORDS = ["name", "age", "kind", "a b", "é", 'q"', "x", "items"]
 PATTERNS = ["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]{3}-[a-z]+$", "^$|^z"]
@@ -77,16 +76,6 @@ def is_valid(text, schema):
     except (ValueError, jsonschema.ValidationError):
         return False
     return True
-
-
-def suite_schemas(folder):
-    """The schemas of a checkout of github.com/json-schema-org/JSON-Schema-Test-Suite.
-
-    Without those whose patterns Python's expressions cannot say.
-    """
-    files = sorted(Path(folder).glob("tests/draft2020-12/**/*.json"))
-    found = [case["schema"] for file in files for case in json.loads(file.read_text())]
-    return [schema for schema in found if r"\\p{" not in json.dumps(schema)]
 
 
 def random_regex(rng, depth=3):

@@ -152,6 +152,24 @@ def texts_of(events):
     return said
 
 
+def both(http, path, **body):
+    """The only choice of a whole answer; a stream of it says the same, log-probabilities too."""
+    [whole] = http.post(path, json=body).raise_for_status().json()["choices"]
+    stream = http.post(path, json=body | {"stream": True}).text
+    pieces = [event["choices"][0] for event in events_of(stream)]
+    said = [p["text"] if "text" in p else p["delta"].get("content", "") for p in pieces]
+    text = whole["text"] if "text" in whole else whole["message"]["content"]
+    assert "".join(said) == text
+    reasons = [p["finish_reason"] for p in pieces]
+    assert reasons == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
+    for name in whole["logprobs"] or ():
+        parts = [p["logprobs"][name] for p in pieces if p["logprobs"]]
+        assert [one for part in parts for one in part or ()] == (
+            whole["logprobs"][name] or []
+        )
+    return whole
+
+
 def counted(http, name):
     """The sum of a counter over its labels."""
     lines = http.get("/metrics").text.splitlines()

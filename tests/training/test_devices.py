@@ -113,7 +113,7 @@ def test_nothing_is_summed_over_the_rows_of_all_devices_in_a_loop(eight, name):
 
 GATHERS = r"""
 import json, sys
-from medusa_jax.devices.simulated import simulate_devices
+from medusa_jax.devices.platforms import simulate_devices
 
 simulate_devices(8)
 import jax

@@ -15,7 +15,8 @@ from training_setup import VOCAB, stage_of, tiny_config, training_arch
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
-from medusa_jax.heads.registry import DRAFTERS, make_drafter
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.training import losses

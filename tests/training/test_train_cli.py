@@ -19,18 +19,6 @@ def parse(*args, config="vicuna7b_m1"):
     return cli.parse([f"--config={ROOT}/configs/{config}.py", "--workdir=w", *args])
 
 
-def test_out_of_memory_is_one_line(tokens, tmp_path, monkeypatch, capsys):
-    def train(cfg):
-        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes\nstack\n")
-
-    monkeypatch.setattr(trainer, "train", train)
-    assert cli.main([f"--config={write_config(tmp_path, tokens)}", "--workdir=w"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        "out of device memory" in said and "accumulation" in said and said.count("\n") == 1
-    )
-
-
 def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; Ctrl-C twice: at once. The command that is named goes on to the end."""
     look = trainer.Run.record_step

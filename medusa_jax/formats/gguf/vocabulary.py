@@ -286,7 +286,4 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
 
 def _ids(tokens: list[str]) -> dict[str, int]:
     """Token -> id; of equal tokens the first counts."""
-    ids: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        ids.setdefault(token, number)
-    return ids
+    return {token: number for number, token in reversed([*enumerate(tokens)])}

@@ -99,9 +99,16 @@ class RowSplit(NamedTuple):
             return cls(None, ())
         return cls(mesh, tuple(specs))
 
-    def gather(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Parameters replicated on every device, except over the tensor axis."""
-        return self._place(params)
+    def gather(self, arrays: list[jax.Array], *leading: tuple[str, ...]) -> list[jax.Array]:
+        """Parameters replicated on every device, except over the tensor axis; `leading` axes of accumulators."""
+        if self.mesh is None:
+            return arrays
+        out = []
+        for x, spec in zip(arrays, self.specs, strict=True):
+            axes = [axis if axis == "tensor" else None for axis in spec]
+            sharding = NamedSharding(self.mesh, Spec(*leading, *axes))
+            out.append(jax.lax.with_sharding_constraint(x, sharding))
+        return out
 
     def zeros(self, tree: PyTree) -> PyTree:
         """An accumulator per shard for every leaf: [P, ...]."""
@@ -110,7 +117,7 @@ class RowSplit(NamedTuple):
 
     def gradients(self, params: list[jax.Array]) -> list[jax.Array]:
         """Accumulators for the gradients of the parameters."""
-        return self._place(self.zeros(params), ROWS)
+        return self.gather(self.zeros(params), ROWS)
 
     def split(self, tree: PyTree) -> PyTree:
         """Rows [B, ...] -> [P, B / P, ...]."""
@@ -138,13 +145,3 @@ class RowSplit(NamedTuple):
         if self.mesh is None:
             return tree
         return jax.tree.map(lambda x: jnp.sum(x, axis=0), tree)
-
-    def _place(self, arrays: list[jax.Array], *leading: tuple[str, ...]) -> list[jax.Array]:
-        if self.mesh is None:
-            return arrays
-        out = []
-        for x, spec in zip(arrays, self.specs, strict=True):
-            axes = [axis if axis == "tensor" else None for axis in spec]
-            sharding = NamedSharding(self.mesh, Spec(*leading, *axes))
-            out.append(jax.lax.with_sharding_constraint(x, sharding))
-        return out

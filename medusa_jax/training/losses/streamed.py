@@ -212,31 +212,19 @@ class Gradients(NamedTuple):
 def _streamed(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[jax.Array, Sums]:
-    packed, split = pack(rows, plan.chunk), plan.rows
-    params = split.gather(params)
-
-    def sums_of(params: list[jax.Array], block: Rows) -> Sums:
-        probs, sums_K = _teacher_probs(plan.teacher, block.teacher_BTD), []
-        for k, head in enumerate(plan.heads):
-            inputs = (block.features_K[k], block.labels_BT, block.mask_K[k])
-            read_params = [params[j] for j in head.reads]
-            sums_K.append(
-                _chunk_sums(head.logits_fn, read_params, *inputs, probs, plan.teacher)
-            )
-        return _stacked(sums_K)
-
-    def body(i: jax.Array, sums: Sums) -> Sums:
-        block = split.split(packed.rows.chunk(i, plan.chunk))
-        return jax.tree.map(jnp.add, sums, split.each(sums_of)(params, block))
-
-    start = split.zeros(_no_sums(rows.features_K))
-    sums = split.total(lax.fori_loop(0, packed.n_chunks, body, start))
-    return jnp.sum(weight_K * sums.loss), sums
+    return _summed(plan, params, weight_K, rows, False)[0]
 
 
 def _streamed_fwd(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
+    return _summed(plan, params, weight_K, rows, True)
+
+
+def _summed(
+    plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows, gradients: bool
+) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:  # fmt: skip
+    """The loss and its sums, and the gradients of parameters and features (none without `gradients`)."""
     chunk, split = plan.chunk, plan.rows
     packed = pack(rows, chunk)
     whole = split.gather(params)
@@ -260,8 +248,11 @@ def _streamed_fwd(
                 sums = _chunk_sums(head.logits_fn, read_params, features, *shared)
                 return weight_K[k] * sums.loss, sums
 
-            gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
             read_params, features = [whole[j] for j in head.reads], block.features_K[k]
+            if not gradients:
+                sums_K.append(weighted(read_params, features)[1])
+                continue
+            gradient = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)
             if done is not None:
                 features = depend_on(features, done)
             (_, sums_k), (dp, df) = gradient(read_params, features)
@@ -283,9 +274,10 @@ def _streamed_fwd(
         ]
         return new._replace(features_K=d_features)
 
-    d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
-    sums = split.zeros(_no_sums(rows.features_K))
-    start = Gradients(split.gradients(params), d_features, sums)
+    start = Gradients([], [], split.zeros(_no_sums(rows.features_K)))
+    if gradients:
+        d_features = jax.tree.map(jnp.zeros_like, list(packed.rows.features_K))
+        start = Gradients(split.gradients(params), d_features, start.sums)
     end = lax.fori_loop(0, packed.n_chunks, body, start)
     d_params, sums = split.total((end.params, end.sums))
     # The gradient of columns beyond the last chunk is the initial zero.

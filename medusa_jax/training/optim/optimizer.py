@@ -146,8 +146,3 @@ def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], ja
         return peak * jnp.sin(jnp.pi / 2 * jnp.minimum(step / steps, 1.0))
 
     return weight
-
-
-def keep_if(ok: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """The tree `new` if the scalar `ok` is true, else `old`."""
-    return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)

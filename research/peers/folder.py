@@ -1,0 +1,51 @@
+"""A peer whose package is in a folder of its own: versions of one package, which cannot share a process."""
+
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.race import Contender, Run
+from research.peers import Setting
+
+
+def contenders(peer: str, folder: str, setting: Setting) -> list[Contender]:
+    """The contenders of `research.peers.{peer}` in a process that imports its package from `folder`.
+
+    The process ends with this one.
+
+    Raises:
+      UserError: the peer's own.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    given = peer, folder, setting, there
+    context.Process(target=_serve, args=given, daemon=True).start()
+    found = here.recv()
+    if isinstance(found, UserError):
+        raise found
+
+    def decode(number: int, prompt: Sequence[int]) -> Run:
+        here.send((number, prompt))
+        run: Run = here.recv()
+        return run
+
+    return [
+        Contender(label, partial(decode, number), weights, facts)
+        for number, (label, weights, facts) in enumerate(found)
+    ]
+
+
+def _serve(peer: str, folder: str, setting: Setting, pipe: Connection) -> None:
+    sys.path.insert(0, folder)
+    try:
+        found = importlib.import_module(f"research.peers.{peer}").contenders(setting)
+    except UserError as error:
+        return pipe.send(error)
+    pipe.send([(c.label, c.weights, c.facts) for c in found])
+    while True:
+        number, prompt = pipe.recv()
+        pipe.send(found[number].decode(prompt))
