@@ -99,10 +99,16 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
         )
-    root_guesses = values.get("sample_from_anchor", dspark)
-    confidence = tensors.get(_CONFIDENCE)
-    outside = 0 if confidence is None else confidence.shape[-1] - layer.d_model
+    told = "sample_from_anchor" in values
+    root_guesses = given.switch("sample_from_anchor") if told else dspark
+    # Inputs of the confidence next to the slot's output.
+    outside = (
+        sum(tensors[_CONFIDENCE].shape[1:]) - layer.d_model if _CONFIDENCE in tensors else 0
+    )
     ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD, _W2))
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (said := values.get("draft_vocab_size") or outputs) != outputs:
+        raise UserError(f"{file}: draft_vocab_size {said!r}, {source} has {outputs} tokens")
     heads = kind(
         n_heads=given.count("block_size", least=2) - (not root_guesses),
         lm_head="own" if _LM_HEAD in tensors else "shared",

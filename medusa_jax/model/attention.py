@@ -286,7 +286,7 @@ def attend_blocks(q_BTNH: jax.Array, new: Pair, cache: BlockCache) -> jax.Array:
         return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
 
     both_ways = jnp.ones((1, slots, slots), bool)
-    part = attend_part(*(apart(x) for x in (q_BGTRH, *new)), both_ways)
+    part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), both_ways)
     visible_BTS = jnp.repeat(cache.visible_BAS, slots, axis=1)
     seen = attend_part(q_BGTRH, *cache.text, visible_BTS)
     part = merge_parts(jax.tree.map(together, part), seen)

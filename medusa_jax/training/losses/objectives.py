@@ -160,12 +160,10 @@ def heads_loss(
         share = train.lambda_decay ** (k + 1) / count_K[k]
         if index_BA is not None:
             at_BA = jnp.minimum(index_BA + ahead, T - 1)
-            label_BA, scored_BA = (columns(x, at_BA) for x in (label_BT, scored_BT))
-            teacher_BAD = None if teacher_BTD is None else columns(teacher_BTD, at_BA)
             of_head, sums = heads_cross_entropy(
-                [logits], params, weight * share[None], [features_KBTD[k]], label_BA,
-                [columns(mask_BT, index_BA) & scored_BA], train.loss_chunk, teacher, teacher_BAD,
-                mesh,
+                [logits], params, weight * share[None], [features_KBTD[k]], columns(label_BT, at_BA),
+                [columns(mask_BT, index_BA) & columns(scored_BT, at_BA)], train.loss_chunk, teacher,
+                None if teacher_BTD is None else columns(teacher_BTD, at_BA), mesh,
             )  # fmt: skip
             further += of_head
             sums_K.append(sums)
