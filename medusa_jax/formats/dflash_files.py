@@ -99,10 +99,16 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
         )
-    root_guesses = values.get("sample_from_anchor", dspark)
-    confidence = tensors.get(_CONFIDENCE)
-    outside = 0 if confidence is None else confidence.shape[-1] - layer.d_model
+    told = "sample_from_anchor" in values
+    root_guesses = given.switch("sample_from_anchor") if told else dspark
+    # Inputs of the confidence next to the slot's output.
+    outside = (
+        sum(tensors[_CONFIDENCE].shape[1:]) - layer.d_model if _CONFIDENCE in tensors else 0
+    )
     ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD, _W2))
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (said := values.get("draft_vocab_size") or outputs) != outputs:
+        raise UserError(f"{file}: draft_vocab_size {said!r}, {source} has {outputs} tokens")
     heads = kind(
         n_heads=given.count("block_size", least=2) - (not root_guesses),
         lm_head="own" if _LM_HEAD in tensors else "shared",
@@ -163,7 +169,7 @@ def to_dflash(export: Export, out: str) -> None:
     """Write the layout of z-lab and SpecForge, which vLLM and SGLang read: `model.safetensors`."""
     drafter, layers, markov = _described(export)
     heads, config = drafter.heads, export.base.config
-    table = {
+    table: Json = {
         "mask_token_id": heads.mask_token % config.vocab_size,
         _TAPS: [tap - 1 for tap in drafter.taps],
     }

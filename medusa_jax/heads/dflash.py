@@ -140,7 +140,7 @@ class DFlash(Tapped):
             for j in range(h.n_layers)
         }
         final_D = backbone.params["norm"]["scale"].astype(jnp.float32)
-        params["layers_0"]["self_attn"] |= self.reading(final_D, backbone)
+        params["layers_0"]["self_attn"] |= self.reading(key, final_D)
         size = jnp.sqrt(jnp.mean(final_D**2))
         params |= {
             "fc": {"kernel": jnp.eye(A * D, D, -(A - 1) * D)},  # [0 ; 0 ; I]
@@ -156,14 +156,11 @@ class DFlash(Tapped):
             params["confidence"] = {"kernel": kernel, "bias": bias}
         return {"heads_0": params | lm_head_start(h, backbone)}
 
-    def reading(self, final_D: jax.Array, backbone: Backbone) -> Params:
-        """Values and outputs that add c, scaled as by the final norm, in the directions that the LM head scores most."""
+    def reading(self, key: jax.Array, final_D: jax.Array) -> Params:
+        """Random values and outputs that add a projection of c, scaled as by the backbone's final norm."""
         c, D = self.shape, self.llama.d_model
-        own = lm_head_start(HeadsConfig(lm_head="own"), backbone)
-        scored_DO = final_D[:, None] * own["lm_head"]["kernel"]
         J, R = c.n_kv_heads * c.head_dim, c.n_heads // c.n_kv_heads
-        best_DJ = jnp.linalg.eigh(scored_DO @ scored_DO.T)[1][:, ::-1][:, :J]
-        value_DJ = jnp.pad(best_DJ, ((0, 0), (0, J - best_DJ.shape[1])))
+        value_DJ = jax.nn.initializers.orthogonal()(key, (D, J))
         # Each of a group's query heads reads the same values and adds its share of them.
         shared_GHD = (final_D[:, None] * value_DJ / R).T.reshape(c.n_kv_heads, -1, D)
         out_KD = jnp.repeat(shared_GHD, R, axis=0).reshape(-1, D)

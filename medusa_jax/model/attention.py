@@ -153,12 +153,11 @@ def attention_of(
     assert start_B is not None and not isinstance(mask, PathMask)
     if isinstance(mask, CausalMask):
         out_BTD = attend_cached(q_BTNH, new, cache, start_B, mask.window)
-        # The cache changes in place, instead of being copied whole, if the write follows the reads; XLA keeps
-        # this order only if the new values depend on the values read.
-        nothing_B111 = (out_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
-        new = new[0] + nothing_B111, new[1] + nothing_B111
-        return out_BTD, write_both(cache, new, start_B)
+        return out_BTD, write_after(cache, new, start_B, out_BTD)
     kernel = kernels.for_cache(platform(), q_BTNH, cache[0], n_new) if kernels else None
+    if kernel is None and n_new == 1:
+        out_BTD = attend(q_BTNH, *cache, mask, new, start_B)
+        return out_BTD, write_after(cache, new, start_B, out_BTD)
     cache = write_both(cache, new, start_B)
     if kernel is None:
         return attend(q_BTNH, *cache, mask), cache
@@ -170,27 +169,60 @@ def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
     return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
 
 
+def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
+    """`write_both`, ordered after the reads from the same cache.
+
+    If the write follows the reads, the cache changes in place instead of being copied whole; XLA
+    keeps this order only if the new values depend on the values read.
+    """
+    nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
+    return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)
+
+
 # Attention over a whole cache.
 
 
 def attend(
-    q_BTNH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, mask_BTS: jax.Array
+    q_BTNH: jax.Array,
+    k_BGSH: jax.Array,
+    v_BGSH: jax.Array,
+    mask_BTS: jax.Array,
+    new: Pair | None = None,
+    start_B: jax.Array | None = None,
 ) -> jax.Array:
-    """Grouped-query attention of T queries over S slots, softmax in float32 or wider: [B, T, N * H].
+    """Grouped-query attention of T queries over S slots; softmax in float32 or wider.
 
     The N // G query heads of a group are folded into the query rows, which reads keys and values
     once per group.
+
+    Args:
+      new: key and value of one new token [B, G, 1, H] for slot `start_B`, not written yet. If they are read
+        from the cache after the write, XLA for CPU writes and copies every cache twice, which for longer
+        texts costs more than reading the weights.
+
+    Returns: [B, T, N * H].
     """
     B, T, _, H = q_BTNH.shape
     G, S = k_BGSH.shape[1], k_BGSH.shape[2]
     dtype, wide = q_BTNH.dtype, at_least_f32(q_BTNH.dtype)
     # Scaling the queries instead of the scores saves a pass over [.., T, S].
     q_BGTRH = group_queries((q_BTNH.astype(wide) * H**-0.5).astype(dtype), G)
-    score_BGQS = products(fold_queries(q_BGTRH), k_BGSH.astype(dtype))
+    q_BGQH = fold_queries(q_BGTRH)
+    score_BGQS = products(q_BGQH, k_BGSH.astype(dtype))
+    if new is not None and start_B is not None:
+        k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
+        own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+        score_BGQS = jnp.where(own_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
     score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
     weight_BGQS = fold_queries(jax.nn.softmax(score_BGTRS, axis=-1))
-    out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+    if new is None:
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+    else:
+        own_BGQ1 = jnp.sum(jnp.where(own_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
+        weight_BGQS = jnp.where(own_B11S, 0, weight_BGQS)
+        out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
+        out_BGQH += own_BGQ1 * v_BG1H.astype(wide)
     return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))
 
 
@@ -286,7 +318,7 @@ def attend_blocks(q_BTNH: jax.Array, new: Pair, cache: BlockCache) -> jax.Array:
         return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
 
     both_ways = jnp.ones((1, slots, slots), bool)
-    part = attend_part(*(apart(x) for x in (q_BGTRH, *new)), both_ways)
+    part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), both_ways)
     visible_BTS = jnp.repeat(cache.visible_BAS, slots, axis=1)
     seen = attend_part(q_BGTRH, *cache.text, visible_BTS)
     part = merge_parts(jax.tree.map(together, part), seen)

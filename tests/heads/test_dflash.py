@@ -11,11 +11,13 @@ from family import D, drafter_of, stored_base
 from numpy_layers import numpy_norm, rope, silu
 from trees import WILD
 
-from medusa_jax.config import TrainConfig
+from medusa_jax.config import HeadsConfig, TrainConfig
+from medusa_jax.errors import UserError
 from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.training import losses
+from medusa_jax.training.functions import HeadFunctions
 from medusa_jax.training.losses.objectives import heads_loss
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -180,3 +182,15 @@ def test_the_loss_at_drawn_anchors():
 def softmax(x):
     y = np.exp(x - x.max())
     return y / y.sum()
+
+
+@pytest.mark.parametrize(
+    ("heads", "fields", "message"),
+    [
+        (HeadsConfig(), {"anchors": 3}, "for dflash and dspark, not medusa"),
+        (DSPARK, {"confidence_weight": 1.0}, "need each other"),
+    ],
+)
+def test_losses_that_heads_do_not_have(heads, fields, message):
+    with pytest.raises(UserError, match=message):
+        HeadFunctions(heads, family.tiny_arch(), TrainConfig(**fields))

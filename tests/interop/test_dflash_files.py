@@ -163,6 +163,7 @@ def test_files_of_speculators(tmp_path):
         ({"target_hidden_size": D + 1}, "target_hidden_size"),
         ({"aux_hidden_state_layer_ids": None}, "does not say target_layer_ids"),
         ({"markov_rank": 0}, "projector_type contradicts"),
+        ({"draft_vocab_size": V}, "draft_vocab_size"),
     ],
 )
 def test_speculators_that_are_refused(change, message, tmp_path):

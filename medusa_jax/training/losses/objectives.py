@@ -159,14 +159,11 @@ def heads_loss(
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
         share = train.lambda_decay ** (k + 1) / count_K[k]
         if index_BA is not None:
-            label_BA, scored_BA, teacher_BAD = (
-                None if x is None else columns(x, jnp.minimum(index_BA + ahead, T - 1))
-                for x in (label_BT, scored_BT, teacher_BTD)
-            )
+            at_BA = jnp.minimum(index_BA + ahead, T - 1)
             of_head, sums = heads_cross_entropy(
-                [logits], params, weight * share[None], [features_KBTD[k]], label_BA,
-                [columns(mask_BT, index_BA) & scored_BA], train.loss_chunk, teacher, teacher_BAD,
-                mesh,
+                [logits], params, weight * share[None], [features_KBTD[k]], columns(label_BT, at_BA),
+                [columns(mask_BT, index_BA) & columns(scored_BT, at_BA)], train.loss_chunk, teacher,
+                None if teacher_BTD is None else columns(teacher_BTD, at_BA), mesh,
             )  # fmt: skip
             further += of_head
             sums_K.append(sums)
