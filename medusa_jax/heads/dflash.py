@@ -5,15 +5,17 @@
     x = x + Attention(norm(x), keys and values of [c ; norm(x)]); x = x + MLP(norm(x))
     logits of a slot = LM-Head(norm(x))
 
-The slots of a block see the text's c, the same c in every layer, and each other in both directions. The
-embedding and usually the LM head are the backbone's. The state is the keys and values of c.
+In every layer, the slots of a block attend to the same c of the text, and to each other in
+both directions. The embedding and usually the LM head are the backbone's. The state is the
+keys and values of c.
 
-*DFlash*: the root's slot guesses nothing, and slot k guesses the k-th token after the root. *DSpark*: the
-root's slot guesses too, so a block has one slot fewer, and a Markov head adds W2 W1[token before] to the
-logits of a slot. The token before is the parent's in a tree, so the levels of any tree get their guesses from
-one pass.
+*DFlash*: the root's slot guesses nothing, and slot k guesses the k-th token after the root.
+*DSpark*: the root's slot guesses too, so a block has one slot fewer, and a Markov head adds
+W2 W1[token before] to the logits of a slot. In a tree, the token before is the parent's, so
+one pass gives the guesses of all levels.
 
-In training every position of a text is the root of a block; slots of row t see c up to t.
+In training every position of a text is the root of a block; slots of row t attend to c up
+to t.
 """
 
 import dataclasses
