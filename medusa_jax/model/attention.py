@@ -9,7 +9,8 @@
 | a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
 | one, a tree or a short path     | the text before   | one CPU; float32    | `cpu.layer`: the layer (`Block`)   |
 |                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
-|                                 |                   | else                | `attend` over all slots             |
+| a tree or a short path          | the text before   | else                | `attend` after the write            |
+| one                             | the text before   | else                | `attend` before the write           |
 
 Two functions of `model/kernels.py` decide which shapes its kernels take. MEDUSA_JAX_ATTENTION=own disables
 all kernels.

@@ -94,3 +94,16 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, mon
     expected = attend_written(q, new, cache, start_B, mask_BTS)
     got = jax.jit(partial(attend_cached, window=window))(q, new, cache, start_B)
     assert_close(got, expected)
+
+
+@pytest.mark.parametrize("start", [0, 3, 9])
+def test_one_token_after_a_cache_sees_it_and_itself(start):
+    """What `attend` gives once the token's key and value are in the cache; slots after are junk."""
+    rng = np.random.default_rng(start)
+    q = jnp.asarray(rng.standard_normal((2, 1, 4, 6)))
+    cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 2, 2, 10, 6)))
+    new = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 2, 2, 1, 6)))
+    start_B = np.array([start, max(start - 1, 0)])
+    mask_B1S = (np.arange(10)[None, :] <= start_B[:, None])[:, None, :]
+    expected = attend_written(q, new, cache, start_B, mask_B1S)
+    assert_close(jax.jit(attend)(q, *cache, mask_B1S, new, start_B), expected)

@@ -50,7 +50,7 @@ def test_is_attend_for_random_trees_and_ragged_rows(B, T, N, G, S, window):
     expected = attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS)
     # Blocks of slots after the last used one are not read.
     size = next(size for size in tpu.BLOCKS if S % size == 0)
-    unread_BS = np.arange(S) // size > (start_B[:, None] + T - 1) // size
+    unread_BS = np.arange(S)[None] // size > (np.asarray(start_B)[:, None] + T - 1) // size
     junk = (jnp.where(unread_BS[:, None, :, None], jnp.nan, x) for x in (k_BGSH, v_BGSH))
     found = tpu.attend_tree(q_BTNH, *junk, mask_BTS, start_B + T, interpret=True)
     assert_close(found, expected, roundings=64)
