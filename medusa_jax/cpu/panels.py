@@ -72,8 +72,9 @@ def panels(kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage) -
     else:
         words = in_blocks(kernel_IO)
         scales_O = jnp.pad(scales_O, (0, -len(scales_O) % WIDE))
+    inputs, outputs = kernel_IO.shape
     form, activations = kernel_IO.dtype.name, storage.activations
-    return Panels(words, scales_O, form, *kernel_IO.shape, activations)
+    return Panels(words, scales_O, form, inputs, outputs, activations)
 
 
 def in_panels(kernel_IO: Any, panel: int) -> jax.Array:

@@ -100,8 +100,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     file = os.path.join(directory, "config.json")
     taps, depth = "", {}
     if speculators_config.TYPE in config:
-        fields, layers_read = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
-        taps = ",".join(map(str, layers_read))
+        fields, tapped = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
+        taps = ",".join(map(str, tapped))
         if "norm_before_residual" not in config:
             raise UserError(
                 f"{file} does not say norm_before_residual, which is false in speculators and true in "
@@ -129,12 +129,9 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
     given = Fields(file, {name: x for name, x in fields.items() if x is not None})
-    heads = Eagle3Config(
-        tap_layers=taps,
-        draft_vocab=0 if ids is None else len(ids),
-        **{flag: given.switch(flag) for flag in _FLAGS},
-        **sizes,
-    )
+    flags: Json = {flag: given.switch(flag) for flag in _FLAGS}
+    draft_vocab = 0 if ids is None else len(ids)
+    heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
     stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
     def ignore(key: str) -> bool:

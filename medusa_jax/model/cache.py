@@ -73,8 +73,9 @@ class KVCache(struct.PyTreeNode):
           native: by the CPU engine; the cache is float32.
         """
         if native:
-            leaves, treedef = jax.tree.flatten(self)
-            return treedef.unflatten(cpu().commit(leaves, length_B, path_BL))
+            leaves, structure = jax.tree.flatten(self)
+            moved = cpu().commit(leaves, length_B, path_BL)
+            return jax.tree.unflatten(structure, moved)
         if on_tpu := tpu():
             return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL

@@ -176,17 +176,17 @@ class Batch:
         self, request: DecodeRequest, source: int, shared: int, group: Group
     ) -> Reading:
         """Begin to read a prompt after its first `shared` tokens, which row `source` has cached."""
+        row = rows.take_row(self._engine, self._state, np.int32(source))
+        # Prompts are read with log-probabilities for all, since a second program would cost seconds.
+        room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
         row = rows.begin_row(
             self._engine,
-            rows.take_row(self._engine, self._state, np.int32(source)),
+            row.replace(logprobs=room.logprobs),
             sampling_of(request, self._vocab_size),
             np.array(request.limits, np.int32),
             np.array(request.max_steps or [FOREVER], np.int32),
             pack_stops(request.stops or [()], STOPS),
         )
-        # Prompts are read with log-probabilities for all, since a second program would cost seconds.
-        room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
-        row = row.replace(logprobs=room.logprobs)
         # Drafters pair a position with the next token, so the last shared token is read again.
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
@@ -340,7 +340,8 @@ class Batch:
             one = rows.take_row(self._engine, own, first)
             for size in self.trees:  # the row may be moved to a batch of any size
                 room = getattr(self._empty_extras(size), name)
-                room = rows.insert_row(self._engine, room, one, first)
+                for _ in range(2):  # the first run's result may be placed differently
+                    room = rows.insert_row(self._engine, room, one, first)
                 rows.take_row(self._engine, room, first)
         jax.block_until_ready(self._state)
         self.restart()

@@ -92,20 +92,23 @@ def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == whole
 
 
-def test_bench_races_trees_of_one_drafter(files, tmp_path, capsys):
+def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
+    """A drafter may name its tree; the others have each of --trees."""
     directory, prompts = files
     arguments = [
-        "race", f"--model={directory}", f"--drafters={directory}/heads", f"--prompts={prompts}",
-        f"--out={tmp_path}", "--trees=chain:2,cartesian:2x2", "--limit=2",
-        "--max_new_tokens=20", "--repeats=1",
+        "race", f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
+        f"--drafters={directory}/heads,prompt_lookup@copy:2", "--trees=chain:2,cartesian:2x2",
+        "--limit=2", "--max_new_tokens=20", "--repeats=1",
     ]  # fmt: skip
     assert bench.main(arguments) == 0
     printed = capsys.readouterr().out
+    assert (tmp_path / "race.md").read_text() in printed
     assert "| medusa, chain:2 | 3 |" in printed and "autoregressive loop" in printed
     plain, *rows = json.loads((tmp_path / "race.json").read_text())["rows"]
-    assert [row["tree_nodes"] for row in rows] == [3, 7] and plain["speedup"] == 1
+    assert [row["tree_nodes"] for row in rows] == [3, 7, 3] and plain["speedup"] == 1
+    assert rows[-1]["label"] == "copy, copy:2"
     for row in rows:
-        assert row["tokens"] == plain["tokens"] == 2 * 19
+        assert row["tokens"] == plain["tokens"] == 2 * 19 and row["divergences"] == 0
         assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
         assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
 

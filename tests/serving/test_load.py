@@ -6,20 +6,18 @@ import json
 import random
 import resource
 import sys
-import threading
-import time
 from pathlib import Path
 
 import children
 import clients
 import jax
 import pytest
-from served import TREE, alone, listening
+from served import TREE, listening
 from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
-from medusa_jax.serving import Request, Server
+from medusa_jax.serving import Server
 from medusa_jax.serving.job import BASE, Group, Job
 
 PROMPTS = ["in", "the cat and", "abcab, a hat.\n", "in the hat, the cat", "a", "hat " * 9]
@@ -58,32 +56,6 @@ def test_some_clients_at_once(port):
     assert len(done["answers"]) == 60
     assert all(text == expected[kind] for kind, text in done["answers"])
     assert len({kind for kind, _ in done["answers"]}) > 15
-
-
-@pytest.mark.wide
-def test_nothing_is_compiled_in_steady_state(port):
-    """Once warm, texts of any length, arrival and parameters run the same programs. Who asks before
-    that is answered meanwhile."""
-    server, compiled = port.server, []
-    server.warm_up(95, [BASE, Group(False)], wait=False)
-    *_, last = server.submit(Request("in the", Options(max_new_tokens=9)))
-    assert last.ending.result.text == alone(port.model, "in the", max_new_tokens=9).text
-    while server.warming_up:
-        time.sleep(0.01)
-    asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
-    for fields in asked[::3]:
-        fields["drafts"] = False
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread().name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        clients.attack(port.url, 4, 40, asked, 0.0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert compiled == []
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def draw_anchors(key: jax.Array, batch: Batch, n: int) -> jax.Array:
     guess's label keeps the position before an answer, from which its first token is guessed.
     """
     T = batch["tokens"].shape[-1]
-    counted, segments = (batch[name].reshape(-1, T) for name in ("counted", "segment_ids"))
-    valid_BT = pair_mask(counted, segments, 2)
+    counted_BT, segments_BT = (batch[x].reshape(-1, T) for x in ("counted", "segment_ids"))
+    valid_BT = pair_mask(counted_BT, segments_BT, 2)
     order_BT = jax.random.uniform(key, valid_BT.shape) + valid_BT
     index_BA = jnp.sort(lax.top_k(order_BT, min(n, T))[1], axis=1)
     return index_BA.reshape(*batch["tokens"].shape[:-1], -1)
