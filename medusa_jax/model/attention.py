@@ -7,7 +7,7 @@
 | a level of drafts, in training  | the levels above  | any                 | `attend_levels`                     |
 | blocks of drafts                | the text before   | any                 | `attend_blocks`                     |
 | a piece of a prompt             | the text before   | any                 | `attend_cached`                     |
-| one, a tree or a short path     | the text before   | one CPU; float32    | `cpu.layer`: the layer (`Block`)   |
+| one, a tree or a short path     | the text before   | one CPU; float32    | `cpu.layer`: the layer (`Block`)    |
 |                                 |                   | TPU; 16 bits        | `tpu.attend_tree`                   |
 | a tree or a short path          | the text before   | else                | `attend` after the write            |
 | one                             | the text before   | else                | `attend` before the write           |
