@@ -2,8 +2,9 @@
 
     python train.py --config=configs/demo_dspark.py --workdir=work/demo/dspark
 
-With the backbone and the text of demo_medusa.py. Cross-entropy with the backbone's distribution and a high rate: so
-few steps are too few for the paper's L1 loss alone, whose gradient is small where the distributions share nothing.
+With the backbone and the text of demo_medusa.py. The loss is the cross-entropy with the backbone's
+distribution: the gradient of the paper's L1 loss is small where the distributions share nothing, and these steps are
+too few for it.
 """
 
 from configs.demo_medusa import get_config as medusa_config

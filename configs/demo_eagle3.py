@@ -3,8 +3,7 @@
     python train.py --config=configs/demo_eagle3.py --workdir=work/demo/eagle3
 
 With the backbone and the text of demo_medusa.py. 2.1 M parameters. The last stream is the output of the last layer,
-which helps a small model more than the paper's L - 3 (configs/smollm2_eagle3.py); for a backbone of eight
-layers `--config.heads.tap_layers=2,5,8`.
+which helps a small model more than the paper's L - 3 (configs/smollm2_eagle3.py).
 """
 
 from configs.demo_medusa import get_config as medusa_config
@@ -15,7 +14,7 @@ from medusa_jax.heads.eagle3 import Eagle3Config
 def get_config() -> Config:
     """The layer on the frozen demo backbone; it learns the backbone's distribution over four levels."""
     cfg = medusa_config()
-    cfg.heads = Eagle3Config(n_heads=4, tap_layers="1,3,5")
+    cfg.heads = Eagle3Config(n_heads=4, tap_layers="2,5,8")
     cfg.data.cache_features = "float8"
     cfg.optim.lr = 2e-3
     cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0

@@ -20,7 +20,7 @@ def get_config() -> Config:
         confidence=True,
     )  # fmt: skip
     # As in demo_dspark.py.
-    cfg.optim.lr, cfg.train.anchors = 4e-3, 128
+    cfg.train.anchors = 128
     cfg.train.label_weight, cfg.train.confidence_weight = 0.1, 1.0
     cfg.train.levels, cfg.train.lambda_decay = 1, 0.7788
     return cfg

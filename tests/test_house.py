@@ -130,13 +130,13 @@ def test_no_circle_inside_a_room():
 
 # Lines that a reader of a module cannot avoid: of all files that it reaches by imports.
 CLOSURES = {
-    ("decoding.generate",): 5_500,
-    ("training.trainer",): 10_500,
-    ("commands.decode",): 12_000,
-    ("commands.decode", "training.trainer"): 15_500,
+    ("decoding.generate",): 5_050,
+    ("training.trainer",): 9_250,
+    ("commands.decode",): 11_260,
+    ("commands.decode", "training.trainer"): 15_380,
 }
 # Lines of the package's and the tests' Python, words of the site's pages.
-PACKAGE_LINES, TEST_LINES, SITE_WORDS = 36_460, 30_650, 14_000
+PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_810, 28_540, 13_930
 # Files that import by name, and who chooses the name: the content of a file, a flag, an extra or the platform.
 # Imports by name are left out of the budgets, so anything that is always imported must not be here.
 SEAMS = {

@@ -1,9 +1,10 @@
 """Decode steps of rows with a constraint: the host computes which tokens may follow.
 
-A constraint is part of the verifier: the target token after a node is chosen among the tokens that the
-constraint allows after the node's path, so drafted text equals plain decoding's with the same
-constraint. The host has the constraints (`Guide`). It replaces forbidden drafts before the backbone's
-pass, and computes the allowed tokens of all nodes, as bits, while the pass runs:
+A constraint is part of the verifier: the target token after a node is chosen among the
+tokens that the constraint allows after the node's path, so drafted text equals plain
+decoding's with the same constraint. The host, which has the constraints (`Guide`), replaces
+forbidden drafts before the backbone's pass, and computes the allowed tokens of all nodes,
+as bits, while the pass runs:
 
     host    replace drafts | dispatch | bits of every node | dispatch | wait
     device                 | verify                        | judge | draft the next tree |

@@ -1,19 +1,20 @@
 """A chain of the tree copied from the text: prompt lookup in addition to draft heads.
 
-If the last tokens of the text occurred earlier, the tokens after that place often follow again: names,
-code, lists, and other repeated text. Heads predict such repeats only if trained to; a lookup costs only
-integer comparisons. The chain shares the root with the drafts of the heads and is verified in
-the same pass, so decoding stays lossless: the longest path that agrees is kept. Two nodes may hold the
-same token.
+If the last tokens of the text occurred earlier, the tokens that followed them then often
+follow again, as in names, code and lists. Heads predict such repeats only if trained to; a
+lookup costs only integer comparisons. The chain shares the root with the drafts of the
+heads and is verified in the same pass, so decoding stays lossless: the longest path that
+agrees is kept. Two nodes may hold the same token.
 
 The latest of the longest matches of up to `NGRAM` tokens is used, since nearby text is more similar. With 8
 instead of 4 tokens SmolLM2's answers take 0.5 to 0.8% more tokens per step.
 
-A match of one token is rarely right (in SmolLM2's answers 23% of the tokens after it are, 52% after
-two). A tree with *spares* uses its chain only if `REPEATS` tokens match in half of the rows, and
-otherwise further guesses of the heads: the same number of nodes, under one of two masks. A step with
-the chain does not draft the spares, and often needs no heads at all. SAM decoding (Hu et al. 2024) likewise drafts from the
-text or from heads, by the length of the match.
+A match of one token is rarely right: in SmolLM2's answers 23% of the tokens after it are,
+52% after a match of two. A tree with *spares* verifies its chain only if `REPEATS` tokens
+match in half of the rows. Otherwise it verifies the spares, as many further guesses of the
+heads, under another mask. A step with the chain does not draft the spares, and often needs
+no heads at all. SAM decoding (Hu et al. 2024) likewise drafts from the text or from heads,
+by the length of the match.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,13 @@
 """Steps that draft only while drafts pay.
 
-A step with drafts takes longer than a plain one, so drafts that are seldom right make decoding slower. A
-*gated* engine has several trees, the empty one first, and each step takes the one with the most tokens per
-time on the text so far. Text does not depend on the tree under a lossless rule. The choice is made on the
-device, in the decode loop (`gated.py`).
+A step with drafts takes longer than a plain one, so drafts that are seldom right make
+decoding slower. A *gated* engine has several trees, the empty one first. Each step uses the
+tree with the most tokens per time on the text so far; under a lossless rule the text does
+not depend on the tree. The decode loop chooses on the device (`gated.py`).
 
-Each level of a tree counts as right with the same probability p, so a tree of depth d is expected to emit
-1 + p + ... + p^d tokens per step. The unit of time is a plain step.
+The estimate assumes that a draft is accepted at every level with the same probability p, so
+a tree of depth d emits 1 + p + ... + p^d tokens per step on average. The unit of time is a
+plain step.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
-`generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop a few
-steps at a time and yields the new tokens. The host never waits inside a loop: it dispatches the next
-loop before it reads the results of the last.
+`generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop
+a few steps at a time and yields the new tokens. The host never waits inside a loop: it
+dispatches the next loop before it reads the previous one's results.
 """
 
 import importlib

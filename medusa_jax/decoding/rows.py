@@ -1,8 +1,9 @@
 """Continuous batching: replace rows of a running batch.
 
-A state of B rows is created once, without any text. A prompt is read in a state of one row, piece by
-piece while the others keep decoding, and then replaces a row that has ended. An ended row keeps its
-cache, so a text that shares a prefix with an earlier one is read only from where they differ.
+A state of B rows is created once, without any text. A prompt is read into a separate state
+of one row, piece by piece while the batch keeps decoding; this row then replaces one that
+has ended. An ended row keeps its cache, so a prompt that shares a prefix with it is read
+only from the first difference on.
 
 Every function is compiled once per number of rows, slots and tokens read.
 """

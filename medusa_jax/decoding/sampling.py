@@ -1,8 +1,8 @@
 """Per-request sampling: temperature, filters, and noise keyed by request and position.
 
-Gumbel noise g[pos] depends only on the request and the absolute position. Then
-argmax(logits / T + g[pos]) is a sample of softmax(logits / T) that does not depend on how the position
-was reached: plain decoding, any tree and any batch draw the same token.
+Gumbel noise g[pos] depends only on the request and the absolute position. Therefore
+argmax(logits / T + g[pos]) is a sample of softmax(logits / T) that does not depend on how
+the position was reached: plain decoding, any tree and any batch draw the same token.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Ends of rows: after a stop sequence (an EOS is one of length 1), or at the token limit.
 
-Stop sequences and limits are data, so requests with different ones share one compiled program.
+Stop sequences and limits are arrays, so requests that differ in them share one compiled
+program.
 """
 
 from collections.abc import Sequence

@@ -10,10 +10,11 @@ positions; e_{t+1} embeds the root, the token that the backbone chose after h_t.
 block (3-5) attends among the K heads in both directions. Nothing depends on drafted tokens, so all
 heads run at once.
 
-Our choices where the paper gives no details: MLP_k is Medusa's residual block; a SAL has the backbone's shape,
-followed by a norm; the attention is x + O(MHA(RMSNorm(x))) with the backbone's number of heads and no
-feed-forward part ("layers of self-attention"; the paper's parameter count, "up to 45%" less at rank
-64, leaves no room for a wide one, though its figure 2 shows a Transformer encoder).
+Our choices where the paper gives no details: MLP_k is Medusa's residual block; a SAL has
+the backbone's shape, followed by a norm; the attention is x + O(MHA(RMSNorm(x))) with the
+backbone's number of attention heads and no feed-forward part ("layers of self-attention";
+the paper's parameter count, "up to 45%" less at rank 64, leaves no room for a wide one,
+though its figure 2 shows a Transformer encoder).
 """
 
 import dataclasses

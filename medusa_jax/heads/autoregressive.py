@@ -2,9 +2,9 @@
 
     a'_t = Layers(a_t, e_{t+1})        logits of token t + 2 = LM-Head(a'_t)
 
-For accepted positions a is computed from the backbone's hidden state; for drafted ones it is the
-parent's a'. e embeds the next token. The layers cache keys and values of accepted positions; each level
-of the tree runs after them, and each node sees its path.
+For accepted positions a is computed from the backbone's hidden state; for drafted ones it
+is the parent's a'. e embeds the next token. The layers cache keys and values of accepted
+positions; each node of the tree attends to them and to its path.
 
 In training (`train.levels`), level k of row t is at position t + k and reads level k - 1 of row t and the
 true token at t + k + 1. It attends to level 0 of rows up to t and to levels 1 to k of row t.

@@ -5,15 +5,17 @@
     x = x + Attention(norm(x), keys and values of [c ; norm(x)]); x = x + MLP(norm(x))
     logits of a slot = LM-Head(norm(x))
 
-The slots of a block see the text's c, the same c in every layer, and each other in both directions. The
-embedding and usually the LM head are the backbone's. The state is the keys and values of c.
+In every layer, the slots of a block attend to the same c of the text, and to each other in
+both directions. The embedding and usually the LM head are the backbone's. The state is the
+keys and values of c.
 
-*DFlash*: the root's slot guesses nothing, and slot k guesses the k-th token after the root. *DSpark*: the
-root's slot guesses too, so a block has one slot fewer, and a Markov head adds W2 W1[token before] to the
-logits of a slot. The token before is the parent's in a tree, so the levels of any tree get their guesses from
-one pass.
+*DFlash*: the root's slot guesses nothing, and slot k guesses the k-th token after the root.
+*DSpark*: the root's slot guesses too, so a block has one slot fewer, and a Markov head adds
+W2 W1[token before] to the logits of a slot. In a tree, the token before is the parent's, so
+one pass gives the guesses of all levels.
 
-In training every position of a text is the root of a block; slots of row t see c up to t.
+In training every position of a text is the root of a block; slots of row t attend to c up
+to t.
 """
 
 import dataclasses
@@ -48,6 +50,8 @@ from medusa_jax.sharding import PyTree
 
 # Blocks of a row of text that training computes at a time.
 BLOCKS = 32
+# Factor of the first layer's output at the start.
+OUTWEIGH = 8.0
 
 
 @dataclass(unsafe_hash=True)
@@ -157,12 +161,17 @@ class DFlash(Tapped):
         return {"heads_0": params | lm_head_start(h, backbone)}
 
     def reading(self, key: jax.Array, final_D: jax.Array) -> Params:
-        """Random values and outputs that add a projection of c, scaled as by the backbone's final norm."""
+        """Random values and outputs that add a projection of c, as the backbone's final norm scales it.
+
+        It outweighs the block's embeddings: a slot would guess its own input, since embeddings are often the
+        rows of the LM head.
+        """
         c, D = self.shape, self.llama.d_model
         J, R = c.n_kv_heads * c.head_dim, c.n_heads // c.n_kv_heads
         value_DJ = jax.nn.initializers.orthogonal()(key, (D, J))
         # Each of a group's query heads reads the same values and adds its share of them.
-        shared_GHD = (final_D[:, None] * value_DJ / R).T.reshape(c.n_kv_heads, -1, D)
+        scale_D = OUTWEIGH * final_D / R
+        shared_GHD = (scale_D[:, None] * value_DJ).T.reshape(c.n_kv_heads, -1, D)
         out_KD = jnp.repeat(shared_GHD, R, axis=0).reshape(-1, D)
         return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
 

@@ -1,10 +1,11 @@
 """Speculative decoding with a draft model (Leviathan et al. 2023; Chen et al. 2023).
 
-A smaller model with the same tokenizer drafts the tree level by level, each node from its logits after
-the node's path. A chain of gamma nodes is the method of the papers; a tree with branches merges several
-chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those of heads, so greedy, sampled and
-rejection decoding need no special code. The draft model caches keys and values of the accepted text;
-those of tree nodes exist only while the tree is drafted.
+A smaller model with the same tokenizer drafts the tree level by level, each node from its
+logits after the node's path. A chain of gamma nodes gives the papers' method; a tree with
+branches merges several chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those
+of heads, so greedy, sampled and rejection decoding need no special code. The draft model
+caches keys and values of the accepted text; those of tree nodes exist only while the tree
+is drafted.
 """
 
 import dataclasses

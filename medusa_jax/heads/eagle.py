@@ -2,11 +2,11 @@
 
     f^_{i+1} = Layers(FC([e_{i+1} ; f_i]))    logits of token i + 2 = LM-Head(f^_{i+1})
 
-f is the backbone's hidden state for accepted positions and the parent's f^ for drafted ones; e embeds
-the next token. One small model thus drafts to any depth: the layers cache keys and values of accepted
-positions; each level of the tree runs after them, and each node sees its path. LM head and embedding
-are the backbone's. As released, the first layer has no norm before its attention, and
-there is no norm after the last.
+f is the backbone's hidden state for accepted positions and the parent's f^ for drafted
+ones; e embeds the next token. One small model thus drafts to any depth: the layers cache
+keys and values of accepted positions; each node of the tree attends to them and to its
+path. LM head and embedding are the backbone's. As in the released code, the first layer has
+no norm before its attention, and no norm follows the last layer.
 
 By default only the first level is trained (3.2): it reads true hidden states with added noise, and
 learns the next hidden state and its distribution. In decoding, deeper levels read the outputs of earlier

@@ -1,19 +1,21 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840) and 3.1: a decoder layer that reads inside the backbone.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840) and 3.1: a decoder layer on inner streams.
 
     g_i = FC([l_i ; m_i ; h_i])                   the streams that enter layers 2, L / 2 and L - 3
     x_i = a_i + Attention([norm(e_{i+1}) ; norm(a_i)])
     a'_i = x_i + MLP(norm(x_i))                   logits of token i + 2 = LM-Head(norm(a'_i))
 
 a is g for accepted positions and the parent's a' for drafted ones; e embeds the next token.
-`autoregressive.py`, which EAGLE-1 shares, drafts and trains the levels. The LM head belongs to the
-drafter, usually over a draft vocabulary (`vocabulary.py`); the embedding is the backbone's.
+`autoregressive.py`, shared with EAGLE-1, drafts and trains the levels. The LM head belongs
+to the drafter, usually over a draft vocabulary (`vocabulary.py`); the embedding is the
+backbone's.
 
-Training is over several levels with gradients through all (training-time test, section 3.2):
-`train.levels`, 7 in the authors' code. The loss of a level is the cross-entropy with the backbone's
-distribution, renormalised over the draft vocabulary (`train.teacher_weight`); there is no regression
-to hidden states. Level k has the weight `train.lambda_decay`^k. A position counts if its next tokens
-count and its label is in the draft vocabulary. (The authors test the backbone's argmax instead, which
-equals the label in text that the backbone wrote greedily.)
+Training unrolls `train.levels` levels (7 in the authors' code) with gradients through all
+of them (training-time test, section 3.2). The loss of a level is the cross-entropy with the
+backbone's distribution, renormalised over the draft vocabulary (`train.teacher_weight`);
+there is no regression to hidden states. Level k has the weight `train.lambda_decay`^k. A
+position counts if its next tokens count and its label is in the draft vocabulary. (The
+authors test the backbone's argmax instead, which equals the label in text that the backbone
+wrote greedily.)
 
 EAGLE-3.1 adds a norm for each stream before FC (`fc_norm`) and passes the normed a' to the next level
 (`norm_output`). Both bound the scale of deep levels' inputs; neither is in the paper.

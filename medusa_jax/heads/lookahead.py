@@ -8,14 +8,15 @@ are successive Jacobi iterations, each one position later than the level above:
     level 1                 b0   b1   b2   b3
     level 2                      c0   c1   c2   c3
 
-c1 reads the root, a0, b1 and itself: level 0 up to its column, then its column down. The backbone's
-predictions after the last level, d0 ... d3, complete one n-gram per column, such as root b0 c0 d0 and
-a0 b1 c1 d1; then the window moves on, to b, c and d. The *pool* stores, for every token, the last G
-different continuations of N - 1 tokens. Those of the root are drafted, each as a branch of the tree.
+c1 reads the root, a0, b1 and itself: level 0 up to its column, then its column down. The
+backbone's predictions after the last level, d0 ... d3, complete one n-gram per column, such
+as root b0 c0 d0 and a0 b1 c1 d1; then the window moves on, to b, c and d. The *pool*
+stores, for every token, the last G different continuations of N - 1 tokens. The root's
+continuations are drafted, each as a branch of the tree.
 
-As released: the window moves by one position per step, its new tokens are the most likely ones even
-when decoding samples, and the pool does not use the prompt. Unlike the release, all levels start with
-arbitrary tokens, so the window's shape never changes.
+As in the released code, the window moves by one position per step, its new tokens are the
+most likely ones even when decoding samples, and the pool does not use the prompt. Unlike
+the release, all levels start with arbitrary tokens, so the window's shape never changes.
 """
 
 import dataclasses

@@ -1,15 +1,16 @@
 """Prompt lookup (Saxena 2023; `prompt_lookup_num_tokens` of transformers): draft the tokens that followed
 an earlier occurrence of the last few tokens.
 
-The text ends with the root; a *match* is an earlier place that ends with the same n tokens, n as large
-as possible and at most `ngram`; of several the first, as in transformers, since it has more text after
-it. Example, ngram = 2:
+The text ends with the root. A *match* is an earlier place where the same n tokens end, with
+n as large as possible and at most `ngram`. Of several matches the first is used, as in
+transformers, since most text follows it. Example, ngram = 2:
 
     text     a b c d a b e b c a b          (the root is the last b)
     match    "a b" at 0: c d a b ...
 
-The match fills the chain of the tree's best ranks. If it reaches the end of the text, it continues from
-its start, as the text would if it kept repeating. Nodes without a draft get the root token.
+The tokens after the match fill the chain of the tree's best ranks. If they reach the end of
+the text, they repeat from their start, as the text would if it kept repeating. Nodes
+without a draft get the root token.
 """
 
 import dataclasses

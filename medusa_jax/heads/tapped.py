@@ -1,4 +1,4 @@
-"""Drafters that read inside the backbone, with decoder layers of their own sizes."""
+"""Drafters that read the backbone's inner streams, with decoder layers of their own sizes."""
 
 import dataclasses
 from typing import Any

@@ -1,7 +1,8 @@
 """Training state on disk (Orbax): trained variables, optimizer, data position, meta.
 
-The frozen backbone is never saved. A checkpoint is copied to the host, written by threads while training
-continues, and renamed when complete. So a kill during a save, or a full disk, leaves the previous one valid.
+The frozen backbone is never saved. A checkpoint is copied to the host, written by threads
+while training continues, and renamed when complete. A kill during a save, or a full disk,
+thus leaves the previous checkpoint valid.
 
 Each contains checksums of its files (`checksums.json`), since Orbax does not notice flipped bits of an array.
 A damaged checkpoint is set aside, and the run resumes from the previous one.

@@ -1,4 +1,4 @@
-"""Check a configuration before a run, and fit it to the model and the mesh; a problem is one line."""
+"""Check a configuration before a run, and fit it to model and mesh; errors are one line each."""
 
 import dataclasses
 from operator import attrgetter

@@ -1,17 +1,17 @@
 """Tokens per decoding step, estimated on held-out text while the heads train (Medusa 2.3.3).
 
-At every position whose next K + 1 tokens are counted, the ranks of the true tokens under all heads form one
-tuple: heads tend to be right at the same positions, so the product of their accuracies would be too low. Both
-estimates assume that steps start at every position equally often (`evaluate/fitting.py` measures the real
-distribution):
+At every position whose next K + 1 tokens are counted, the ranks of the true tokens under
+all heads form one tuple. Heads tend to be right at the same positions, so a product of
+their accuracies would be too low. Both estimates assume that steps start at every position
+equally often (`evaluate/fitting.py` measures the real distribution):
 
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
                             heads 1 ... d are all right: a chain of K drafts
     accepted_length_tree    the same over the nodes of the best 64-node tree, found on the first
                             half of the rows and counted on the second
 
-The text is held out, not the model's output, which is easier to predict: use the estimates to compare runs, not
-to predict speed.
+The model's output in decoding is easier to predict than most held-out text. Use the
+estimates to compare runs, not to predict speed.
 """
 
 import jax

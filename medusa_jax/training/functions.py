@@ -8,10 +8,11 @@
 
     {"backbone": {"embed_tokens": {"embedding": [V, D]}, "norm": {"scale": [D]}, "lm_head": {"kernel": [D, V]}}}
 
-without `lm_head` if `arch.tie_embeddings`, and with `"draft_vocab": {"ids": [O] int32}`, ascending, if the heads
-have one. `hidden_BTE` is the output of the backbone's last norm, followed by the streams that enter the layers
-`taps`: E = (1 + A) D. Of a transformers model with `output_hidden_states=True` that is `hidden_states[-1]` and
-`hidden_states[i] for i in taps`, side by side. Everything can be jitted, differentiated and sharded.
+without `lm_head` if `arch.tie_embeddings`, and with `"draft_vocab": {"ids": [O] int32}`,
+ascending, if the heads have one. `hidden_BTE` is the output of the backbone's last norm,
+followed by the streams that enter the layers `taps`: E = (1 + A) D. With transformers and
+`output_hidden_states=True`, concatenate `hidden_states[-1]` and `hidden_states[i] for i in
+taps`. Everything can be jitted, differentiated and sharded.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Acceptance rules: which path of the verified tree is kept, and which token follows it.
 
-One file per rule with the contract of `rule.py`; every `Rule` in this package's files is registered
-by its name. `greedy` and `sampled` are lossless, `rejection` is lossless in distribution, `typical` is
-lossy.
+Each rule is a file and follows the contract of `rule.py`; every `Rule` in this package's
+files is registered by its name. `greedy` and `sampled` are lossless, `rejection` is
+lossless in distribution, `typical` is lossy.
 """
 
 import importlib

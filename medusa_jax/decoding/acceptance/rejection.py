@@ -1,9 +1,9 @@
-"""Recursive rejection sampling on a tree: lossless, the standard rule that papers compare with.
+"""Recursive rejection sampling on a tree, the baseline of papers: lossless in distribution.
 
 Siblings are drawn without replacement from the head's distribution q: the order of
-logits / T + Gumbel noise is such a draw (Gumbel-top-k). They are then tested against the verifier's
-distribution p in the order of drawing (Leviathan et al. 2023 for one draft; EAGLE 1 and Sequoia for
-several):
+logits / T + Gumbel noise is such a draw (Gumbel-top-k). In that order they are tested
+against the verifier's distribution p (Leviathan et al. 2023 for one draft; EAGLE 1 and
+Sequoia for several):
 
     g = p; h = q
     for x in the siblings, in order:
@@ -14,9 +14,9 @@ several):
 The resulting token is distributed as p. Compared with sample-then-match (`accept_targets`) the
 distribution is the same, but the draws differ and depend on the tree and the drafter.
 
-Noise depends on the request and the absolute position, so other rows of the batch have no influence.
-All nodes of a depth share the noise of their children: only one node per depth is visited, and noise
-after the last token of a step is unused when the next step starts there.
+Noise depends on the request and the absolute position, so other rows of the batch do not
+influence it. All nodes of a depth share the noise for their children. This is safe: a step
+visits one node per depth, and the next step starts where the noise is still unused.
 """
 
 from collections.abc import Sequence

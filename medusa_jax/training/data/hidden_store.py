@@ -1,9 +1,9 @@
 """How cached hidden states are stored (`data.cache_features`): in 32, 16 or 8 bits.
 
-"float8" has one float32 scale for the final hidden state and for each tapped stream of a position,
-followed by its D values as float8_e4m3fn, all as bytes: D + 4 of them for each. Its relative error
-of 2^-4 holds for small values, too, next to which residual streams have a few very large ones; with
-integers these would take all the range.
+"float8" stores the final hidden state and each tapped stream of a position in D + 4 bytes:
+one float32 scale, then D values in float8_e4m3fn. Their relative error of 2^-4 also holds
+for small values. Residual streams have a few very large values, which would take up the
+range of integers.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Texts of a run: their samples, each read when it is used, so that a bad one fails alone, and their rows of tokens,
+"""Texts of a run: samples, read when used so that a bad one fails alone, and rows of tokens,
 tokenised once per workdir.
 """
 

@@ -1,4 +1,4 @@
-"""Text to tokens: the turns that a record holds, and which tokens are targets."""
+"""Text to tokens: find the turns of a record, and the tokens that are targets."""
 
 import collections
 import os

@@ -1,4 +1,4 @@
-"""The rows and columns that a loss computes on: split over devices, those that count in front."""
+"""The rows and columns that a loss computes on: split over devices, counted ones first."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -10,10 +10,11 @@ magnitudes, with finer steps for large values.
     P equal intervals each   P = 2^d with a sign, 2^(d+1) without
     levels                   the middles of the intervals, 0 and 1
 
-Positive levels have ranks 0, 1, 2, ... from the smallest. As P doubles from decade to decade,
-rank + 1 (rank + 2 without a sign) is P + interval in binary, and its leading bit gives the decade. So codes are
-converted by arithmetic that XLA fuses into its readers. Look-up tables would be gathers, each of which writes
-a float32 array of the parameters' size.
+Positive levels have ranks 0, 1, 2, ... from the smallest. As P doubles from decade to
+decade, rank + 1 (rank + 2 without a sign) is P + interval in binary, and its leading bit
+gives the decade. Codes are therefore converted by arithmetic, which XLA fuses into its
+consumers. Table look-ups would be gathers, and each would write a float32 array of the
+parameters' size.
 """
 
 import math
