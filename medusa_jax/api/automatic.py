@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import median
 
 import jax
 import numpy as np
@@ -46,8 +47,8 @@ FEW = 3
 REACH, MARGIN = 2.0, 1.03
 # Time of a further node in plain steps, before any is measured, and least ratio of a step with drafts.
 NODE_COST, LEAST_RATIO = {"cpu": 0.15, "other": 0.02}, 1.05
-# Times of a step to keep of each size, and number from which they count.
-SAMPLES, KNOWN = 32, 4
+# Samples of a ratio to keep of each size, and number from which their median counts.
+SAMPLES, KNOWN = 9, 3
 # Seconds between two notes of one process.
 PATIENCE = 30.0
 
@@ -114,21 +115,29 @@ class Learned:
             noted = {int(n): float(ratio) for n, ratio in note.get("ratios", {}).items()}
             self.accuracy = float(note.get("accuracy", 0.5))
             self.noted = noted
-        self.seconds: dict[int, deque[float]] = {}
+        self.samples: dict[int, deque[float]] = {}
+        self._last = 0, 0.0
 
     def add(self, size: int, seconds: float) -> None:
-        """Add the time of a step, the mean over some that took trees of one size."""
-        self.seconds.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
+        """Add the time of a step, the mean over some that took trees of one size.
+
+        Only neighbours in time are compared: the load of the machine changes within seconds.
+        """
+        last, before = self._last
+        self._last = size, seconds
+        if last != size and 1 in (last, size):
+            drafts, ratio = (
+                (last, before / seconds) if size == 1 else (size, seconds / before)
+            )
+            self.samples.setdefault(drafts, deque(maxlen=SAMPLES)).append(ratio)
 
     @property
     def measured(self) -> dict[int, float]:
         """Ratios by size that this process or an earlier one has measured."""
-        # Other work on the machine only adds time, so the lower quartile counts.
         known = {
-            n: sorted(s)[len(s) // 4] for n, s in self.seconds.items() if len(s) >= KNOWN
+            n: median(found) for n, found in self.samples.items() if len(found) >= KNOWN
         }
-        plain = known.pop(1, None)
-        return self.noted | ({n: s / plain for n, s in known.items()} if plain else {})
+        return self.noted | known
 
     def ratio(self, n: int) -> float:
         """Time of a step over a plain step's; a size that was not measured follows the nearest one."""
