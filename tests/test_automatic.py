@@ -9,9 +9,10 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import automatic
-from medusa_jax.api.automatic import Learned, tokens_by_size
+from medusa_jax.api import automatic, step_times
+from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.api.dialogue import Dialogue
+from medusa_jax.api.step_times import Learned
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -75,7 +76,7 @@ def test_text_does_not_depend_on_the_trees(directory, drafter, free):
 
 
 def times(learned, size, ratio):
-    for load in range(1, automatic.KNOWN + 1):
+    for load in range(1, step_times.KNOWN + 1):
         learned.add(1, load)
         learned.add(size, load * ratio)
 
@@ -141,11 +142,11 @@ def test_a_tree_files_choice_follows_the_steps_of_this_device(directory, free):
 def test_requests_time_their_steps(directory, free, monkeypatch):
     """Plain ones and those with drafts; with a tree file every pair is a sample, and a note is written."""
     # Steps of a tiny model may end before the host looks.
-    monkeypatch.setattr(automatic, "is_ready", lambda progress: False)
+    monkeypatch.setattr(step_times, "is_ready", lambda progress: False)
     for drafter in ("prompt_lookup", ""):
         model = load(directory, drafter)
         learned = model.automatic.learned(1)
-        for _ in range(automatic.KNOWN):
+        for _ in range(step_times.KNOWN):
             learned.accuracy = 0.7
             list(model.stream(PROMPTS[:1], OPTIONS))
             list(model.stream(PROMPTS[:1], OPTIONS, tree="none"))
