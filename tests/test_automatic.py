@@ -132,9 +132,9 @@ def test_a_tree_files_choice_follows_the_steps_of_this_device(directory, free):
     [result] = again.generate(PROMPTS[:1], OPTIONS)
     assert result.tree_nodes == 3
     file = again.automatic.cache.file
-    file.write_text('{"1": {"ratios": {"4": 9.0}}}')  # drafts have lost
+    file.write_text('{"1": {"ratios": {"4": [9, 9, 9]}}}')  # drafts have lost
     assert load(directory).tree == Tree.none()
-    for damaged in ("{", "[]", '{"1": {}}', '{"1": 7}', '{"1": {"ratios": {"x": []}}}'):
+    for damaged in ("{", "[]", '{"1": {}}', '{"1": 7}', '{"1": {"ratios": {"4": 7}}}'):
         file.write_text(damaged)
         assert load(directory).tree.n_nodes == 4
 
