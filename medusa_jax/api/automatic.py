@@ -108,7 +108,7 @@ class Automatic:
     cache: DeviceCache | None = None
     _learned: dict[int, Learned] = field(default_factory=dict)
     _trees: dict[int, Tree] = field(default_factory=dict)
-    _written: dict[int, float] = field(default_factory=dict)
+    _written: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -228,10 +228,9 @@ class Automatic:
         return engine
 
     def keep(self, learned: Learned, rows: int) -> None:
-        """Keep what was learned, now and then."""
-        at = time.monotonic()
-        if not self.cache or at - self._written.get(rows, -PATIENCE) < PATIENCE:
-            return
-        if note := learned.note():
+        """Keep what was learned: at once if a step time is new, else now and then."""
+        count, at = self._written.get(rows, (0, -PATIENCE))
+        now, note = time.monotonic(), learned.note()
+        if self.cache and note and (learned.timed > count or now - at > PATIENCE):
             self.cache.write(self.cache.read() | {str(rows): note})
-            self._written[rows] = at
+            self._written[rows] = learned.timed, now

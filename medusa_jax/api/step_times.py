@@ -29,6 +29,7 @@ class Learned:
 
     Attributes:
       accuracy: p of `decoding/gate.py` over all texts.
+      timed: number of samples that this process has taken.
     """
 
     def __init__(self, expected: Mapping[int, float], note: Json) -> None:
@@ -41,7 +42,7 @@ class Learned:
             }
             self.accuracy = float(note.get("accuracy", 0.5))
             self.samples = samples
-        self._last = 0, 0.0
+        self._last, self.timed = (0, 0.0), 0
 
     def add(self, size: int, seconds: float) -> None:
         """Add the time of a step, the mean over some that took trees of one size.
@@ -55,6 +56,7 @@ class Learned:
                 (last, before / seconds) if size == 1 else (size, seconds / before)
             )
             self.samples.setdefault(drafts, deque(maxlen=SAMPLES)).append(ratio)
+            self.timed += 1
 
     @property
     def measured(self) -> dict[int, float]:
