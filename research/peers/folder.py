@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 
@@ -46,6 +47,7 @@ def _serve(peer: str, folder: str, setting: Setting, pipe: Connection) -> None:
     except UserError as error:
         return pipe.send(error)
     pipe.send([(c.label, c.weights, c.facts) for c in found])
-    while True:
-        number, prompt = pipe.recv()
-        pipe.send(found[number].decode(prompt))
+    with suppress(EOFError):  # the comparison has ended
+        while True:
+            number, prompt = pipe.recv()
+            pipe.send(found[number].decode(prompt))
