@@ -64,7 +64,7 @@ def test_text_does_not_depend_on_the_trees(directory, drafter, free):
     ]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
     for accuracy in (0.05, 0.9):
-        model.automatic.learned(2).accuracy = accuracy
+        model.automatic.learned(2, "sampled").accuracy = accuracy
         found = model.generate(PROMPTS, rows)
         assert [r.token_ids for r in found] == plain
         for result in found:
@@ -125,16 +125,18 @@ def test_a_tree_files_choice_follows_the_steps_of_this_device(directory, free):
     assert model.tree.n_nodes == 4 and model.tree_at(2).n_nodes == 4
     learned = model.automatic.learned(1)
     times(learned, 4, 1.6)
-    model.automatic.keep(learned, 1)
+    model.automatic.keep(learned, "1 greedy")
     assert model.tree_at(1).n_nodes == 4
     again = load(directory, all_heads=False)
     assert again.tree.n_nodes == 3 and again.tree_at(2).n_nodes == 4
-    [result] = again.generate(PROMPTS[:1], OPTIONS)
-    assert result.tree_nodes == 3
+    sampled = dataclasses.replace(OPTIONS, temperature=0.5)
+    for options, nodes in ((OPTIONS, 3), (sampled, 4)):
+        [result] = again.generate(PROMPTS[:1], options)
+        assert result.tree_nodes == nodes
     file = again.automatic.cache.file
-    file.write_text('{"1": {"ratios": {"4": [9, 9, 9]}}}')  # drafts have lost
+    file.write_text('{"1 greedy": {"ratios": {"4": [9, 9, 9]}}}')  # drafts have lost
     assert load(directory).tree == Tree.none()
-    for damaged in ("{", "[]", '{"1": {}}', '{"1": 7}', '{"1": {"ratios": {"4": 7}}}'):
+    for damaged in ("{", "[]", '{"1 greedy": 7}', '{"1 greedy": {"ratios": {"4": 7}}}'):
         file.write_text(damaged)
         assert load(directory).tree.n_nodes == 4
 
@@ -151,7 +153,7 @@ def test_requests_time_their_steps(directory, free, monkeypatch):
             list(model.stream(PROMPTS[:1], OPTIONS))
             list(model.stream(PROMPTS[:1], OPTIONS, tree="none"))
         assert learned.samples
-    note = json.loads(model.automatic.cache.file.read_text())["1"]["ratios"]
+    note = json.loads(model.automatic.cache.file.read_text())["1 greedy"]["ratios"]
     assert len(note["4"]) == len(learned.samples[4]) >= step_times.KNOWN
 
 

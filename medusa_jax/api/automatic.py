@@ -18,6 +18,7 @@ import numpy as np
 from medusa_jax.api.results import Options
 from medusa_jax.api.step_times import Learned, Watch
 from medusa_jax.arch import STORED
+from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.state import Engine
@@ -106,9 +107,9 @@ class Automatic:
     calibrated: Json | None
     narrow: bool
     cache: DeviceCache | None = None
-    _learned: dict[int, Learned] = field(default_factory=dict)
-    _trees: dict[int, Tree] = field(default_factory=dict)
-    _written: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _learned: dict[str, Learned] = field(default_factory=dict)
+    _trees: dict[str, Tree] = field(default_factory=dict)
+    _written: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -124,7 +125,7 @@ class Automatic:
             return cls(drafter, calibrated, narrow)
         sizes = tokens_by_size(calibrated), (calibrated or {}).get("growth")
         cache = DeviceCache(
-            "trees", 4, drafter.heads, drafter.llama, sizes, storage, *marks
+            "trees", 5, drafter.heads, drafter.llama, sizes, storage, *marks
         )
         return cls(drafter, calibrated, narrow, cache)
 
@@ -142,26 +143,32 @@ class Automatic:
         depths = {min(FEW - 1, default.depth), default.depth}
         return Tree.none(), *(Tree.chain(d) for d in sorted(depths))
 
-    def learned(self, rows: int) -> Learned:
-        """What is known for a number of rows."""
-        if rows not in self._learned:
+    def learned(self, rows: int, rule: str = "greedy") -> Learned:
+        """What is known for a number of rows under an acceptance rule: `sampled` draws noise for each node."""
+        name = f"{rows} {rule}"
+        if name not in self._learned:
             if self.calibrated is None:
                 sizes = [tree.n_nodes for tree in self.gated]
             else:
                 sizes = [self._own(rows).n_nodes, *tokens_by_size(self.calibrated)]
-            note = self.cache.read().get(str(rows), {}) if self.cache else {}
+            note = self.cache.read().get(name, {}) if self.cache else {}
             expected = expected_ratios(self.calibrated, sizes)
-            self._learned[rows] = Learned(expected, note)
-        return self._learned[rows]
+            self._learned[name] = Learned(expected, note)
+        return self._learned[name]
 
-    def tree(self, rows: int) -> Tree:
+    def tree(self, rows: int, rule: str = "greedy") -> Tree:
         """The tree of steps that are not gated: the fastest, as known when it was first asked for.
 
         A tree file's own choice stands until a step with it, and a plain one, have been timed on this device.
         """
-        if rows not in self._trees:
-            self._trees[rows] = self._fastest(rows)
-        return self._trees[rows]
+        name = f"{rows} {rule}"
+        if name not in self._trees:
+            self._trees[name] = self._fastest(rows, rule)
+        return self._trees[name]
+
+    def used(self, rows: int) -> list[Tree]:
+        """All trees that requests of this number of rows may take."""
+        return [*self.gated, *(self.tree(rows, rule) for rule in RULES)]
 
     def _own(self, rows: int) -> Tree:
         """The tree file's choice."""
@@ -170,8 +177,8 @@ class Automatic:
         ladder = file_ladder(self.calibrated, platform)
         return tree_at(ladder, rows) if ladder else auto_tree(self.calibrated, platform)
 
-    def _fastest(self, rows: int) -> Tree:
-        learned = self.learned(rows)
+    def _fastest(self, rows: int, rule: str) -> Tree:
+        learned = self.learned(rows, rule)
         if self.calibrated is None:
             p = learned.accuracy
             speeds = {
@@ -211,7 +218,8 @@ class Automatic:
         Args:
           auto: the caller asked for no other tree.
         """
-        B, learned = len(rows), self.learned(len(rows))
+        B, rule = len(rows), engine.acceptance
+        learned = self.learned(B, rule)
         sizes: tuple[int, ...] = (engine.tree.n_nodes,)
         free = all(o.max_steps is None and o.constraint is None for o in rows)
         exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
@@ -224,13 +232,15 @@ class Automatic:
         if auto:
             request.sizes = sizes
         if self.cache and free and all(n in learned.expected for n in sizes):
-            request.watch = Watch(learned, sizes, partial(self.keep, learned, B))
+            request.watch = Watch(
+                learned, sizes, partial(self.keep, learned, f"{B} {rule}")
+            )
         return engine
 
-    def keep(self, learned: Learned, rows: int) -> None:
+    def keep(self, learned: Learned, name: str) -> None:
         """Keep what was learned: at once if a step time is new, else now and then."""
-        count, at = self._written.get(rows, (0, -PATIENCE))
+        count, at = self._written.get(name, (0, -PATIENCE))
         now, note = time.monotonic(), learned.note()
         if self.cache and note and (learned.timed > count or now - at > PATIENCE):
-            self.cache.write(self.cache.read() | {str(rows): note})
-            self._written[rows] = learned.timed, now
+            self.cache.write(self.cache.read() | {name: note})
+            self._written[name] = learned.timed, now

@@ -150,10 +150,10 @@ class Model:
         """The backbone as drafters see it."""
         return Backbone(self.llama, self.variables["backbone"])
 
-    def tree_at(self, rows: int) -> Tree:
-        """The default tree for this number of rows, as known now."""
+    def tree_at(self, rows: int, rule: str = "greedy") -> Tree:
+        """The default tree for this number of rows under an acceptance rule."""
         if self.automatic:
-            return self.automatic.tree(rows)
+            return self.automatic.tree(rows, rule)
         return tree_at(self.ladder, rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
@@ -445,7 +445,10 @@ class Model:
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)
         request = self.request(prompts, rows, ids)
         auto = engine_options.get("tree") in (None, "auto")
-        tree = {"tree": self.tree_at(len(rows))} if auto else {}
+        rule = engine_options.get("acceptance", "auto")
+        if rule == "auto":
+            rule = "sampled" if sampled else "greedy"
+        tree = {"tree": self.tree_at(len(rows), rule)} if auto else {}
         engine = make(**engine_options | tree)
         if self.automatic:
             engine = self.automatic.prepare(engine, rows, self.dtype, request, auto)

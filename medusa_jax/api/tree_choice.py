@@ -70,7 +70,7 @@ class TreeChoice:
         drafter.check_tree(tree)
         if automatic and not automatic.cache:
             automatic = None
-        used = [tree, *ladder.values(), *(automatic.gated if automatic else ())]
+        used = [tree, *ladder.values(), *(automatic.used(batch) if automatic else ())]
         levels = max(1, *(t.drafted.depth for t in used))
         return cls(tree, calibrated, ladder, automatic, levels)
 
