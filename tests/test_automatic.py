@@ -9,10 +9,11 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import automatic, step_times
+from medusa_jax.api import automatic
 from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.api.step_times import Learned
+from medusa_jax.decoding import step_times
+from medusa_jax.decoding.step_times import Learned
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
 LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
@@ -63,8 +64,8 @@ def test_text_does_not_depend_on_the_trees(directory, drafter, free):
         dataclasses.replace(OPTIONS, max_new_tokens=150, temperature=t) for t in (0.0, 0.9)
     ]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
-    for accuracy in (0.05, 0.9):
-        model.automatic.learned(2, "sampled").accuracy = accuracy
+    for rate in (0.05, 0.9):
+        model.automatic.learned(2, "sampled").acceptance_rate = rate
         found = model.generate(PROMPTS, rows)
         assert [r.token_ids for r in found] == plain
         for result in found:
@@ -91,9 +92,9 @@ def test_step_times_follow_measurements_on_this_device():
     learned.add(1, 0.5)  # a moment in which the machine was busy
     assert learned.ratio(3) == pytest.approx(1.4)
     assert learned.ratio(6) == pytest.approx(2.0)  # 0.4 for two nodes is 1.0 for five
-    learned.accuracy = 0.25
+    learned.acceptance_rate = 0.25
     again = Learned({1: 1.0, 3: 1.2, 6: 1.5}, learned.note())
-    assert again.ratio(3) == pytest.approx(1.4) and again.accuracy == 0.25
+    assert again.ratio(3) == pytest.approx(1.4) and again.acceptance_rate == 0.25
 
 
 def test_an_accelerator_may_use_more_than_the_evidence_reaches(monkeypatch):
@@ -149,7 +150,7 @@ def test_requests_time_their_steps(directory, free, monkeypatch):
         model = load(directory, drafter)
         learned = model.automatic.learned(1)
         for _ in range(step_times.KNOWN):
-            learned.accuracy = 0.7
+            learned.acceptance_rate = 0.7
             list(model.stream(PROMPTS[:1], OPTIONS))
             list(model.stream(PROMPTS[:1], OPTIONS, tree="none"))
         assert learned.samples
@@ -176,7 +177,7 @@ def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
         assert not automatic.is_automatic()
     monkeypatch.setenv(automatic.VARIABLE, "bundled")
     assert not chooses(load(directory, "prompt_lookup"))
-    assert load(directory).tree.n_nodes == 4
+    assert load(directory).tree.n_nodes == load(directory, weights="int8").tree.n_nodes == 4
     monkeypatch.setenv(automatic.VARIABLE, "measured")
     with pytest.raises(UserError, match="is bundled or not set, not 'measured'"):
         load(directory)

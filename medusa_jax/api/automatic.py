@@ -7,7 +7,6 @@ gives; how long a step takes is measured on the user's device by the requests th
 """
 
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,12 +15,12 @@ import jax
 import numpy as np
 
 from medusa_jax.api.results import Options
-from medusa_jax.api.step_times import Learned, Watch
 from medusa_jax.arch import STORED
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.generate import Request
 from medusa_jax.decoding.state import Engine
+from medusa_jax.decoding.step_times import Learned, Watch
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import DeviceCache
@@ -38,15 +37,13 @@ from medusa_jax.whole_files import Json
 
 # "bundled": always use the tree file's own choice.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the first tree without evidence, or where weights are narrow: further rows of a product cost time.
+# Nodes of the first tree without evidence, or where weights are narrow.
 FEW = 3
 # By measurements on this device, a tree may become this much larger than the tree file's choice, and must be
 # faster than plain decoding by this factor.
 REACH, MARGIN = 2.0, 1.03
 # Time of a further node in plain steps, before any is measured.
 NODE_COST = {"cpu": 0.15, "other": 0.02}
-# Seconds between two notes of one process.
-PATIENCE = 30.0
 
 
 def is_automatic() -> bool:
@@ -99,7 +96,7 @@ class Automatic:
 
     Attributes:
       calibrated: content of the tree file next to the heads, or None.
-      narrow: weights are stored narrower than they are computed in.
+      narrow: weights are stored narrower than they are computed in, so further rows of a product cost time.
       cache: keeps what is learned; None: nothing is learned, and all steps take the same tree.
     """
 
@@ -109,7 +106,6 @@ class Automatic:
     cache: DeviceCache | None = None
     _learned: dict[str, Learned] = field(default_factory=dict)
     _trees: dict[str, Tree] = field(default_factory=dict)
-    _written: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -120,9 +116,9 @@ class Automatic:
         Args:
           marks: what else determines the time of a step.
         """
-        narrow = storage.weights in (STORED, "int8")
         if not is_automatic():
-            return cls(drafter, calibrated, narrow)
+            return cls(drafter, calibrated, narrow=False)
+        narrow = storage.weights in (STORED, "int8")
         sizes = tokens_by_size(calibrated), (calibrated or {}).get("growth")
         cache = DeviceCache(
             "trees", 5, drafter.heads, drafter.llama, sizes, storage, *marks
@@ -144,7 +140,10 @@ class Automatic:
         return Tree.none(), *(Tree.chain(d) for d in sorted(depths))
 
     def learned(self, rows: int, rule: str = "greedy") -> Learned:
-        """What is known for a number of rows under an acceptance rule: `sampled` draws noise for each node."""
+        """The measurements for a number of rows and an acceptance rule.
+
+        The rule matters: sampling draws noise for every level of the tree.
+        """
         name = f"{rows} {rule}"
         if name not in self._learned:
             if self.calibrated is None:
@@ -180,7 +179,7 @@ class Automatic:
     def _fastest(self, rows: int, rule: str) -> Tree:
         learned = self.learned(rows, rule)
         if self.calibrated is None:
-            p = learned.accuracy
+            p = learned.acceptance_rate
             speeds = {
                 tree: sum(p**d for d in range(tree.depth + 1)) / learned.ratio(tree.n_nodes)
                 for tree in self.gated
@@ -227,7 +226,7 @@ class Automatic:
             engine = replace(engine, drafter=self.drafter, tree=trees[-1], gated=trees)
             sizes = tuple(tree.n_nodes for tree in trees)
             ratios = [learned.ratio(n) for n in sizes]
-            p = learned.accuracy
+            p = learned.acceptance_rate
             request.gate = Gate.before_text(trees, self.drafter, B, ratios, p)
         if auto:
             request.sizes = sizes
@@ -238,9 +237,6 @@ class Automatic:
         return engine
 
     def keep(self, learned: Learned, name: str) -> None:
-        """Keep what was learned: at once if a step time is new, else now and then."""
-        count, at = self._written.get(name, (0, -PATIENCE))
-        now, note = time.monotonic(), learned.note()
-        if self.cache and note and (learned.timed > count or now - at > PATIENCE):
-            self.cache.write(self.cache.read() | {name: note})
-            self._written[name] = learned.timed, now
+        """Keep what was learned for the next process."""
+        if self.cache:
+            self.cache.write(self.cache.read() | {name: learned.note()})

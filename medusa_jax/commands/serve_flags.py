@@ -34,10 +34,10 @@ class Flags(MeshFlags, ModelFlags):
     slots: int = flag("requests answered at a time", 8, type=at_least(1))
     queue: int = flag("requests that may wait", 64, type=at_least(1))
     max_prompt_tokens: int | None = flag(
-        "default: what the context holds", None, type=at_least(1)
+        "default: as many as fit in the context", None, type=at_least(1)
     )
     max_new_tokens: int | None = flag(
-        "of an answer (default: what the context holds)", None, type=at_least(1)
+        "of an answer (default: as many as fit in the context)", None, type=at_least(1)
     )
     max_body: int = flag("bytes of a call", 1 << 20, type=at_least(1))
     timeout: float = flag("for an answer, waiting included", 600.0, metavar="SECONDS")

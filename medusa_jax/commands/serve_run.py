@@ -116,7 +116,7 @@ def read_key(file: str | None) -> str:
     """The key that clients must send; "" for none.
 
     Raises:
-      UserError: the file cannot be read, or there is no key in it.
+      UserError: the file cannot be read or contains no key.
     """
     if file is None:
         where, key = f"the variable {KEY}", os.environ.get(KEY, "")

@@ -42,7 +42,7 @@ def _packed(blocks: PyTree, rest: Params, activations: int) -> PyTree:
 
 
 def pack(kernel: BlockRows, activations: int) -> Panels:
-    """A kernel in its blocks; those of other types in float32.
+    """Pack a kernel in its own blocks, or in float32 if blocks of its type have no panels.
 
     Raises: `Blocks.damaged`.
     """

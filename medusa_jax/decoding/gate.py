@@ -22,11 +22,11 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree.tree import Tree
 
-# Steps after which figures count half; levels that the accuracy of earlier texts counts for in a new one.
+# Steps after which figures count half; levels that the acceptance rate of earlier texts counts for in a new one.
 RECENT, PRIOR = 16, 4.0
-# Another size must be faster by this factor, since p is uncertain.
+# Another tree must be faster by this factor, since p is uncertain.
 MARGIN = 1.05
-# Plain steps until drafts are tried again, doubled each time that they lose; levels that count as right, of how
+# Plain steps until drafts are tried again, doubled each time that they lose; levels that count as accepted, of how
 # many, when they are.
 PAUSES, AGAIN = (64, 512), (1.0, 2.0)
 
@@ -49,8 +49,8 @@ class Gate(struct.PyTreeNode):
       follows: the drafter's state follows plain steps (`follows_free`); constant.
       ratio_N: time of a step with each tree; 1 for the empty one.
       steps_N: steps taken with each tree.
-      size_1: index of the tree of the next step.
-      right_1, tested_1: levels whose drafts were accepted, and levels tested, the latest steps counting most.
+      index_1: of the tree of the next step.
+      accepted_1, tested_1: levels whose drafts were accepted, and levels tested, the latest steps counting most.
       rest_1, pause_1: plain steps until drafts are tried again, and the length of the next pause.
       followed_B: text positions that the drafter has read.
     """
@@ -59,8 +59,8 @@ class Gate(struct.PyTreeNode):
     follows: bool = struct.field(pytree_node=False)
     ratio_N: jax.Array
     steps_N: jax.Array
-    size_1: jax.Array
-    right_1: jax.Array
+    index_1: jax.Array
+    accepted_1: jax.Array
     tested_1: jax.Array
     rest_1: jax.Array
     pause_1: jax.Array
@@ -73,13 +73,13 @@ class Gate(struct.PyTreeNode):
         drafter: Drafter,
         rows: int,
         ratios: Sequence[float],
-        accuracy: float,
+        acceptance_rate: float,
     ) -> "Gate":
         """The gate of a text's first step.
 
         Args:
           ratios: time of a step with each tree, over a plain step's.
-          accuracy: p over earlier texts.
+          acceptance_rate: p over earlier texts.
         """
         one: Any = np.ones(1, np.float32)
         zero: Any = np.zeros(1, np.int32)
@@ -90,22 +90,22 @@ class Gate(struct.PyTreeNode):
             follows=follows_free(drafter),
             ratio_N=ratio_N,
             steps_N=ratio_N.astype(np.int32) * 0,
-            size_1=zero,
-            right_1=PRIOR * accuracy * one,
+            index_1=zero,
+            accepted_1=PRIOR * acceptance_rate * one,
             tested_1=PRIOR * one,
             rest_1=zero + PAUSES[0],
             pause_1=zero + PAUSES[0],
             followed_B=followed_B,
         )
-        size_1 = np.asarray(gate.fastest(1), np.int32)
+        index_1 = np.asarray(gate.fastest(1), np.int32)
         if not gate.follows:  # drafts can only be tried at the beginning
-            size_1 = np.maximum(size_1, 1)
-        return gate.replace(size_1=size_1)
+            index_1 = np.maximum(index_1, 1)
+        return gate.replace(index_1=index_1)
 
     def fastest(self, current: int) -> jax.Array:
         """Index [1] of the tree with the most tokens per time; `current` is the one in use."""
         depth_N = np.array(self.depths, np.float32)
-        p_1 = jnp.minimum(self.right_1 / self.tested_1, 0.999)
+        p_1 = jnp.minimum(self.accepted_1 / self.tested_1, 0.999)
         speed_N = (1 - p_1 ** (depth_N + 1)) / (1 - p_1) / self.ratio_N
         favoured_N = np.where(np.arange(len(depth_N)) == current, MARGIN, 1.0)
         best_1 = jnp.argmax(speed_N * favoured_N.astype(np.float32), keepdims=True)
@@ -113,35 +113,34 @@ class Gate(struct.PyTreeNode):
 
     def after_step(
         self,
-        size: int,
-        right_B: jax.Array,
+        index: int,
+        accepted_B: jax.Array | None,
         running_B: jax.Array,
         length_B: jax.Array,
-        watched: bool = False,
     ) -> "Gate":
         """The gate after a step.
 
         Args:
-          size: index of the tree that it took.
-          right_B: levels whose drafts were accepted; in a watched step 1 if the guess was right.
+          index: of the tree that the step took.
+          accepted_B: levels whose drafts were accepted; after a plain step, whether one draft would have been
+            (None: nobody knows).
           running_B: rows that took the step.
           length_B: text positions after it.
-          watched: a plain step whose token was compared with a guess.
         """
-        followed_B = length_B if size or self.follows else self.followed_B
+        followed_B = length_B if index or self.follows else self.followed_B
         new = self.replace(
-            steps_N=self.steps_N + (np.arange(len(self.depths)) == size),
+            steps_N=self.steps_N + (np.arange(len(self.depths)) == index),
             followed_B=followed_B,
         )
-        if size or watched:
-            keep, depth = 0.5 ** (1 / RECENT), self.depths[size] or 1
-            tested_B = jnp.minimum(right_B + 1, depth)
+        if accepted_B is not None:
+            keep, depth = 0.5 ** (1 / RECENT), self.depths[index] or 1
+            tested_B = jnp.minimum(accepted_B + 1, depth)
             new = new.replace(
-                right_1=keep * self.right_1 + jnp.sum(right_B * running_B),
+                accepted_1=keep * self.accepted_1 + jnp.sum(accepted_B * running_B),
                 tested_1=keep * self.tested_1 + jnp.sum(tested_B * running_B),
             )
-            new = new.replace(size_1=new.fastest(size))
-            lost_1 = (new.size_1 == 0) & bool(size)
+            new = new.replace(index_1=new.fastest(index))
+            lost_1 = (new.index_1 == 0) & bool(index)
             longer_1 = jnp.minimum(2 * self.pause_1, PAUSES[1])
             return new.replace(
                 rest_1=jnp.where(lost_1, self.pause_1, self.rest_1),
@@ -152,8 +151,8 @@ class Gate(struct.PyTreeNode):
         rest_1 = self.rest_1 - 1
         again_1 = rest_1 <= 0
         return new.replace(
-            size_1=again_1.astype(jnp.int32),
+            index_1=again_1.astype(jnp.int32),
             rest_1=rest_1,
-            right_1=jnp.where(again_1, AGAIN[0], self.right_1),
+            accepted_1=jnp.where(again_1, AGAIN[0], self.accepted_1),
             tested_1=jnp.where(again_1, AGAIN[1], self.tested_1),
         )

@@ -36,6 +36,7 @@ from medusa_jax.sharding import Params, decode_shardings, pin_state
 if TYPE_CHECKING:
     from medusa_jax.decoding.gate import Gate
     from medusa_jax.decoding.guides import Guide
+    from medusa_jax.decoding.step_times import Watch
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
 # accelerators compiling a further program takes longer than a smaller cache saves.
@@ -136,16 +137,6 @@ class Request:
     gate: "Gate | None" = None
     sizes: Sequence[int] = ()
     watch: "Watch | None" = None
-
-
-class Watch(Protocol):
-    """Times the loops of one request."""
-
-    def begin(self) -> None:
-        """The first loop starts now."""
-
-    def see(self, progress: Progress) -> None:
-        """Wait for the result of a loop."""
 
 
 class Kept(Protocol):

@@ -1,7 +1,6 @@
 """Decode steps in one loop on the device."""
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -9,19 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.step import decode_step
+from medusa_jax.decoding.step import Carry, step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.sharding import Params, on_all, pin_state
-
-# Steps taken, and the rows.
-Carry = tuple[jax.Array, DecodeState]
-
-
-def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
-    """The decode step of the engine's drafter."""
-    own = engine.own_step
-    return own.decode_step if own else decode_step
 
 
 @program(static_argnums=(0, 4), donate_argnums=2)
@@ -62,7 +52,7 @@ def decode_loop(
     body = one
     if engine.gated:  # a seam: --tree auto of a drafter without a tree file
         gated = importlib.import_module("medusa_jax.decoding.gated")
-        body = partial(gated.loops, engine, variables, more, step_of)
+        body = partial(gated.loops, engine, variables, more)
     _, state = lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))
     state = pin_state(engine.llama.mesh, state)
     progress = jax.tree.map(jnp.copy, progress_of(state))

@@ -1,5 +1,6 @@
 """One decode step: draft, verify, accept, commit, append; on the device, with static shapes."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +41,16 @@ def decode_step(
     outcome = accept(engine, variables, state, verified)
     state = commit(engine, variables, state, verified, outcome)
     return append(state, outcome)
+
+
+# Steps taken by a loop, and the rows.
+Carry = tuple[jax.Array, DecodeState]
+
+
+def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
+    """The decode step of the engine's drafter."""
+    own = engine.own_step
+    return own.decode_step if own else decode_step
 
 
 @jax.named_scope("draft")

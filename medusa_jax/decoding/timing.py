@@ -15,9 +15,9 @@ from medusa_jax.decoding.generate import (
     power_of_two,
     prefill_arguments,
 )
-from medusa_jax.decoding.loop import step_of
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.step import step_of
 from medusa_jax.devices.platforms import program
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import decode_shardings, pin_state

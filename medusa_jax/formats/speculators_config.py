@@ -73,7 +73,7 @@ def write(
 
     Args:
       layers: config.json of a model of these layers.
-      fields: those of the kind, and the type of the tensors.
+      fields: the fields of this kind of heads, and the type of the tensors.
       taps: the field with the tapped layers.
       tokens: how many tokens engines draft at a time by default.
       verifier: `name_or_path` (speculators reads the embedding there) and `architectures` of the backbone.

@@ -12,7 +12,7 @@ backbone's.
 Training unrolls `train.levels` levels (7 in the authors' code) with gradients through all
 of them (training-time test, section 3.2). The loss of a level is the cross-entropy with the
 backbone's distribution, renormalised over the draft vocabulary (`train.teacher_weight`);
-there is no regression to hidden states. Level k has the weight `train.lambda_decay`^k. A
+hidden states are not regressed. Level k has the weight `train.lambda_decay`^k. A
 position counts if its next tokens count and its label is in the draft vocabulary. (The
 authors test the backbone's argmax instead, which equals the label in text that the backbone
 wrote greedily.)

@@ -138,7 +138,7 @@ def save_weights(
     from huggingface_hub import split_state_dict_into_shards_factory
 
     itemsize = np.dtype(dtype).itemsize
-    # New shards must not overwrite those of an existing index.
+    # New shards must not overwrite the shards that an existing index names.
     taken = os.path.exists(os.path.join(directory, INDEX))
     stem = f"model-{secrets.token_hex(4)}" if taken else "model"
     plan = split_state_dict_into_shards_factory(

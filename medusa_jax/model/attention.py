@@ -116,7 +116,7 @@ Mask = jax.Array | PathMask | CausalMask
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:
-    """The cache slots that new tokens see [B, T, S]: the text, and those of the R rows after it in the mask.
+    """The cache slots that new tokens see [B, T, S]: the text, and the slots of the R rows after it in the mask.
 
     Args:
       start_B: where the text ends.
@@ -304,10 +304,8 @@ def attend_levels(
 def attend_blocks(q_BTNH: jax.Array, new: Pair, cache: BlockCache) -> jax.Array:
     """Attention of A blocks over the text and each over itself, T = A x slots: [B, T, N * H]."""
     q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
-    (B, A, _), slots = (
-        cache.visible_BAS.shape,
-        q_BTNH.shape[1] // cache.visible_BAS.shape[1],
-    )
+    B, A, _ = cache.visible_BAS.shape
+    slots = q_BTNH.shape[1] // A
 
     def apart(x: jax.Array) -> jax.Array:
         """[B, G, T, ...] -> [B A, G, slots, ...]."""

@@ -18,20 +18,21 @@ def drafter_of(name):
     )
 
 
-def decode(drafter, right, ratios=(1.0, 1.3, 1.6), n=400, accuracy=0.5):
+def decode(drafter, right, ratios=(1.0, 1.3, 1.6), n=400, acceptance_rate=0.5):
     """Decodes n tokens where `right(position)` says whether a draft is right; the sizes and their time."""
     drafter = drafter_of(drafter)
-    gate = Gate.before_text(TREES, drafter, 1, ratios, accuracy)
+    gate = Gate.before_text(TREES, drafter, 1, ratios, acceptance_rate)
     at, sizes = 0, []
     while at < n:
-        size = int(gate.size_1[0])
+        size = int(gate.index_1[0])
         depth = TREES[size].depth
         found = next((d for d in range(depth) if not right(at + d)), depth)
         watched = size == 0 and drafter.copies
-        right_B = jnp.array([int(right(at)) if watched else found])
+        accepted_B = jnp.array([int(right(at)) if watched else found])
         at += found + 1
         one = jnp.ones(1, bool)
-        gate = gate.after_step(size, right_B, one, jnp.array([at]), watched)
+        known = accepted_B if size or watched else None
+        gate = gate.after_step(size, known, one, jnp.array([at]))
         sizes.append(size)
     assert np.asarray(gate.steps_N).tolist() == [sizes.count(i) for i in range(3)]
     return sizes, sum(ratios[i] for i in sizes) / n, gate
@@ -60,10 +61,10 @@ def test_drafts_return_where_the_text_repeats(drafter, returns):
 
 
 def test_earlier_texts_decide_how_a_text_begins():
-    assert decode("medusa", drawn(0.9), accuracy=0.9)[0][0] == 2
-    assert decode("medusa", drawn(0.9), accuracy=0.1)[0][0] == 0
+    assert decode("medusa", drawn(0.9), acceptance_rate=0.9)[0][0] == 2
+    assert decode("medusa", drawn(0.9), acceptance_rate=0.1)[0][0] == 0
     # A drafter that cannot return is tried at the beginning of every text.
-    assert decode("eagle", drawn(0.9), accuracy=0.1)[0][0] == 1
+    assert decode("eagle", drawn(0.9), acceptance_rate=0.1)[0][0] == 1
 
 
 def test_only_running_rows_count():
@@ -71,4 +72,4 @@ def test_only_running_rows_count():
     new = gate.after_step(1, jnp.array([2, 0]), jnp.array([True, False]), jnp.array([3, 0]))
     kept = 0.5 ** (1 / RECENT) * PRIOR
     assert float(new.tested_1[0]) == pytest.approx(kept + 2)
-    assert float(new.right_1[0]) == pytest.approx(kept / 2 + 2)
+    assert float(new.accepted_1[0]) == pytest.approx(kept / 2 + 2)

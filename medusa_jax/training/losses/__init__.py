@@ -1,4 +1,4 @@
-"""Losses: which pairs of a position and a later token count, and what a loss takes and returns.
+"""Losses: the pairs of a position and a later token that count, and a loss's inputs and results.
 
 `objectives.py` has the terms and their weights, `streamed.py` their sums, chunk by chunk.
 """
@@ -34,7 +34,7 @@ class Sums(NamedTuple):
     """Sums over the pairs of a loss. Only `loss` has a gradient; the others are logged.
 
     Attributes:
-      loss: the minimised sum: `nll`, or its combination with the teacher's terms.
+      loss: the minimised sum, of all terms that read logits.
       nll: cross-entropy of the counted pairs in nats.
       top1, top5: counted pairs whose label is ranked first, or among the first five.
       scored: counted pairs whose label has a logit (without a draft vocabulary, all).

@@ -87,18 +87,20 @@ def heads_loss(
 ) -> tuple[jax.Array, Sums]:
     """sum_k lambda_k L_k (Medusa 2.2.1, equation 1), each L_k averaged over the head's counted pairs.
 
-    k is 1-based as in the paper, lambda_k = lambda_decay^k, and head k predicts k + 1 tokens ahead. L_k is
-    label_weight CE(text) + teacher_weight CE(backbone) + distance_weight L1(backbone) + confidence_weight BCE +
-    feature_weight smooth-L1: CE(backbone) is against the backbone's distribution for the same token (Hydra 6.1, Amphista eq. 7-9),
-    L1(backbone) the distance of the two distributions (DSpark), BCE between a guess's confidence, whose input is
-    detached, and 1 - L1 / 2, and smooth-L1 is between the features that the
-    head's logits are computed from and the backbone's hidden state there (EAGLE's regression loss). With
-    `hidden_noise` (Hydra 6.1) the heads read hidden states plus uniform(-1, 1) noise / sqrt(L d) in training.
+    k is 1-based as in the paper, lambda_k = lambda_decay^k, and head k predicts k + 1 tokens ahead. L_k is the sum of
+
+        label_weight       x cross-entropy with the text
+        teacher_weight     x cross-entropy with the backbone's distribution (Hydra 6.1, Amphista eq. 7-9)
+        distance_weight    x L1 distance from the backbone's distribution (DSpark)
+        confidence_weight  x binary cross-entropy of the confidence, whose input is detached, with 1 - L1 / 2 (DSpark)
+        feature_weight     x smooth L1 between the head's features and the backbone's hidden state (EAGLE)
+
+    With `hidden_noise` (Hydra 6.1) the heads read hidden states plus uniform(-1, 1) noise / sqrt(L d) in training.
     `induction_weight`: see `induction.py`.
 
-    All arrays are indexed by the predicted token, so that all heads' predictions of a token share its label and
-    teacher; at drawn anchors (`draw_anchors`) each head has its own. A token outside the draft vocabulary counts as a miss and has no cross-entropy, but keeps its
-    regression term.
+    Column t of every array is the prediction of token t, so all heads share one label and one teacher per
+    column; at drawn anchors (`draw_anchors`) each head has its own. If the label is outside the draft
+    vocabulary, the pair counts as a miss and adds only the feature term.
 
     Args:
       split: returns head parameters and the heads' backbone. A draft vocabulary limits its LM head, and
@@ -130,7 +132,7 @@ def heads_loss(
             train.confidence_weight,
         )  # fmt: skip
         teacher_BTD = before_BTD
-        weight = 1.0  # `Teacher` weights both terms
+        weight = 1.0  # `Teacher` weights all terms
     label_BT, T = backbone.places(batch["tokens"]), batch["tokens"].shape[1]
     scored_BT = label_BT < backbone.outputs
     label_BT = jnp.where(scored_BT, label_BT, 0)

@@ -1,4 +1,4 @@
-"""Times of steps on this device, as requests take them (for `automatic.py`)."""
+"""Times of steps on this device, as requests take them (for `api/automatic.py`)."""
 
 import time
 from collections import deque
@@ -28,21 +28,21 @@ class Learned:
       note: the result of `note` in an earlier process.
 
     Attributes:
-      accuracy: p of `decoding/gate.py` over all texts.
-      timed: number of samples that this process has taken.
+      acceptance_rate: p of `gate.py` over all texts.
+      changed: whether a sample was added since `note`.
     """
 
     def __init__(self, expected: Mapping[int, float], note: Json) -> None:
         self.expected = dict(expected)
-        self.samples, self.accuracy = dict[int, deque[float]](), 0.5
+        self.samples, self.acceptance_rate = dict[int, deque[float]](), 0.5
         with suppress(AttributeError, TypeError, ValueError):  # a damaged note
             samples = {
                 int(n): deque(map(float, found), SAMPLES)
                 for n, found in note.get("ratios", {}).items()
             }
-            self.accuracy = float(note.get("accuracy", 0.5))
+            self.acceptance_rate = float(note.get("acceptance_rate", 0.5))
             self.samples = samples
-        self._last, self.timed = (0, 0.0), 0
+        self._last, self.changed = (0, 0.0), False
 
     def add(self, size: int, seconds: float) -> None:
         """Add the time of a step, the mean over some that took trees of one size.
@@ -56,7 +56,7 @@ class Learned:
                 (last, before / seconds) if size == 1 else (size, seconds / before)
             )
             self.samples.setdefault(drafts, deque(maxlen=SAMPLES)).append(ratio)
-            self.timed += 1
+            self.changed = True
 
     @property
     def measured(self) -> dict[int, float]:
@@ -75,11 +75,15 @@ class Learned:
         return max(LEAST_RATIO, 1 + (measured[m] - 1) * (own / other if other > 0 else 1))
 
     def note(self) -> Json:
-        """What a later process begins with; {} if nothing was timed."""
+        """The samples and the acceptance rate, for a later process; {} without samples."""
+        self.changed = False
         ratios: Json = {
             str(n): [round(x, 3) for x in found] for n, found in self.samples.items()
         }
-        return ratios and {"ratios": ratios, "accuracy": round(self.accuracy, 3)}
+        return ratios and {
+            "ratios": ratios,
+            "acceptance_rate": round(self.acceptance_rate, 3),
+        }
 
 
 @dataclass
@@ -88,7 +92,7 @@ class Watch:
 
     Attributes:
       sizes: nodes of the trees that steps take; of a gated engine in its order.
-      keep: called at the end of the request.
+      keep: called at the end of a request that has added samples.
     """
 
     learned: Learned
@@ -120,9 +124,11 @@ class Watch:
             self.learned.add(self.sizes[taken[0]], seconds)
         if not (np.asarray(progress.status_B) == RUNNING).any():
             if gate is not None:
-                found = float(np.asarray(gate.right_1)[0] / np.asarray(gate.tested_1)[0])
-                self.learned.accuracy = (self.learned.accuracy + found) / 2
-            self.keep()
+                found = float(np.asarray(gate.accepted_1)[0] / np.asarray(gate.tested_1)[0])
+                mean = (self.learned.acceptance_rate + found) / 2
+                self.learned.acceptance_rate = mean
+            if self.learned.changed:
+                self.keep()
 
 
 def is_ready(progress: Progress) -> bool:
