@@ -90,3 +90,12 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     write_model(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def files(directory, tmp_path_factory):
+    """This model's directory, and a file of prompts."""
+    from files import PROMPTS, write_lines
+
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    return directory, write_lines(prompts, ({"prompt": p} for p in PROMPTS))

@@ -76,6 +76,16 @@ def test_text_does_not_depend_on_the_trees(directory, drafter, free):
     assert [r.token_ids for r in streamed] == plain
 
 
+def test_lookups_draft_once_the_text_repeats(directory, free):
+    """Plain steps check the draft that they do not verify; here the text is one token throughout."""
+    model = load(directory, "prompt_lookup")
+    model.automatic.learned(1).acceptance_rate = 0.05
+    options = dataclasses.replace(OPTIONS, max_new_tokens=150, logit_bias={9: 1e3})
+    [result] = model.generate(PROMPTS[:1], options)
+    assert set(result.token_ids) == {9}
+    assert result.accepted_lengths[0] == 1 and result.steps < 75
+
+
 def times(learned, size, ratio):
     for load in range(1, step_times.KNOWN + 1):
         learned.add(1, load)

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from files import write_lines
+from files import PROMPTS
 
 import medusa_jax
 from medusa_jax import Options, progress
@@ -17,15 +17,6 @@ from medusa_jax.evaluate.fitting import MARGIN
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Order, Tree
-
-PROMPTS = ["the cat", "a b c", "in the", "abc"]
-
-
-@pytest.fixture(scope="module")
-def files(directory, tmp_path_factory):
-    """A model directory with heads, and a file of prompts."""
-    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    return directory, write_lines(prompts, ({"prompt": p} for p in PROMPTS))
 
 
 def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monkeypatch):

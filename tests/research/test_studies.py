@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
-from files import write_lines
 from tiny import tiny_arch
 from training_setup import ROOT
 from trees import all_trees
@@ -93,16 +92,6 @@ def test_trees_of_one_depth_leave_deeper_heads_out():
     assert found == four
     lengths = list(found.values())
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 1.5
-
-
-PROMPTS = ["the cat", "a b c", "in the", "abc"]
-
-
-@pytest.fixture(scope="module")
-def files(directory, tmp_path_factory):
-    """A model directory with heads, and a file of prompts."""
-    prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    return directory, write_lines(prompts, ({"prompt": p} for p in PROMPTS))
 
 
 def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 import json
 
+PROMPTS = ["the cat", "a b c", "in the", "abc"]
+
 
 def write_lines(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -43,6 +43,18 @@ def test_which_pairs_count():
     assert mask_of([A, A, A, U, A], [1] * 5, 3) == [0, 0, 0, 0, 0]
     assert mask_of([A] * 4, [0] * 4, 1) == [0] * 4
     assert mask_of([A] * 3, [1] * 3, 3) == [0] * 3
+
+
+def test_anchors_are_positions_whose_first_guess_has_a_label():
+    """The position before an answer is one, the one before its end is none (`test_which_pairs_count`)."""
+    batch = {
+        "tokens": np.zeros((1, 10), int),
+        "counted": np.array([[U, U, A, A, A, A, U, A, A, U]], bool),
+        "segment_ids": np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 0]]),
+    }
+    for seed in range(5):
+        drawn = losses.draw_anchors(jax.random.key(seed), batch, 4)
+        assert drawn.tolist() == [[1, 2, 3, 6]]
     assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
