@@ -230,7 +230,7 @@ def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
     for handle in both:
         assert list(handle)[-1].ending
     submitted.clear()
-    with port.slowed(0.3):
+    with port.slowed(1.0):
         streaming = raw(port, ASKED | {"stream": True})
         assert b"200 OK" in streaming.recv(100)
         whole = raw(port, ASKED)
