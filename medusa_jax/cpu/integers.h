@@ -28,7 +28,7 @@ constexpr int kTogether = kLanes / 2;
 template <int bits>
 struct Integers {
   static constexpr bool kLimbs = bits == 16 && kSignedBytes;
-  static constexpr bool kBytes = kLimbs || (bits == 8 && kByteDots);
+  static constexpr bool kBytes = kLimbs || (bits == 8 && (kByteDots || kShortDots));
   static constexpr float kTop = bits == 8 ? 127 : 127 * 256 + 127;
   float scale, sum;                    // sum: scale * (sum of q)
   int32_t minus, minus_halves[2];      // -(sum of q), and that of each half
@@ -93,8 +93,11 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
   using X = Integers<bits>;
   constexpr int V = 16 / kLanes;  // vectors that share what is spread of x
   constexpr int kBytes = B::kWords * 4 / (B::kUnit / 32);
-  constexpr int C = R * V >= 4 ? 1 : 4 / (R * V);  // sums of an output: one would wait for itself
-  constexpr int kOffset = kSignedBytes && X::kBytes && B::kBits == 8 ? 0 : B::kOffset;
+  // Steps whose products have a sum of 16 bits (`DotShort`); 0: none are summed there.
+  constexpr int kShorts = !kShortDots || bits != 8 ? 0 : B::kBits == 8 ? 1 : 32767 / (254 * ((1 << B::kBits) - 1));
+  constexpr int C = kShorts || R * V >= 4 ? 1 : 4 / (R * V);  // sums of an output: one would wait for itself
+  constexpr bool kSigned = (kSignedBytes || kShorts) && X::kBytes && B::kBits == 8;
+  constexpr int kOffset = kSigned ? 0 : B::kOffset;
   const X* x = static_cast<const X*>(rows);
   for (; blocks > 0; blocks -= B::kUnit / 32, words += B::kWords) {
     const uint32_t* block = words + B::kHead;
@@ -111,6 +114,7 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
 #pragma GCC unroll 2
         for (int g = 0; g < 32 / B::kGroup; ++g) {
           Ints sum[R][V][C] = {}, low[R][V] = {};
+          Words shorts[R][V] = {};
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const int32_t minus = B::kGroup == 32 ? x[r].minus : x[r].minus_halves[g];
@@ -136,6 +140,12 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) {
                   Ints& to = sum[r][v][(X::kBytes ? s : 2 * s + second) % C];
+                  if constexpr (kShorts) {
+                    shorts[r][v] = DotShort<kSigned>(s % kShorts ? shorts[r][v] : Words{}, w[v], by);
+                    InRegister(shorts[r][v]);
+                    if (s % kShorts == kShorts - 1) to = DotPairs(to, shorts[r][v], 0x10001u - Words{});
+                    continue;
+                  }
                   to = X::kBytes ? DotBytes(to, w[v], by) : DotPairs(to, w[v], by);
                   if (X::kLimbs) low[r][v] = DotBytes(low[r][v], w[v], rest);
                   InRegister(to);  // sums in another order would need more registers

@@ -66,19 +66,24 @@ inline void InRegister(Any& x) {
 #endif
 }
 
-// Whether four products of bytes are one operation, and whether it takes codes with a sign only.
+// Whether four products of bytes are one operation, and whether it takes codes with a sign only. `kShortDots`: two
+// products of bytes are one, with a sum of 16 bits.
 #if defined(__ARM_FEATURE_DOTPROD)
-constexpr bool kByteDots = true, kSignedBytes = true;
-#elif defined(__AVX512VNNI__)
-constexpr bool kByteDots = true, kSignedBytes = false;
+constexpr bool kByteDots = true, kSignedBytes = true, kShortDots = false;
+#elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+constexpr bool kByteDots = true, kSignedBytes = false, kShortDots = false;
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kByteDots = false, kSignedBytes = false, kShortDots = true;
 #else
-constexpr bool kByteDots = false, kSignedBytes = false;
+constexpr bool kByteDots = false, kSignedBytes = false, kShortDots = false;
 #endif
 
 // sum + w0 x0 + w1 x1 in each lane, of w and x with two numbers of 16 bits.
 inline Ints DotPairs(Ints sum, Words w, Words x) {
 #if defined(__AVX512VNNI__)
   return Ints(_mm512_dpwssd_epi32(__m512i(sum), __m512i(w), __m512i(x)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return Ints(_mm256_dpwssd_avx_epi32(__m256i(sum), __m256i(w), __m256i(x)));
 #elif defined(__AVX512BW__)
   return sum + Ints(_mm512_madd_epi16(__m512i(w), __m512i(x)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -94,6 +99,20 @@ inline Ints DotBytes(Ints sum, Words w, Words x) {
   return Ints(vdotq_s32(int32x4_t(sum), int8x16_t(w), int8x16_t(x)));
 #elif defined(__AVX512VNNI__)
   return Ints(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(x)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return Ints(_mm256_dpbusd_avx_epi32(__m256i(sum), __m256i(w), __m256i(x)));
+#else
+  return sum;
+#endif
+}
+
+// sum + [w0 x0 + w1 x1, w2 x2 + w3 x3] in numbers of 16 bits; only where `kShortDots`. Codes with a sign lend it to x.
+template <bool kSigned>
+inline Words DotShort(Words sum, Words w, Words x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i size = kSigned ? _mm256_abs_epi8(__m256i(w)) : __m256i(w);
+  const __m256i by = kSigned ? _mm256_sign_epi8(__m256i(x), __m256i(w)) : __m256i(x);
+  return Words(_mm256_add_epi16(__m256i(sum), _mm256_maddubs_epi16(size, by)));
 #else
   return sum;
 #endif

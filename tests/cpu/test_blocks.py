@@ -100,13 +100,14 @@ def wanted(x, bits, codes, scales, minima, group):
 
 
 def activations(rows, inputs, rng):
-    """Rows of the usual size; blocks of zeros, of tiny, of huge and of the largest values; lone ones."""
+    """Rows of the usual size; blocks of zeros, of tiny, of huge and of the largest values, with both signs and with one; lone ones."""
     x = rng.standard_normal((rows, inputs)).astype(np.float32)
     first = x[:, :32]
     for row, by in enumerate((0, 1e-36, 1e-20, 1e15)):
         first[row::7] *= np.float32(by)
     x[4::7] = np.sign(x[4::7]) * 3
     x[5::7, 1:] = 0
+    x[6::7] = 3
     return x
 
 

@@ -63,10 +63,12 @@ SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K"
 
 
 def random_blocks(kind, outputs, inputs, rng):
-    """Rows of blocks of random bytes, their scales of any size and sign: zeros, and far below 1, too."""
+    """Rows of blocks of random bytes, the first with the largest codes, the second with -128 where bytes are codes.
+    Scales have any size and sign: zeros, and far below 1, too."""
     per_block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     shape = outputs, inputs // per_block
     blocks = rng.integers(0, 256, (*shape, size), np.uint8)
+    blocks[:1], blocks[1:2] = 255, 128
     for at in SCALES.get(kind, (0,)):
         halves = rng.integers(0, 2**16, shape).astype(np.uint16)
         halves[halves & 0x7C00 == 0x7C00] &= 0x83FF  # no infinity: as small as float16 is
