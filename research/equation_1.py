@@ -7,7 +7,7 @@ import numpy as np
 from medusa_jax.config import TrainConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
-from medusa_jax.model.attention import CausalMask
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.losses import Batch, pair_mask, rows
 from medusa_jax.training.losses.objectives import hidden_states

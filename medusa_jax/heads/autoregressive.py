@@ -34,13 +34,13 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import (
     LayerState,
-    cached_mask,
     last_of,
     lm_head_logits,
     lm_head_start,
     zero_output,
 )
-from medusa_jax.model.attention import CausalMask, LevelCache
+from medusa_jax.model.draft_caches import LevelCache
+from medusa_jax.model.masks import CausalMask, mask_after
 from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import PyTree
 
@@ -128,7 +128,7 @@ class Autoregressive(Drafter):
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
         T, native = next_BTD.shape[1], self.native(backbone)
-        mask = cached_mask(T, state.cache.slots, state.length_B, native=native)
+        mask = mask_after(T, state.cache.slots, state.length_B, native=native)
         read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -150,7 +150,7 @@ class Autoregressive(Drafter):
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
                 start_B, native = state.length_B, self.native(backbone)
-                mask = cached_mask(P, state.cache.slots, start_B, mask_PR, native)
+                mask = mask_after(P, state.cache.slots, start_B, mask_PR, native)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

@@ -25,8 +25,9 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.model.attention import CausalMask, LayerCache, Mask
+from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.layers import Block, Linear
+from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.rope import rope_tables
 
 

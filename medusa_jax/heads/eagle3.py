@@ -34,10 +34,11 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.attention import CausalMask, LayerCache, Mask, Pair, PathMask
+from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
+from medusa_jax.model.masks import CausalMask, Mask, PathMask
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import cpu
+from medusa_jax.model.seams import Pair, cpu
 
 
 @dataclass(unsafe_hash=True)

@@ -6,7 +6,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
@@ -21,18 +20,12 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
-from medusa_jax.model.attention import (
-    MAX_MASKED,
-    CausalMask,
-    Mask,
-    Pair,
-    PathMask,
-    tree_mask,
-)
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
+from medusa_jax.model.masks import CausalMask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.seams import Pair
 from medusa_jax.model.stored import multiply
 from medusa_jax.sharding import PyTree
 
@@ -178,25 +171,6 @@ def zero_output(layer: Params) -> Params:
     return out
 
 
-def cached_mask(
-    T: int,
-    slots: int,
-    start_B: jax.Array,
-    self_mask_TR: jax.Array | None = None,
-    native: bool = False,
-) -> Mask:
-    """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
-
-    Args:
-      native: the CPU engine runs the layers (`Llama.native`).
-    """
-    if self_mask_TR is None and T > MAX_MASKED:
-        return CausalMask()
-    if self_mask_TR is None:
-        self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
-    return PathMask(self_mask_TR) if native else tree_mask(slots, start_B, self_mask_TR)
-
-
 class CausalLayer(nn.Module):
     """A decoder layer of the backbone's shape over given vectors, followed by a norm.
 
@@ -235,7 +209,7 @@ class CausalLayer(nn.Module):
           only_B: the row whose output is needed; None: all.
         """
         T, slots = x_BTD.shape[1], cache[0].shape[2]
-        mask = cached_mask(T, slots, start_B, native=self.native)
+        mask = mask_after(T, slots, start_B, native=self.native)
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(
             x_BTD.astype(self.dtype), rope, mask, cache, start_B, only_B

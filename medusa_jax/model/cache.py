@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.model.seams import cpu, tpu
+from medusa_jax.model.masks import Mask
+from medusa_jax.model.seams import Pair, cpu, tpu
 
 
 class KVCache(struct.PyTreeNode):
@@ -23,7 +24,7 @@ class KVCache(struct.PyTreeNode):
       layers: per layer a pair (k_BGSH, v_BGSH).
     """
 
-    layers: tuple[tuple[jax.Array, jax.Array], ...]
+    layers: tuple[Pair, ...]
 
     @classmethod
     def zeros(
@@ -38,7 +39,7 @@ class KVCache(struct.PyTreeNode):
         """An empty cache with `slots` slots per row."""
         shape = (batch, n_kv_heads, slots, head_dim)
 
-        def pair() -> tuple[jax.Array, jax.Array]:
+        def pair() -> Pair:
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
         return cls(layers=tuple(pair() for _ in range(n_layers)))
@@ -93,6 +94,26 @@ class KVCache(struct.PyTreeNode):
         return jax.tree.map(move, self)
 
 
+class DraftCache(struct.PyTreeNode):
+    """Base class of the caches that drafters pass instead of a text's keys and values, one per layer.
+
+    `model/draft_caches.py` has them.
+    """
+
+    def attend(
+        self, q_BTNH: jax.Array, new: Pair, mask: Mask
+    ) -> tuple[jax.Array, "DraftCache"]:
+        """The output [B, T, N * H] of T new tokens, and the cache that the next call gets.
+
+        Args:
+          new: their keys and values, each [B, G, T, H].
+        """
+        raise NotImplementedError
+
+
+LayerCache = Pair | DraftCache
+
+
 def write_rows(
     cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array
 ) -> jax.Array:
@@ -115,3 +136,18 @@ def write_rows(
         return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))
 
     return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
+
+
+def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
+    """Write keys and values of new tokens to their slots."""
+    return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
+
+
+def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
+    """`write_both`, ordered after the reads from the same cache.
+
+    If the write follows the reads, the cache changes in place instead of being copied whole; XLA
+    keeps this order only if the new values depend on the values read.
+    """
+    nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
+    return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from medusa_jax.console import inform
 from medusa_jax.model import tpu
-from medusa_jax.model.attention import CausalMask
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import ROWS
 
 # Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is

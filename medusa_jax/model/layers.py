@@ -10,7 +10,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.model.attention import LayerCache, Mask, PathMask, attention_of, tree_mask
+from medusa_jax.model.attention import attention_of
+from medusa_jax.model.cache import LayerCache
+from medusa_jax.model.masks import Mask, PathMask, tree_mask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.seams import cpu, training

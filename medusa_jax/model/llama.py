@@ -11,15 +11,14 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.model.attention import MAX_MASKED, CausalMask, Mask, PathMask, tree_mask
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
+from medusa_jax.model.masks import CausalMask, Mask, PathMask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import Pair, training
@@ -141,27 +140,24 @@ class Llama(nn.Module):
         self_mask_TR: jax.Array | None,
     ) -> tuple[Mask, Mask]:
         """The masks of new tokens in layers without and with the sliding window."""
-        T, window = positions_BT.shape[1], self.config.sliding_window
-        if self_mask_TR is None and T > MAX_MASKED:
-            return CausalMask(), CausalMask(window=window)
-        if self_mask_TR is None:
-            self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
-        if self.native:
-            return PathMask(self_mask_TR), PathMask(self_mask_TR, window)
-        mask_BTS = near_BTS = tree_mask(slots, start_B, self_mask_TR)
-        if window:
-            R, slot_S = self_mask_TR.shape[1], jnp.arange(slots)
-            offset_BS = slot_S[None, :] - start_B[:, None]
-            inside_BS = (offset_BS >= 0) & (offset_BS < R)
-            # The position of a tree node is the prefix length plus its depth, not its slot. Nodes of
-            # previous calls, a few positions back, count as inside the window.
-            node_BS = jnp.take_along_axis(
-                positions_BT, jnp.clip(offset_BS - (R - T), 0, T - 1), axis=1
-            )
-            position_BS = jnp.where(inside_BS, node_BS, slot_S[None, :])
-            oldest_BT = positions_BT - window
-            near_BTS = mask_BTS & (position_BS[:, None, :] > oldest_BT[:, :, None])
-        return mask_BTS, near_BTS
+        window = self.config.sliding_window
+        T = positions_BT.shape[1]
+        mask = mask_after(T, slots, start_B, self_mask_TR, self.native)
+        if isinstance(mask, CausalMask | PathMask):
+            return mask, mask.replace(window=window)
+        if not window:
+            return mask, mask
+        R, slot_S = T if self_mask_TR is None else self_mask_TR.shape[1], jnp.arange(slots)
+        offset_BS = slot_S[None, :] - start_B[:, None]
+        inside_BS = (offset_BS >= 0) & (offset_BS < R)
+        # The position of a tree node is the prefix length plus its depth, not its slot. Nodes of previous
+        # calls, a few positions back, count as inside the window.
+        node_BS = jnp.take_along_axis(
+            positions_BT, jnp.clip(offset_BS - (R - T), 0, T - 1), axis=1
+        )
+        position_BS = jnp.where(inside_BS, node_BS, slot_S[None, :])
+        oldest_BT = positions_BT - window
+        return mask, mask & (position_BS[:, None, :] > oldest_BT[:, :, None])
 
     def _run(
         self,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.model.attention import CausalMask
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
 
 # Slots of a block: the largest that divides the cache.

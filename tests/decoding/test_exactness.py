@@ -23,7 +23,7 @@ from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Proposal
-from medusa_jax.model import attention, kernels, seams, tpu
+from medusa_jax.model import attention, grouped, kernels, seams, texts, tpu
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
@@ -155,7 +155,7 @@ def test_the_forms_for_accelerators_give_the_same_text(
     shape = (vocab, 3, 3)
     tree = Tree.cartesian([2, 2, 1])
     request, expected = reference(shape, 1, acceptance)
-    for module in (attention, seams, sampling, step):
+    for module in (attention, grouped, texts, seams, sampling, step):
         monkeypatch.setattr(module, "platform", lambda: platform)
     calls = []
 

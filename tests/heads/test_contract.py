@@ -326,9 +326,8 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
     more = {"no_repeat_ngram_size": 2, "logprobs": 2}
     engine = dataclasses.replace(engine, llama=llama, **more)
     whole = prefilled(engine, variables, monkeypatch, 32)
-    for module in (model.llama, layers):  # pieces of eight tokens are no longer short
-        monkeypatch.setattr(module, "MAX_MASKED", 4)
-    monkeypatch.setattr(model.attention, "SLOTS", 8)
+    monkeypatch.setattr(model.masks, "MAX_MASKED", 4)  # pieces of eight tokens are long
+    monkeypatch.setattr(model.texts, "SLOTS", 8)
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1

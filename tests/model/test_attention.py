@@ -9,9 +9,11 @@ import pytest
 from cases import wide
 from closeness import assert_close
 
-from medusa_jax.model import attention
-from medusa_jax.model.attention import CausalMask, attend, attend_cached, attend_text
+from medusa_jax.model import texts
+from medusa_jax.model.attention import attend
 from medusa_jax.model.cache import write_rows
+from medusa_jax.model.masks import CausalMask
+from medusa_jax.model.texts import attend_cached, attend_text
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -80,8 +82,8 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, mon
 
     In the last case no row sees the first block of slots.
     """
-    monkeypatch.setattr(attention, "platform", lambda: platform)
-    monkeypatch.setattr(attention, "SLOTS", 64)
+    monkeypatch.setattr(texts, "platform", lambda: platform)
+    monkeypatch.setattr(texts, "SLOTS", 64)
     S, rng = 500, np.random.default_rng(T)
     q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
     cache = tuple(jnp.asarray(x) for x in rng.standard_normal((2, 3, 2, S, 6)))

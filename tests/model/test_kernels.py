@@ -13,8 +13,9 @@ import pytest
 from cases import wide
 from children import devices, output_of
 
-from medusa_jax.model import attention, kernels, seams, tpu
-from medusa_jax.model.attention import CausalMask, attend_text
+from medusa_jax.model import attention, kernels, seams, texts, tpu
+from medusa_jax.model.masks import CausalMask
+from medusa_jax.model.texts import attend_text
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +139,7 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
 
     has_cudnn.cache_clear()
     monkeypatch.setattr(kernels, "has_cudnn", has_cudnn)
-    for module in (attention, seams):
+    for module in (attention, texts, seams):
         monkeypatch.setattr(module, "platform", lambda: "cuda")
     qkv, mask = rows(0, T=16, H=8)
     given = *(x.astype(jnp.bfloat16) for x in qkv), mask
@@ -152,7 +153,7 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
 
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
     """Forward and backward, by the layer's own way to it."""
-    for module in (attention, seams):
+    for module in (attention, texts, seams):
         monkeypatch.setattr(module, "platform", lambda: "tpu")
     qkv, mask = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]

@@ -8,8 +8,8 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.model.attention import CausalMask
 from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.quantise import (
     dequantise,
     dequantise_backbone,

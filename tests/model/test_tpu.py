@@ -7,7 +7,8 @@ from cases import wide
 from closeness import assert_close
 
 from medusa_jax.model import tpu
-from medusa_jax.model.attention import attend, tree_mask
+from medusa_jax.model.attention import attend
+from medusa_jax.model.masks import tree_mask
 
 
 def random_tree(rng, T):

@@ -16,16 +16,11 @@ from jax import lax
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
-from medusa_jax.model.attention import (
-    BLOCK,
-    CausalMask,
-    block,
-    group_queries,
-    scores,
-    whole_blocks,
-)
+from medusa_jax.model.grouped import group_queries
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables, rotate
+from medusa_jax.model.texts import BLOCK, block, scores, whole_blocks
 from medusa_jax.sharding import Params
 from medusa_jax.training.losses import Batch
 

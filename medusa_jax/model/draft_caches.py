@@ -1,0 +1,75 @@
+"""The caches of drafters whose new tokens see more than a text, and their attention."""
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.model.cache import DraftCache
+from medusa_jax.model.grouped import flat, group_queries
+from medusa_jax.model.masks import CausalMask, Mask
+from medusa_jax.model.seams import Pair
+from medusa_jax.model.texts import Part, attend_part, merge_parts, text_part
+
+
+class LevelCache(DraftCache):
+    """The levels of drafts above one, in training (`heads/autoregressive.py`).
+
+    Attributes:
+      text: keys and values [B, G, T, H] of the first level; row t sees rows up to t.
+      levels: keys and values of the levels after the first; row t sees row t.
+    """
+
+    text: Pair
+    levels: tuple[Pair, ...] = ()
+
+    def attend(
+        self, q_BTNH: jax.Array, new: Pair, mask: Mask
+    ) -> tuple[jax.Array, "LevelCache"]:
+        """Row t sees the rows of the text up to t, row t of each level, and itself."""
+        assert isinstance(mask, CausalMask)
+        levels = (*self.levels, new)
+        q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
+        part = text_part(q_BGTRH, *self.text, mask)
+        wide = part.norm_BGTR1.dtype
+        for level in levels:  # each query has one key per level: sums, not matrix products
+            k, v = (x[:, :, :, None].astype(wide) for x in level)
+            score = (
+                jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
+            )
+            part = merge_parts(part, Part(v, score))
+        return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self.replace(levels=levels)
+
+
+class BlockCache(DraftCache):
+    """The text that blocks of drafts see (`heads/dflash.py`).
+
+    Attributes:
+      text: keys and values [B, G, S, H] of the text.
+      visible_BAS: the slots of the text that each of A blocks sees; its tokens also see each other.
+    """
+
+    text: Pair
+    visible_BAS: jax.Array
+
+    def attend(
+        self, q_BTNH: jax.Array, new: Pair, mask: Mask
+    ) -> tuple[jax.Array, "BlockCache"]:
+        """A blocks see the text and each itself; T = A x slots. The mask is not read."""
+        q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
+        B, A, _ = self.visible_BAS.shape
+        slots = q_BTNH.shape[1] // A
+
+        def apart(x: jax.Array) -> jax.Array:
+            """[B, G, T, ...] -> [B A, G, slots, ...]."""
+            x = jnp.moveaxis(x.reshape(*x.shape[:2], A, slots, *x.shape[3:]), 2, 1)
+            return x.reshape(B * A, *x.shape[2:])
+
+        def together(x: jax.Array) -> jax.Array:
+            x = jnp.moveaxis(x.reshape(B, A, *x.shape[1:]), 1, 2)
+            return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
+
+        both_ways = jnp.ones((1, slots, slots), bool)
+        part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), both_ways)
+        visible_BTS = jnp.repeat(self.visible_BAS, slots, axis=1)
+        seen = attend_part(q_BGTRH, *self.text, visible_BTS)
+        part = merge_parts(jax.tree.map(together, part), seen)
+        return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self

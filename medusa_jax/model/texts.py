@@ -1,0 +1,190 @@
+"""Attention of a text in parts of its keys, merged by a running softmax.
+
+The softmax is that of Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022). No array has both all
+queries and all keys.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from medusa_jax.devices.platforms import platform
+from medusa_jax.model.grouped import dot, flat, fold_queries, group_queries
+from medusa_jax.model.masks import CausalMask
+from medusa_jax.model.seams import Pair
+from medusa_jax.sharding import PyTree
+
+# Queries of a text per block, and cache slots per block for a piece of a prompt.
+BLOCK = 64
+SLOTS = 512
+# Number of spans of a text; queries are scored against the keys up to their span's end. More spans waste fewer
+# scores but compile more code.
+SPANS = 4
+
+
+class Part(NamedTuple):
+    """Attention of queries over some of their keys; all in float32 or wider.
+
+    Attributes:
+      out_BGTRH: the mean of the values, weighted by exp(score).
+      norm_BGTR1: the logarithm of the sum of exp(score).
+    """
+
+    out_BGTRH: jax.Array
+    norm_BGTR1: jax.Array
+
+
+def attend_part(
+    q_BGTRH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, visible_BTS: jax.Array
+) -> Part:
+    """Attention of T queries over S keys; the R queries of a group share its keys.
+
+    Division by the sum of the weights comes after the product with the values, the smaller array.
+    """
+    dtype = q_BGTRH.dtype
+    score = scores(q_BGTRH, k_BGSH, visible_BTS)
+    top = lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+    weight = jnp.exp(score - top)
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    out = dot(fold_queries(weight.astype(dtype)), v_BGSH.astype(dtype), 2)
+    return Part(out.reshape(q_BGTRH.shape) / total, top + jnp.log(total))
+
+
+def scores(q_BGTRH: jax.Array, k_BGSH: jax.Array, visible_BTS: jax.Array) -> jax.Array:
+    """Scaled products [B, G, T, R, S] in float32 or wider; invisible keys get the type's minimum."""
+    B, G, T, R, H = q_BGTRH.shape
+    score = dot(fold_queries(q_BGTRH), k_BGSH.astype(q_BGTRH.dtype), 3)
+    score = score.reshape(B, G, T, R, -1) * (H**-0.5)
+    return jnp.where(visible_BTS[:, None, :, None, :], score, jnp.finfo(score.dtype).min)
+
+
+def merge_parts(a: Part, b: Part) -> Part:
+    """Attention over the keys of both; every query must see a key of a."""
+    norm = jnp.logaddexp(a.norm_BGTR1, b.norm_BGTR1)
+    share_a, share_b = jnp.exp(a.norm_BGTR1 - norm), jnp.exp(b.norm_BGTR1 - norm)
+    return Part(a.out_BGTRH * share_a + b.out_BGTRH * share_b, norm)
+
+
+def attend_text(
+    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> jax.Array:
+    """Attention within whole rows: [B, T, N * H]."""
+    part = text_part(group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH, v_BGTH, mask)
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+def text_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> Part:
+    """Attention of a text over itself.
+
+    A CPU processes one row at a time, so that its scores fit the CPU's cache. On several devices a loop over rows
+    would gather them all on each.
+    """
+    given = (q_BGTRH, k_BGTH, v_BGTH, mask)
+    mesh = jax.sharding.get_abstract_mesh()
+    if platform() != "cpu" or not (mesh.empty or mesh.size == 1):
+        return blocks_part(*given)
+
+    @jax.checkpoint
+    def row(given: tuple[PyTree, ...]) -> Part:
+        part = blocks_part(*jax.tree.map(lambda x: x[None], given))
+        return jax.tree.map(lambda x: x[0], part)
+
+    return lax.map(row, given)
+
+
+def blocks_part(
+    q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+) -> Part:
+    """Attention of a text over itself, by blocks of queries.
+
+    The backward pass recomputes a block's scores, so memory grows linearly with the text.
+    """
+    T = q_BGTRH.shape[2]
+    q_BGTRH, k_BGTH, v_BGTH, mask = whole_blocks(q_BGTRH, k_BGTH, v_BGTH, mask)
+    n_blocks = q_BGTRH.shape[2] // BLOCK
+    ends = sorted({-(-n_blocks * i // SPANS) for i in range(SPANS + 1)})
+
+    def span(begin: int, end: int) -> Part:
+        first = max(0, begin * BLOCK - mask.window + 1) if mask.window else 0
+        keys, values = (x[:, :, first : end * BLOCK] for x in (k_BGTH, v_BGTH))
+
+        @jax.checkpoint
+        def one(i: jax.Array) -> Part:
+            visible_BQS = mask.visible(i * BLOCK, BLOCK, first, keys.shape[2])
+            return attend_part(block(q_BGTRH, i), keys, values, visible_BQS)
+
+        return lax.map(one, jnp.arange(begin, end))
+
+    parts = [span(*edges) for edges in itertools.pairwise(ends)]
+    part = jax.tree.map(lambda *x: join_blocks(jnp.concatenate(x)), *parts)
+    return jax.tree.map(lambda x: x[:, :, :T], part)
+
+
+def attend_cached(
+    q_BTNH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, window: int
+) -> jax.Array:
+    """Attention of T consecutive tokens over themselves and a cached text before them.
+
+    Reads only slots that some row can see, so the cost depends on the text, not on the cache size.
+
+    Args:
+      new: keys and values of the tokens, each [B, G, T, H], for the slots from `start_B` on.
+      cache: keys and values [B, G, S, H] without the new ones; slots [0, start) are visible.
+      window: as in `CausalMask`.
+
+    Returns: [B, T, N * H].
+    """
+    T, S = q_BTNH.shape[1], cache[0].shape[2]
+    size = min(SLOTS, S)
+    q_BGTRH = group_queries(q_BTNH, cache[0].shape[1])
+
+    def with_block(i: jax.Array, part: Part) -> Part:
+        first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
+        k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
+        slot_S = first + jnp.arange(size)
+        distance_BS = start_B[:, None] - slot_S[None, :]
+        seen_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
+        near_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None] < (
+            window or S + T
+        )
+        seen_BTS = seen_BS[:, None, :] & near_BTS
+        return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
+
+    # The new keys come first: every token sees itself, so no running softmax starts empty.
+    mask = CausalMask(window=window)
+    if platform() == "cpu":
+        part = blocks_part(q_BGTRH, *new, mask)
+    else:  # all at once: loops over blocks cost more
+        part = attend_part(q_BGTRH, *new, mask.visible(0, T, 0, T))
+    oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
+    blocks = oldest // size, -(-jnp.max(start_B) // size)
+    part = lax.fori_loop(*blocks, with_block, part)
+    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+
+def whole_blocks(*trees: PyTree) -> tuple[PyTree, ...]:
+    """Pad the T axis (the third; the second of segment ids) to a multiple of BLOCK."""
+
+    def pad(x: jax.Array) -> jax.Array:
+        axis = min(2, x.ndim - 1)
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, -x.shape[axis] % BLOCK)
+        return jnp.pad(x, widths)
+
+    return jax.tree.map(pad, trees)
+
+
+def block(x: jax.Array, i: jax.Array) -> jax.Array:
+    """Block i of the T axis of x [B, G, T, ...]."""
+    return lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=2)
+
+
+def join_blocks(blocks: jax.Array) -> jax.Array:
+    """Blocks [n, B, G, Q, ...] -> [B, G, n * Q, ...]."""
+    _, B, G, _, *rest = blocks.shape
+    return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *rest)
