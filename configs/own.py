@@ -10,8 +10,6 @@ samples is held out. On a CPU the defaults are a trial of minutes for a model be
 parameters.
 """
 
-import dataclasses
-
 import jax
 
 from medusa_jax.commands.train import override
@@ -99,8 +97,6 @@ def complete(cfg: Config, given: frozenset[str]) -> Config:
         drafter_class(cfg.heads.drafter)  # refuses unknown names
         raise UserError(f"{cfg.heads.drafter} has no heads: choose {', '.join(DRAFTERS)}")
     arch = model_shape(resolve(cfg.model.path, ["config.json"]))
-    kind = drafter_class(cfg.heads.drafter).Config
-    cfg.heads = kind(**dataclasses.asdict(cfg.heads))
     fields: dict[str, object] = dict(FAMILIES[cfg.heads.drafter])
     if jax.default_backend() == "cpu":
         fields = ON_A_CPU | fields

@@ -14,7 +14,7 @@ from typing import Any
 
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.commands.following import following
-from medusa_jax.config import Config, DataConfig
+from medusa_jax.config import Config, DataConfig, HeadsConfig
 from medusa_jax.console import (
     inform,
     run_main,
@@ -161,6 +161,7 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     flags = Flags(**vars(found))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
+    choose_drafter(cfg, rest)
     given = vars(fields_parser(cfg).parse_args(rest))
     for path, value in given.items():
         override(cfg, path, value)
@@ -174,6 +175,21 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     cfg.workdir = os.path.abspath(cfg.workdir)
     complete = getattr(module, "complete", lambda cfg, _: cfg)
     return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
+
+
+def choose_drafter(cfg: Config, args: list[str]) -> None:
+    """Give `cfg.heads` the fields of the drafter of --config.heads.drafter, so that others can be set.
+
+    Raises:
+      UserError: an unknown drafter.
+    """
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config.heads.drafter", dest="name")
+    name = parser.parse_known_args(args)[0].name
+    if name and type(cfg.heads) is HeadsConfig:
+        from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
+
+        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=name))
 
 
 def load_config(path: str) -> Config:

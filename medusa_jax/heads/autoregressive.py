@@ -39,10 +39,47 @@ from medusa_jax.heads.layers import (
     lm_head_start,
     zero_output,
 )
+from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.draft_caches import LevelCache
-from medusa_jax.model.masks import CausalMask, mask_after
+from medusa_jax.model.masks import CausalMask, Mask, mask_after
+from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import PyTree
+
+
+class Stack(nn.Module):
+    """Base class of the layers: subclasses set `layers` up, and say what the first one reads."""
+
+    config: LlamaConfig
+    dtype: DTypeLike
+
+    def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> PyTree:
+        """The input of the first layer, from a and e."""
+        raise NotImplementedError
+
+    def last(self, x_BTD: jax.Array) -> jax.Array:
+        """a' from the output of the last layer."""
+        return x_BTD
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        next_BTD: jax.Array,
+        positions_BT: jax.Array,
+        mask: Mask,
+        cache: tuple[LayerCache, ...] | None = None,
+        start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """a and e -> a', and the keys and values of every layer; `only_B` as in `Attention`."""
+        rope = rope_tables(self.config, positions_BT, self.dtype)
+        x = self.first(x_BTD.astype(self.dtype), next_BTD.astype(self.dtype))
+        caches, n = [], len(self.layers)
+        for j, (block, old) in enumerate(zip(self.layers, cache or [None] * n)):
+            only = only_B if j == n - 1 else None
+            x, new = block(x, rope, mask, old, start_B, only)
+            caches.append(new)
+        return self.last(x), tuple(caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +103,8 @@ class Autoregressive(Drafter):
         """The shape of the layers."""
         return self.llama
 
-    def layers(self, dtype: DTypeLike) -> nn.Module:
-        """The module: (a, e, positions, mask, cache, start, only) -> a', keys and values by layer."""
+    def layers(self, dtype: DTypeLike) -> Stack:
+        """The module."""
         raise NotImplementedError
 
     def run(

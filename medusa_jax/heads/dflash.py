@@ -87,9 +87,6 @@ class ContextState(PositionState):
 
     cache: KVCache
 
-    def grow(self, slots: int) -> "ContextState":
-        return self.replace(cache=self.cache.grow(slots))
-
 
 @dataclasses.dataclass(frozen=True)
 class DFlash(Tapped):

@@ -17,18 +17,15 @@ arXiv 2503.01840), with gradients through all levels.
 import dataclasses
 from dataclasses import dataclass
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.heads.autoregressive import Autoregressive
+from medusa_jax.arch import HeadsConfig
+from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.layers import Block, Linear
-from medusa_jax.model.masks import CausalMask, Mask
-from medusa_jax.model.rope import rope_tables
+from medusa_jax.model.masks import CausalMask
 
 
 @dataclass(unsafe_hash=True)
@@ -41,11 +38,9 @@ class EagleConfig(HeadsConfig):
     fc_bias: bool = True
 
 
-class Layers(nn.Module):
+class Layers(Stack):
     """FC and the decoder layers, of the backbone's shape."""
 
-    config: LlamaConfig
-    dtype: DTypeLike
     n_layers: int
     fc_bias: bool
 
@@ -55,27 +50,9 @@ class Layers(nn.Module):
             Block(self.config, self.dtype, input_norm=j > 0) for j in range(self.n_layers)
         ]
 
-    def __call__(
-        self,
-        hidden_BTD: jax.Array,
-        next_BTD: jax.Array,
-        positions_BT: jax.Array,
-        mask: Mask,
-        cache: tuple[LayerCache, ...] | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """f and e -> f^, and the keys and values of every layer; `only_B` as in `Attention`."""
-        both = [next_BTD.astype(self.dtype), hidden_BTD.astype(self.dtype)]
-        x_BTD = self.fc(jnp.concatenate(both, axis=-1))
-        rope = rope_tables(self.config, positions_BT, self.dtype)
-        caches = []
-        for j, block in enumerate(self.layers):
-            layer_cache = None if cache is None else cache[j]
-            only = only_B if j == self.n_layers - 1 else None
-            x_BTD, layer_cache = block(x_BTD, rope, mask, layer_cache, start_B, only)
-            caches.append(layer_cache)
-        return x_BTD, tuple(caches)
+    def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> jax.Array:
+        """FC of e and f."""
+        return self.fc(jnp.concatenate([next_BTD, x_BTD], axis=-1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +64,7 @@ class Eagle(Autoregressive):
     name = "eagle"
     Config = EagleConfig
 
-    def layers(self, dtype: DTypeLike) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> Layers:
         return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

@@ -30,15 +30,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.heads.autoregressive import Autoregressive
+from medusa_jax.arch import HeadsConfig
+from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.cache import LayerCache
-from medusa_jax.model.layers import Attention, Block, Linear, Mlp, RMSNorm, row_of
-from medusa_jax.model.masks import CausalMask, Mask, PathMask
-from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import Pair, cpu
+from medusa_jax.model.layers import Block, Linear, RMSNorm
+from medusa_jax.model.masks import CausalMask
+from medusa_jax.sharding import PyTree
 
 
 @dataclass(unsafe_hash=True)
@@ -63,47 +61,25 @@ class Eagle3Config(HeadsConfig):
     rope_theta: float = 0.0
 
 
-class WideBlock(nn.Module):
+class WideBlock(Block):
     """A decoder layer whose attention reads [norm(e) ; norm(a)], 2 D wide."""
 
-    config: LlamaConfig
-    dtype: DTypeLike
-    norm_before_residual: bool
+    norm_before_residual: bool = False
 
     @nn.compact
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        next_BTD: jax.Array,
-        rope: Pair,
-        mask: Mask,
-        cache: LayerCache | None,
-        start_B: jax.Array | None,
-        only_B: jax.Array | None,
-    ) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, both: tuple[jax.Array, jax.Array], *where: PyTree) -> PyTree:
+        """a and e instead of x, the rest as in `Block`."""
+        x_BTD, next_BTD = both
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
-        both = [norm(name="input_layernorm")(next_BTD), normed_BTD]
-        both_BTI = jnp.concatenate(both, axis=-1)
+        read = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
-        if isinstance(mask, PathMask):
-            assert isinstance(cache, tuple) and start_B is not None
-            layer = self.variables["params"]
-            given = layer, x_BTD, rope, mask, cache, start_B, both_BTI
-            x_BTD, cache = cpu().layer(self.config, *given)
-            return row_of(x_BTD, only_B), cache
-        attention = Attention(self.config, self.dtype, 0, name="self_attn")
-        out_BTD, cache = attention(both_BTI, rope, mask, cache, start_B, only_B)
-        x_BTD = row_of(x_BTD, only_B) + out_BTD
-        normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(self.config, self.dtype, 0, name="mlp")(normed_BTD), cache
+        return self.after_norm(x_BTD, jnp.concatenate(read, axis=-1), *where)
 
 
-class Layers(nn.Module):
+class Layers(Stack):
     """FC, the decoder layers and the norm before the LM head, of the backbone's shape."""
 
-    config: LlamaConfig
-    dtype: DTypeLike
     heads: Eagle3Config
     n_taps: int
 
@@ -112,7 +88,7 @@ class Layers(nn.Module):
         self.fc = Linear(c.d_model, False, dtype)
         if h.fc_norm:
             self.fc_norms = [RMSNorm(c.rms_eps, dtype) for _ in range(self.n_taps)]
-        first = WideBlock(c, dtype, h.norm_before_residual)
+        first = WideBlock(c, dtype, norm_before_residual=h.norm_before_residual)
         self.layers = [first, *(Block(c, dtype) for _ in range(1, h.n_layers))]
         self.norm = RMSNorm(c.rms_eps, dtype)
 
@@ -127,27 +103,13 @@ class Layers(nn.Module):
         """a' -> input of the LM head."""
         return self.norm(x)
 
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        next_BTD: jax.Array,
-        positions_BT: jax.Array,
-        mask: Mask,
-        cache: tuple[LayerCache, ...] | None = None,
-        start_B: jax.Array | None = None,
-        only_B: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """a and e -> a', and the keys and values of every layer; `only_B` as in `Attention`."""
-        rope = rope_tables(self.config, positions_BT, self.dtype)
-        x_BTD, next_BTD = x_BTD.astype(self.dtype), next_BTD.astype(self.dtype)
-        caches = []
-        for j, block in enumerate(self.layers):
-            given = (x_BTD, next_BTD) if j == 0 else (x_BTD,)
-            layer_cache = None if cache is None else cache[j]
-            only = only_B if j == self.heads.n_layers - 1 else None
-            x_BTD, layer_cache = block(*given, rope, mask, layer_cache, start_B, only)
-            caches.append(layer_cache)
-        return (self.norm(x_BTD) if self.heads.norm_output else x_BTD), tuple(caches)
+    def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> PyTree:
+        """The first layer reads both."""
+        return x_BTD, next_BTD
+
+    def last(self, x_BTD: jax.Array) -> jax.Array:
+        """The next level may read the normed output."""
+        return self.norm(x_BTD) if self.heads.norm_output else x_BTD
 
     def all(
         self, streams: jax.Array, next_BTD: jax.Array, positions_BT: jax.Array
@@ -172,7 +134,7 @@ class Eagle3(Tapped, Autoregressive):
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
-    def layers(self, dtype: DTypeLike) -> nn.Module:
+    def layers(self, dtype: DTypeLike) -> Layers:
         return Layers(self.shape, dtype, self.heads, len(self.taps))
 
     def first_input(

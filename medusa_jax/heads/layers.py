@@ -278,7 +278,3 @@ class LayerState(PositionState):
         new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))
-
-    def grow(self, slots: int) -> "LayerState":
-        """The same state with room for `slots` positions."""
-        return self.replace(cache=self.cache.grow(slots))

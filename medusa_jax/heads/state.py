@@ -17,8 +17,8 @@ class PositionState(struct.PyTreeNode):
     length_B: jax.Array
 
     def grow(self, slots: int) -> Self:
-        """The same state with room for `slots` positions."""
-        raise NotImplementedError
+        """The same state with room for `slots` positions; by default all of them are in its `cache`."""
+        return self.replace(cache=self.cache.grow(slots))
 
     def rewind(self, length_B: jax.Array) -> Self:
         """The state truncated to the first `length_B` positions."""

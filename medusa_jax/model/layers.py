@@ -226,16 +226,33 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
         only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
+        read = None if self.input_norm else x_BTD
+        return self.after_norm(x_BTD, read, rope, mask, cache, start_B, only_B)
+
+    def after_norm(
+        self,
+        x_BTD: jax.Array,
+        read_BTI: jax.Array | None,
+        rope: tuple[jax.Array, jax.Array],
+        mask: Mask,
+        cache: LayerCache | None = None,
+        start_B: jax.Array | None = None,
+        only_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, LayerCache]:
+        """The layer with attention that reads `read`; None: norm(x)."""
         c = self.config
         if isinstance(mask, PathMask):
             assert isinstance(cache, tuple) and start_B is not None
-            layer, read = self.variables["params"], None if self.input_norm else x_BTD
-            x_BTD, cache = cpu().layer(c, layer, x_BTD, rope, mask, cache, start_B, read)
+            layer = self.variables["params"]
+            x_BTD, cache = cpu().layer(
+                c, layer, x_BTD, rope, mask, cache, start_B, read_BTI
+            )
             return row_of(x_BTD, only_B), cache
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
-        normed = norm(name="input_layernorm")(x_BTD) if self.input_norm else x_BTD
+        if read_BTI is None:
+            read_BTI = norm(name="input_layernorm")(x_BTD)
         attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
-        out, cache = attention(normed, rope, mask, cache, start_B, only_B)
-        x_BTD = row_of(x_BTD, only_B) + out
-        normed = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed), cache
+        out_BTD, cache = attention(read_BTI, rope, mask, cache, start_B, only_B)
+        x_BTD = row_of(x_BTD, only_B) + out_BTD
+        normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
+        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed_BTD), cache

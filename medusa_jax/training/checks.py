@@ -37,7 +37,7 @@ LEAST = {
     "train.max_bad_steps": 1, "data.seq_len": 1, "train.steps": 0,
     "model.add_layers": 0, "lora.rank": 0, "optim.lr": 0, "optim.warmup_steps": -1,
     "optim.weight_decay": 0, "optim.clip_norm": 0, "train.induction_weight": 0,
-    "train.anchors": 0,
+    "train.anchors": 0, "data.max_samples": 0, "data.seed": 0,
 }  # fmt: skip
 
 

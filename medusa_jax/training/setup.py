@@ -18,6 +18,7 @@ from medusa_jax.config import ModelConfig, TrainConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
+from medusa_jax.heads.layers import zero_output
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
 from medusa_jax.hosts import first
@@ -133,14 +134,8 @@ def more_layers(
 
     def init(key: jax.Array) -> PyTree:
         fresh = init_params(deeper, key)
-        new = {
-            f"layers_{i}": fresh[f"layers_{i}"]
-            for i in range(arch.n_layers, deeper.n_layers)
-        }
-        for layer in new.values():
-            for module, output in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-                layer[module][output] = jax.tree.map(jnp.zeros_like, layer[module][output])
-        return new
+        names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
+        return {name: zero_output(fresh[name]) for name in names}
 
     return deeper, init_sharded(mesh, init, key)
 

@@ -126,7 +126,8 @@ def test_the_text_of_a_block_is_not_written():
 
 
 def test_the_loss_at_drawn_anchors():
-    """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2, in NumPy; only the head of the confidence learns it."""
+    """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2 + 0.2 smooth L1 of the features, in NumPy; only the
+    head of the confidence learns it."""
     backbone = stored_base()
     drafter, params = drafter_of(replace(DSPARK, confidence=True), backbone)
     rng = np.random.default_rng(3)
@@ -144,7 +145,7 @@ def test_the_loss_at_drawn_anchors():
     def loss(params, weight):
         train = TrainConfig(
             label_weight=0.1, distance_weight=0.9, confidence_weight=weight, lambda_decay=0.7,
-            loss_chunk=3,
+            loss_chunk=3, feature_weight=0.2,
         )  # fmt: skip
         inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
         return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)[
@@ -168,7 +169,10 @@ def test_the_loss_at_drawn_anchors():
             wrong = -right * np.log(1 / (1 + np.exp(-say))) - (1 - right) * np.log(
                 1 / (1 + np.exp(say))
             )
-            total[k] += -0.1 * np.log(q[tokens[b, t + k + 2]]) + 0.9 * apart + wrong, 1
+            off = np.abs(block[k] - hidden[b, t + k + 1, :D])
+            near = np.where(off < 1, off**2 / 2, off - 0.5).mean()
+            of_text = -0.1 * np.log(q[tokens[b, t + k + 2]])
+            total[k] += of_text + 0.9 * apart + wrong + 0.2 * near, 1
     expected = sum(0.7 ** (k + 1) * total[k, 0] / total[k, 1] for k in range(4))
     both = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     value, gradient = both(params, 1.0)

@@ -17,6 +17,7 @@ ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
         ("backbone", {"train.batch_size": 6}, "multiple of accumulation"),
         ("backbone", {"train.loss_chunk": 0}, "train.loss_chunk must be at least 1"),
         ("backbone", {"optim.lr": float("nan")}, "optim.lr must be at least 0, not nan"),
+        ("backbone", {"data.max_samples": -5}, "data.max_samples must be at least 0"),
         ("backbone", {"optim.b1": 2.0}, "optim.b1 must be from 0 to below 1, not 2.0"),
         ("medusa1", {"train.feature_weight": 1.0}, "heads.lm_head shared, not 'own'"),
         ("backbone", {"data.seq_len": 1000}, "exceeds the model's 64 positions"),

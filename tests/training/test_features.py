@@ -81,7 +81,11 @@ def within_eight_bits(got, wide, D):
 
 @pytest.mark.usefixtures("shards")
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8"])
-def test_every_batch_of_every_epoch_has_its_own_states(tokens, tmp_path, frozen, kind):
+def test_every_batch_of_every_epoch_has_its_own_states(
+    tokens, tmp_path, frozen, kind, monkeypatch
+):
+    """With one file open at a time: a process may open a thousand, a text may have more."""
+    monkeypatch.setattr(features, "OPEN_SHARDS", 1)
     cfg = config(tokens, tmp_path, kind)
     found, rows = cached(cfg, frozen), rows_of(cfg)
     assert len(found.shards) > 1 and rows.rows % found.shard_rows
@@ -100,6 +104,8 @@ def test_every_batch_of_every_epoch_has_its_own_states(tokens, tmp_path, frozen,
         assert stored.dtype == jnp.dtype(kind)
         roundings = 64 if kind == "float32" else 1
         assert_close(stored.astype(np.float32), expected, roundings, kind)
+    opened = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
+    assert sum(name.startswith(found.directory) for name in opened) <= 1
 
 
 def test_eight_bits_keep_small_values_next_to_large_ones():

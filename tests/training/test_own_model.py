@@ -106,8 +106,9 @@ def test_sizes_follow_from_model_and_family(model, questions):
         assert cfg.data.seq_len == 128 and cfg.heads.draft_vocab == 0
         assert cfg.workdir.endswith("runs/own")
     assert cfg.train.levels == 4 and cfg.heads.lm_head == "own"
-    cfg = train.parse(own(f"model.path={model}", "data.source=x", "data.seq_len=20"))
-    assert cfg.data.seq_len == 20
+    given = ("data.source=x", "data.seq_len=20", "heads.skip=random", "heads.drafter=hydra")
+    cfg = train.parse(own(f"model.path={model}", *given))
+    assert (cfg.data.seq_len, cfg.heads.skip, cfg.heads.n_heads) == (20, "random", 4)
 
 
 @pytest.mark.parametrize(

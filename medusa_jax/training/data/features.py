@@ -15,6 +15,7 @@ writes them and the others wait. The processes of a run compute the rows of thei
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -40,6 +41,8 @@ from medusa_jax.training.stage import Stage
 from medusa_jax.whole_files import read_array, replacing
 
 SHARD_BYTES = 256 * 2**20
+# Files of a text that are open at a time.
+OPEN_SHARDS = 256
 # Disk space left free for checkpoints.
 SPARE_BYTES = 2**30
 
@@ -64,7 +67,8 @@ class CachedRows(Rows):
         self.bytes = self.rows * row_bytes
         # Shard s holds rows s * shard_rows and on.
         self.shards = range(-(-self.rows // self.shard_rows))
-        self._open: dict[int, np.ndarray] = {}
+        # A memory map keeps its file open, and a process may open about a thousand.
+        self._open = functools.lru_cache(OPEN_SHARDS)(self._open_shard)
 
     def path(self, shard: int) -> str:
         return os.path.join(self.directory, f"hidden_{shard:05d}.npy")
@@ -85,9 +89,7 @@ class CachedRows(Rows):
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """`TokenRows.row` with the row's hidden states."""
         shard, inside = divmod(number, self.shard_rows)
-        if shard not in self._open:
-            self._open[shard] = self._open_shard(shard)
-        row = np.asarray(self._open[shard][inside])
+        row = np.asarray(self._open(shard)[inside])
         hidden = row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
         return self.source.row(number, epoch) | {"hidden": hidden}
 

@@ -122,16 +122,14 @@ def heads_loss(
         features_KBTD = drafter.features(heads, backbone, text)
     else:
         features_KBTD = drafter.features_at(heads, backbone, text, index_BA)
-    teacher, teacher_BTD, weight = None, None, train.label_weight
-    final_BTD = hidden_BTE[..., : backbone.llama.config.d_model]
-    before_BTD = lax.stop_gradient(delay(final_BTD, 1))  # just before the target
+    teacher, weight, D = None, train.label_weight, backbone.llama.config.d_model
+    before_BTD = lax.stop_gradient(delay(hidden_BTE[..., :D], 1))  # just before the target
     if train.teacher_weight or train.distance_weight or train.confidence_weight:
         frozen: Backbone = lax.stop_gradient(backbone)
         teacher = Teacher(
             frozen.lm_head, train.teacher_weight, train.label_weight, train.distance_weight,
             train.confidence_weight,
         )  # fmt: skip
-        teacher_BTD = before_BTD
         weight = 1.0  # `Teacher` weights all terms
     label_BT, T = backbone.places(batch["tokens"]), batch["tokens"].shape[1]
     scored_BT = label_BT < backbone.outputs
@@ -160,28 +158,34 @@ def heads_loss(
         ahead = k + 2
         mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
         share = train.lambda_decay ** (k + 1) / count_K[k]
-        if index_BA is not None:
+        if index_BA is None:
+            features, mask = delay(features_KBTD[k], ahead), delay(mask_BT, ahead)
+            before = before_BTD
+        else:
             at_BA = jnp.minimum(index_BA + ahead, T - 1)
+            features, mask = features_KBTD[k], columns(mask_BT, index_BA)
+            before = columns(before_BTD, at_BA)
+        if train.feature_weight:
+            distance = feature_sum(features[..., :D], before, mask)
+            further += train.feature_weight * share * distance
+        if index_BA is not None:
             of_head, sums = heads_cross_entropy(
-                [logits], params, weight * share[None], [features_KBTD[k]], columns(label_BT, at_BA),
-                [columns(mask_BT, index_BA) & columns(scored_BT, at_BA)], train.loss_chunk, teacher,
-                None if teacher_BTD is None else columns(teacher_BTD, at_BA), mesh,
+                [logits], params, weight * share[None], [features], columns(label_BT, at_BA),
+                [mask & columns(scored_BT, at_BA)], train.loss_chunk, teacher,
+                before if teacher else None, mesh,
             )  # fmt: skip
             further += of_head
             sums_K.append(sums)
             continue
         logits_K.append(logits)
-        features_K.append(delay(features_KBTD[k], ahead))
-        mask_K.append(delay(mask_BT, ahead) & scored_BT)
+        features_K.append(features)
+        mask_K.append(mask & scored_BT)
         weight_K.append(weight * share)
-        if train.feature_weight:
-            distance = feature_sum(features_K[k], before_BTD, delay(mask_BT, ahead))
-            further += train.feature_weight * share * distance
     if index_BA is not None:
         return further, jax.tree.map(lambda *s: jnp.concatenate(s), *sums_K)
     loss, sums = heads_cross_entropy(
         logits_K, params, jnp.stack(weight_K), features_K, label_BT, mask_K, train.loss_chunk,
-        teacher, teacher_BTD, mesh,
+        teacher, before_BTD if teacher else None, mesh,
     )  # fmt: skip
     return loss + further, sums
 
