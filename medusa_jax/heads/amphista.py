@@ -18,7 +18,6 @@ though its figure 2 shows a Transformer encoder).
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import flax.linen as nn
@@ -50,7 +49,8 @@ from medusa_jax.heads.layers import (
 from medusa_jax.model.attention import attend
 from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear, RMSNorm
-from medusa_jax.sharding import PyTree
+from medusa_jax.model.masks import CausalMask, Mask
+from medusa_jax.model.seams import Pair
 
 
 @dataclass(unsafe_hash=True)
@@ -106,10 +106,6 @@ class HeadAttention(nn.Module):
         mixed = attend(q_BKNH, k_BNKH, v_BNKH, everyone)
         out_BKD = Linear(D, False, self.dtype, name="o_proj")(mixed)
         return out_BKD if self.plain else x_BKD + out_BKD
-
-
-# (s, module of the layer, its variables, its input) -> (output, auxiliary results).
-RunStage = Callable[[int, CausalLayer, Params, jax.Array], tuple[jax.Array, PyTree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,26 +173,38 @@ class Amphista(SeparateHeads):
         backbone: Backbone,
         x_BTD: jax.Array,
         next_BTD: jax.Array,
-        run: RunStage,
-    ) -> list[tuple[jax.Array, PyTree]]:
-        """Equation 1: the results of `run` for every stage.
+        positions_BT: jax.Array,
+        mask: Mask,
+        state: LayerState | None = None,
+        only_B: jax.Array | None = None,
+    ) -> tuple[list[jax.Array], list[Pair]]:
+        """Equation 1: the output of every stage (without stages h_t), and its keys and values.
 
         Args:
           x_BTD, next_BTD: h_t and e_{t+1}.
+          state: the accepted positions before, in decoding.
+          only_B: the row of the last output that is needed; None: all.
         """
         h, dtype = self.heads, backbone.llama.dtype
         native = backbone.llama.native
-        module = CausalLayer(self._stage_shape, dtype, h.stage_norm, native)
-        fc, out = Linear(self.llama.d_model, False, dtype), []
-        x = x_BTD
+        layer = CausalLayer(self._stage_shape, dtype, h.stage_norm, native)
+        fc = Linear(self.llama.d_model, False, dtype)
+        contexts: list[jax.Array] = []
+        caches: list[Pair] = []
         for s in range(h.stages):
             stage = params[f"stages_{s}"]
             if h.sampled_token:
-                both = jnp.concatenate([x.astype(dtype), next_BTD], axis=-1)
-                x = applied(fc, stage["fc"], both)
-            out.append(run(s, module, {"params": stage}, x))
-            x = out[-1][0]
-        return out
+                both = jnp.concatenate([x_BTD.astype(dtype), next_BTD], axis=-1)
+                x_BTD = applied(fc, stage["fc"], both)
+            rows = [x_BTD, positions_BT, mask]
+            if state is not None:
+                # The next stage reads all rows.
+                only = only_B if s == h.stages - 1 else None
+                rows += [state.cache.layers[s], state.length_B, only]
+            x_BTD, cache = applied(layer, stage, *rows)
+            contexts.append(x_BTD)
+            caches.append(cache)
+        return contexts or [x_BTD], caches
 
     def mix(
         self,
@@ -225,17 +233,10 @@ class Amphista(SeparateHeads):
         return dropout(x_BKD, h.dropout, dropout_key)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        hidden_BTD, tokens_BT, *where, dropout_key = rows
-
-        def run(
-            s: int, module: CausalLayer, variables: Params, x: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            out: PyTree = module.apply(variables, x, *where, method="forward")
-            return out, None
-
+        hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, dropout_key = rows
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        stages = self._stages(params, backbone, hidden_BTD, next_BTD, run)
-        contexts = [context for context, _ in stages] or [hidden_BTD]
+        given = (hidden_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
+        contexts, _ = self._stages(params, backbone, *given)
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
         mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
@@ -247,19 +248,11 @@ class Amphista(SeparateHeads):
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        def run(
-            s: int, module: CausalLayer, variables: Params, x: jax.Array
-        ) -> tuple[jax.Array, PyTree]:
-            rows = (x, new.positions_BT, state.cache.layers[s], state.length_B)
-            # Only the next stage reads all rows.
-            only_B = last_of(new.n_B) if s == self.heads.stages - 1 else None
-            out: PyTree = module.apply(variables, *rows, only_B, method="decode")
-            return out
-
         next_BTD = backbone.embed(new.next_tokens_BT)
-        stages = self._stages(params, backbone, new.hidden_BTE, next_BTD, run)
-        contexts = [context for context, _ in stages] or [new.hidden_BTE]
-        return state.extended([cache for _, cache in stages], contexts, new.n_B)
+        mask = state.mask(next_BTD.shape[1], backbone.llama.native)
+        given = (new.hidden_BTE, next_BTD, new.positions_BT, mask, state, last_of(new.n_B))
+        contexts, caches = self._stages(params, backbone, *given)
+        return state.extended(caches, contexts, new.n_B)
 
     def propose(
         self, params: Params, backbone: Backbone, state: LayerState, request: DraftRequest

@@ -41,7 +41,7 @@ from medusa_jax.heads.layers import (
 )
 from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.draft_caches import LevelCache
-from medusa_jax.model.masks import CausalMask, Mask, mask_after
+from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import PyTree
@@ -164,8 +164,7 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        T, native = next_BTD.shape[1], self.native(backbone)
-        mask = mask_after(T, state.cache.slots, state.length_B, native=native)
+        mask = state.mask(next_BTD.shape[1], self.native(backbone))
         read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -186,8 +185,8 @@ class Autoregressive(Drafter):
             if depth:
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
-                start_B, native = state.length_B, self.native(backbone)
-                mask = mask_after(P, state.cache.slots, start_B, mask_PR, native)
+                start_B = state.length_B
+                mask = state.mask(P, self.native(backbone), mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.heads.drafter import Backbone, Committed, Params, TextRows
 from medusa_jax.heads.hydra import Hydra, HydraConfig
-from medusa_jax.heads.layers import CausalLayer, LayerState, last_of
+from medusa_jax.heads.layers import CausalLayer, LayerState, applied, last_of
+from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import PyTree
 
 
@@ -41,16 +42,14 @@ class HydraPP(Hydra):
         prefix = CausalLayer.start(prefix_key, self.llama, backbone)
         return super().init(heads_key, backbone) | {"prefix": prefix}
 
-    def _prefix(
-        self, params: Params, backbone: Backbone, method: str, *args: PyTree
-    ) -> PyTree:
+    def _prefix(self, params: Params, backbone: Backbone, *rows: PyTree) -> PyTree:
         llama = backbone.llama
         layer = CausalLayer(self.llama, llama.dtype, native=llama.native)
-        return layer.apply({"params": params["prefix"]}, *args, method=method)
+        return applied(layer, params["prefix"], *rows)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        inputs = (rows.hidden_BTE, rows.positions_BT, rows.segment_ids_BT)
-        context_BTD = self._prefix(params, backbone, "forward", *inputs)
+        inputs = (rows.hidden_BTE, rows.positions_BT, CausalMask(rows.segment_ids_BT))
+        context_BTD, _ = self._prefix(params, backbone, *inputs)
         return super().features(params, backbone, rows._replace(hidden_BTE=context_BTD))
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
@@ -59,9 +58,10 @@ class HydraPP(Hydra):
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        rows = (new.hidden_BTE, new.positions_BT, state.cache.layers[0], state.length_B)
+        mask = state.mask(new.tokens_BT.shape[1], backbone.llama.native)
+        after = (state.cache.layers[0], state.length_B, last_of(new.n_B))
         context_B1D, layer = self._prefix(
-            params, backbone, "decode", *rows, last_of(new.n_B)
+            params, backbone, new.hidden_BTE, new.positions_BT, mask, *after
         )
         return state.extended([layer], [context_B1D], new.n_B)
 

@@ -22,7 +22,7 @@ from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import PositionState
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
-from medusa_jax.model.masks import CausalMask, mask_after
+from medusa_jax.model.masks import CausalMask, Mask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import Pair
@@ -187,38 +187,22 @@ class CausalLayer(nn.Module):
         if self.out_norm:
             self.norm = RMSNorm(self.config.rms_eps, self.dtype, self.native)
 
-    def forward(
-        self, x_BTD: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array
-    ) -> jax.Array:
-        """Packed rows: a position sees itself and the earlier ones of its segment."""
-        rope = rope_tables(self.config, positions_BT, self.dtype)
-        mask = CausalMask(segment_ids_BT)
-        return self._out(self.layers_0(x_BTD.astype(self.dtype), rope, mask)[0])
-
-    def decode(
+    def __call__(
         self,
         x_BTD: jax.Array,
         positions_BT: jax.Array,
-        cache: Pair,
-        start_B: jax.Array,
+        mask: Mask,
+        cache: Pair | None = None,
+        start_B: jax.Array | None = None,
         only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        """T rows after the `start` cached ones, each seeing itself and all earlier ones.
-
-        Args:
-          only_B: the row whose output is needed; None: all.
-        """
-        T, slots = x_BTD.shape[1], cache[0].shape[2]
-        mask = mask_after(T, slots, start_B, native=self.native)
+        """Outputs of T rows, and the cache with their keys and values; arguments as for `Attention`."""
         rope = rope_tables(self.config, positions_BT, self.dtype)
         x_BTD, new = self.layers_0(
             x_BTD.astype(self.dtype), rope, mask, cache, start_B, only_B
         )
         assert isinstance(new, tuple)
-        return self._out(x_BTD), new
-
-    def _out(self, x_BTD: jax.Array) -> jax.Array:
-        return self.norm(x_BTD) if self.out_norm else x_BTD
+        return (self.norm(x_BTD) if self.out_norm else x_BTD), new
 
     @classmethod
     def start(
@@ -231,7 +215,7 @@ class CausalLayer(nn.Module):
         probe = jnp.zeros((1, 1, config.d_model))
         one = jnp.ones((1, 1), jnp.int32)
         module = cls(config, jnp.float32, out_norm)
-        params: Params = module.init(key, probe, one, one, method="forward")["params"]
+        params: Params = module.init(key, probe, one, CausalMask())["params"]
         params["layers_0"] = zero_output(params["layers_0"])
         if out_norm:
             size = jnp.sqrt(
@@ -263,6 +247,10 @@ class LayerState(PositionState):
         )
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
+
+    def mask(self, T: int, native: bool, self_mask_TR: jax.Array | None = None) -> Mask:
+        """`mask_after` of T rows that follow the accepted positions."""
+        return mask_after(T, self.cache.slots, self.length_B, self_mask_TR, native)
 
     def extended(
         self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array

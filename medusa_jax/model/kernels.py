@@ -46,7 +46,14 @@ def for_text(platform: str, q_BTNH: jax.Array) -> OfText | None:
         return None
     if platform == "tpu" and T % 128 == 0 and H % 128 == 0:
         return partial(by_row, tpu.splash, mesh)
-    if platform == "cuda" and T % 2 == 0 and T <= CUDNN_LONGEST and fits_cudnn(H):
+    if (
+        platform == "cuda"
+        and T % 2 == 0
+        and T <= CUDNN_LONGEST
+        and H % 8 == 0
+        and H <= 128
+        and has_cudnn()
+    ):
         return partial(by_row, cudnn, mesh)
     return None
 
@@ -64,11 +71,6 @@ def for_cache(
         return None
     long = T > 1 or q_BTNH.shape[0] * k_BGSH.shape[2] >= ONE_ROW_SLOTS
     return tpu.attend_tree if long else None
-
-
-def fits_cudnn(H: int) -> bool:
-    """Whether cuDNN is available and takes heads of this size."""
-    return H % 8 == 0 and H <= 128 and has_cudnn()
 
 
 @functools.cache

@@ -22,7 +22,6 @@ from medusa_jax.model.product import product
 from medusa_jax.model.stored import int8_codes
 from medusa_jax.sharding import Params
 
-KINDS = ("int8", "nf4")
 BLOCK = 64
 # The kernels of all layers; embeddings and the LM head are unchanged, as in QLoRA.
 QUANTISED = re.compile(r"layers_\d+/.*/kernel$")

@@ -24,13 +24,13 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
 from medusa_jax.config import TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, Params, TextRows
+from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
-from medusa_jax.training.stage import make_stage
+from medusa_jax.training.stage import GroupedBackbone, make_stage
 
 
 class HeadFunctions:
@@ -61,7 +61,8 @@ class HeadFunctions:
         self._drafter = make_drafter(heads, arch)
         self.heads, self.arch = self._drafter.heads, arch
         self._levels = self._drafter.loss_view(train.levels)
-        self._llama = Llama(arch, jnp.dtype(train.dtype))
+        llama = Llama(arch, jnp.dtype(train.dtype))
+        self._grouped = GroupedBackbone(llama, LoraConfig())
         self.taps = self._drafter.taps
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
@@ -102,14 +103,16 @@ class HeadFunctions:
         counted_BT = jnp.ones(tokens_BT.shape, bool)
         batch = self._batch(tokens_BT, counted_BT, segment_ids_BT, positions_BT)
         text = (batch[name] for name in ("tokens", "positions", "segment_ids"))
-        rows = TextRows(hidden_BTE.astype(self._llama.dtype), *text)
-        return self._levels.features(params, self._backbone(frozen), rows)
+        rows = TextRows(hidden_BTE.astype(self._grouped.llama.dtype), *text)
+        return self._levels.features(params, self._grouped.drafting(frozen), rows)
 
     def logits(
         self, params: Params, frozen: Params, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., O] of token t + k + 2 from head k's features [..., D] at t; k is 0-based."""
-        return self._drafter.head_logits(params, self._backbone(frozen), k, features)
+        return self._drafter.head_logits(
+            params, self._grouped.drafting(frozen), k, features
+        )
 
     def save(self, directory: str, params: Params, frozen: Params, model: str) -> None:
         """Write heads that `decode.py --drafter` and `convert` read.
@@ -127,12 +130,6 @@ class HeadFunctions:
             params = params | {vocabulary.GROUP: frozen[vocabulary.GROUP]}
         record = base_record(self.arch, base.fingerprint())
         save_heads(directory, self.heads, params, base=record, recipe={})
-
-    def _backbone(self, frozen: Params) -> Backbone:
-        backbone = Backbone(self._llama, frozen["backbone"])
-        if vocabulary.GROUP not in frozen:
-            return backbone
-        return vocabulary.narrowed(backbone, frozen[vocabulary.GROUP]["ids"])
 
     def _batch(
         self, tokens_BT: Any, counted_BT: Any, segments: Any, positions: Any
