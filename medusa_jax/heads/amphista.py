@@ -19,6 +19,7 @@ though its figure 2 shows a Transformer encoder).
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -196,7 +197,7 @@ class Amphista(SeparateHeads):
             if h.sampled_token:
                 both = jnp.concatenate([x_BTD.astype(dtype), next_BTD], axis=-1)
                 x_BTD = applied(fc, stage["fc"], both)
-            rows = [x_BTD, positions_BT, mask]
+            rows: list[Any] = [x_BTD, positions_BT, mask]
             if state is not None:
                 # The next stage reads all rows.
                 only = only_B if s == h.stages - 1 else None

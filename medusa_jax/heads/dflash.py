@@ -39,7 +39,7 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start, zero_output
-from medusa_jax.heads.state import PositionState
+from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.tapped import Tapped
 from medusa_jax.model.cache import KVCache, write_both
 from medusa_jax.model.draft_caches import BlockCache
@@ -80,12 +80,6 @@ class DFlashConfig(HeadsConfig):
     markov_rank: int = 0
     # Whether a confidence head estimates the probability that a guess is accepted.
     confidence: bool = False
-
-
-class ContextState(PositionState):
-    """Keys and values of c at accepted positions."""
-
-    cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,23 +287,23 @@ class DFlash(Tapped):
         bias = applied(linear, params["heads_0"]["markov_w2"], after)
         return bias.astype(at_least_f32(dtype))
 
-    def start(self, batch: int, slots: int, dtype: DTypeLike) -> ContextState:
+    def start(self, batch: int, slots: int, dtype: DTypeLike) -> CacheState:
         c = self.shape
         sizes = (self.heads.n_layers, batch, slots, c.n_kv_heads, c.head_dim)
-        return ContextState(jnp.zeros((batch,), jnp.int32), KVCache.zeros(*sizes, dtype))
+        return CacheState(jnp.zeros((batch,), jnp.int32), KVCache.zeros(*sizes, dtype))
 
     def commit(
-        self, params: Params, backbone: Backbone, state: ContextState, new: Committed
-    ) -> ContextState:
+        self, params: Params, backbone: Backbone, state: CacheState, new: Committed
+    ) -> CacheState:
         pairs = self.text(params, backbone.llama.dtype, new.hidden_BTE, new.positions_BT)
         layers = tuple(
             write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)
         )
-        return ContextState(state.length_B + new.n_B, KVCache(layers=layers))
+        return CacheState(state.length_B + new.n_B, KVCache(layers=layers))
 
     def propose(
-        self, params: Params, backbone: Backbone, state: ContextState, request: DraftRequest
+        self, params: Params, backbone: Backbone, state: CacheState, request: DraftRequest
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         slots_S = jnp.arange(state.cache.slots)

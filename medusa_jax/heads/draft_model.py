@@ -20,7 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import take_last
-from medusa_jax.heads.state import PositionState
+from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.untrained import Untrained
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import decoding_config
@@ -43,20 +43,17 @@ class DraftModelConfig(HeadsConfig):
     arch: LlamaConfig = field(default_factory=LlamaConfig)
 
 
-class DraftState(PositionState):
+class DraftState(CacheState):
     """State of the draft model.
 
     Attributes:
-      cache: its keys and values; slots [0, length) are valid.
-      length_B: accepted positions.
       hidden_BE: its hidden state of the root, E wide.
     """
 
-    cache: KVCache
     hidden_BE: jax.Array
 
     def grow(self, slots: int) -> "DraftState":
-        return self.replace(cache=self.cache.grow(slots + 1))
+        return super().grow(slots + 1)
 
 
 @dataclasses.dataclass(frozen=True)

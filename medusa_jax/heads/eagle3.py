@@ -67,7 +67,9 @@ class WideBlock(Block):
     norm_before_residual: bool = False
 
     @nn.compact
-    def __call__(self, both: tuple[jax.Array, jax.Array], *where: PyTree) -> PyTree:
+    def __call__(  # type: ignore[override]
+        self, both: tuple[jax.Array, jax.Array], *where: PyTree
+    ) -> PyTree:
         """a and e instead of x, the rest as in `Block`."""
         x_BTD, next_BTD = both
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype)

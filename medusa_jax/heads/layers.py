@@ -19,7 +19,7 @@ from medusa_jax.heads.drafter import (
     Proposal,
 )
 from medusa_jax.heads.fill import fill_by_rank
-from medusa_jax.heads.state import PositionState
+from medusa_jax.heads.state import CacheState
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
 from medusa_jax.model.masks import CausalMask, Mask, mask_after
@@ -225,16 +225,13 @@ class CausalLayer(nn.Module):
         return params
 
 
-class LayerState(PositionState):
+class LayerState(CacheState):
     """State of a drafter with causal layers, which see accepted positions only.
 
     Attributes:
-      cache: their keys and values; slots [0, length) are valid.
-      length_B: accepted positions so far.
       context_BSD: output of each layer at the last accepted position.
     """
 
-    cache: KVCache
     context_BSD: jax.Array
 
     @classmethod

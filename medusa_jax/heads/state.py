@@ -5,6 +5,7 @@ from typing import Self
 import jax
 from flax import struct
 
+from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import PyTree
 
 
@@ -17,12 +18,21 @@ class PositionState(struct.PyTreeNode):
     length_B: jax.Array
 
     def grow(self, slots: int) -> Self:
-        """The same state with room for `slots` positions; by default all of them are in its `cache`."""
-        return self.replace(cache=self.cache.grow(slots))
+        """The same state with room for `slots` positions."""
+        raise NotImplementedError
 
     def rewind(self, length_B: jax.Array) -> Self:
         """The state truncated to the first `length_B` positions."""
         return self.replace(length_B=length_B)
+
+
+class CacheState(PositionState):
+    """A state whose slots are those of keys and values at accepted positions."""
+
+    cache: KVCache
+
+    def grow(self, slots: int) -> Self:
+        return self.replace(cache=self.cache.grow(slots))
 
 
 def _map(change: PyTree, state: PyTree) -> PyTree:

@@ -29,13 +29,12 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import layers
-from medusa_jax.heads.dflash import ContextState
 from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.state import grow_state, rewind_state
+from medusa_jax.heads.state import CacheState, grow_state, rewind_state
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -142,7 +141,7 @@ def last_of(state):
         index_1S = jnp.arange(state.text_BS.shape[1])[None]
         counts_BS = index_1S < state.length_B[:, None]
         return jnp.where(counts_BS, state.text_BS, -1), state.length_B
-    if isinstance(state, ContextState):
+    if isinstance(state, CacheState):
         slots_S = jnp.arange(state.cache.slots)
         seen_B1S1 = (slots_S[None] < state.length_B[:, None])[:, None, :, None]
         return jax.tree.map(
