@@ -32,15 +32,10 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
-from medusa_jax.heads.layers import (
-    LayerState,
-    last_of,
-    lm_head_logits,
-    lm_head_start,
-    zero_output,
-)
+from medusa_jax.heads.layers import LayerState, last_of, lm_head_logits, lm_head_start
 from medusa_jax.model.cache import LayerCache
 from medusa_jax.model.draft_caches import LevelCache
+from medusa_jax.model.layers import zero_output
 from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import cpu

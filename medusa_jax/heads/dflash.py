@@ -38,12 +38,12 @@ from medusa_jax.heads.drafter import (
     shift_left,
 )
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
-from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start, zero_output
+from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.tapped import Tapped
 from medusa_jax.model.cache import KVCache, write_both
 from medusa_jax.model.draft_caches import BlockCache
-from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm
+from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables

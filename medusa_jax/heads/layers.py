@@ -21,7 +21,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import CacheState
 from medusa_jax.model.cache import KVCache
-from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of
+from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of, zero_output
 from medusa_jax.model.masks import CausalMask, Mask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
@@ -161,14 +161,6 @@ class LastHidden(SeparateHeads):
 
 
 # Decoder layers of drafters.
-
-
-def zero_output(layer: Params) -> Params:
-    """Make a decoder layer the identity: zero the last kernels of its attention and its MLP."""
-    out = dict(layer)
-    for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
-        out[room] = layer[room] | {name: jax.tree.map(jnp.zeros_like, layer[room][name])}
-    return out
 
 
 class CausalLayer(nn.Module):

@@ -17,6 +17,7 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.seams import cpu, training
 from medusa_jax.model.stored import Kernel, Stored, multiply
+from medusa_jax.sharding import Params
 
 
 class Linear(nn.Module):
@@ -256,3 +257,11 @@ class Block(nn.Module):
         x_BTD = row_of(x_BTD, only_B) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
         return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed_BTD), cache
+
+
+def zero_output(layer: Params) -> Params:
+    """Make a decoder layer the identity: zero the last kernels of its attention and its MLP."""
+    out = dict(layer)
+    for room, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+        out[room] = layer[room] | {name: jax.tree.map(jnp.zeros_like, layer[room][name])}
+    return out

@@ -18,13 +18,13 @@ from medusa_jax.config import ModelConfig, TrainConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.layers import zero_output
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
 from medusa_jax.hosts import first
 from medusa_jax.interop import hf, own_heads
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.interop.stored_heads import check_ids
+from medusa_jax.model.layers import zero_output
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.lora import merge
 from medusa_jax.model.quantise import dequantise_backbone, quantise_backbone
