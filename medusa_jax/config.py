@@ -5,18 +5,9 @@ Only the command line assigns to them (`--config.optim.lr=3e-4`).
 
 from dataclasses import dataclass, field
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
-
-__all__ = [
-    "Config",
-    "DataConfig",
-    "HeadsConfig",
-    "LlamaConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "TrainConfig",
-]
+from medusa_jax.arch import HeadsConfig as HeadsConfig
+from medusa_jax.arch import LlamaConfig as LlamaConfig
+from medusa_jax.arch import LoraConfig as LoraConfig
 
 
 @dataclass

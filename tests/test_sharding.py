@@ -195,9 +195,7 @@ def test_meshes_that_do_not_divide_are_refused_in_one_line(report):
     assert report["rest"] == [2, 4, 1]
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (1, 1, 1, 1), (0, 1, 1), (-1, -1, 1), (1, -2, 1)]
-)
+@pytest.mark.parametrize("shape", [(1, 1), (0, 1, 1), (-1, -1, 1)])
 def test_shapes_that_are_no_mesh(shape):
     with pytest.raises(UserError, match="data,fsdp,tensor"):
         make_mesh(shape)

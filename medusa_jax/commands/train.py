@@ -161,7 +161,12 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     flags = Flags(**vars(found))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
-    choose_drafter(cfg, rest)
+    known, _ = fields_parser(cfg).parse_known_args(rest)
+    if (name := vars(known).get("heads.drafter")) and type(cfg.heads) is HeadsConfig:
+        from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
+
+        # With the fields of this drafter, which the command line may set, too.
+        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=name))
     given = vars(fields_parser(cfg).parse_args(rest))
     for path, value in given.items():
         override(cfg, path, value)
@@ -175,21 +180,6 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     cfg.workdir = os.path.abspath(cfg.workdir)
     complete = getattr(module, "complete", lambda cfg, _: cfg)
     return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
-
-
-def choose_drafter(cfg: Config, args: list[str]) -> None:
-    """Give `cfg.heads` the fields of the drafter of --config.heads.drafter, so that others can be set.
-
-    Raises:
-      UserError: an unknown drafter.
-    """
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config.heads.drafter", dest="name")
-    name = parser.parse_known_args(args)[0].name
-    if name and type(cfg.heads) is HeadsConfig:
-        from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
-
-        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=name))
 
 
 def load_config(path: str) -> Config:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 from jax import lax
 
 from medusa_jax.arch import LlamaConfig, LoraConfig
@@ -57,15 +58,12 @@ def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
     """Fresh float32 adapters: A uniform in +-1/sqrt(in) (as peft draws it), B zero."""
     lora: Params = {}
     for i, (path, (n_in, n_out)) in enumerate(adapted_layers(config).items()):
-        module = lora
-        for name in path.split("/"):
-            module = module.setdefault(name, {})
         bound = n_in**-0.5
         a = jax.random.uniform(
             jax.random.fold_in(key, i), (n_in, rank), jnp.float32, -bound, bound
         )
-        module |= {"a": a, "b": jnp.zeros((rank, n_out))}
-    return lora
+        lora |= {f"{path}/a": a, f"{path}/b": jnp.zeros((rank, n_out))}
+    return unflatten_dict(lora, sep="/")  # type: ignore[no-any-return]
 
 
 def scale(lora: Params, cfg: LoraConfig) -> Params:

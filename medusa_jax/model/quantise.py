@@ -15,6 +15,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from medusa_jax.model.barrier import depend_on
@@ -104,20 +105,14 @@ quantised_product.defvjp(_quantised_fwd, _quantised_bwd)
 
 def quantise_backbone(params: Params, kind: str) -> Params:
     """Quantise the kernels of every layer, one at a time."""
-
-    def walk(module: Params, path: str) -> Params:
-        out = {}
-        for name, inner in module.items():
-            inner_path = f"{path}/{name}"
-            if isinstance(inner, dict):
-                out[name] = walk(inner, inner_path)
-            elif QUANTISED.search(inner_path):
-                out |= jax.jit(quantise, static_argnums=1)(inner, kind)
-            else:
-                out[name] = inner
-        return out
-
-    return walk(params, "")
+    out = {}
+    for path, leaf in flatten_dict(params, sep="/").items():
+        if QUANTISED.search(path):
+            made = jax.jit(quantise, static_argnums=1)(leaf, kind)
+            out |= {f"{path.removesuffix('kernel')}{name}": x for name, x in made.items()}
+        else:
+            out[path] = leaf
+    return unflatten_dict(out, sep="/")  # type: ignore[no-any-return]
 
 
 def dequantise_backbone(params: Params, dtype: DTypeLike = jnp.float32) -> Params:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from medusa_jax import hosts
 from medusa_jax.config import Config
@@ -63,12 +64,12 @@ def changes(cfg: Config) -> dict[str, str]:
     """
     try:
         with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
-            before = flatten(json.load(file))
-    except (OSError, ValueError) as error:
+            before = flatten_dict(json.load(file), sep=".")
+    except (OSError, ValueError, TypeError) as error:
         if hosts.first():
             inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
-    now = flatten(json.loads(json.dumps(dataclasses.asdict(cfg))))
+    now = flatten_dict(json.loads(json.dumps(dataclasses.asdict(cfg))), sep=".")
     # Fields that another version does not have are ignored.
     found = {
         name: f"{before[name]!r} -> {now[name]!r}"
@@ -86,16 +87,6 @@ def changes(cfg: Config) -> dict[str, str]:
             f"({', '.join(fixed)}): set it back, or use another --workdir"
         )
     return found
-
-
-def flatten(value: object, prefix: str = "") -> Json:
-    """{"optim": {"lr": 1}} -> {"optim.lr": 1}."""
-    if not isinstance(value, dict):
-        return {prefix: value}
-    parts = [
-        flatten(x, f"{prefix}.{name}" if prefix else name) for name, x in value.items()
-    ]
-    return {name: x for part in parts for name, x in part.items()}
 
 
 def contents(batch_size: int, rows: Rows, setup: Setup) -> Json:

@@ -103,13 +103,13 @@ def make_stage(
     groups = trained_groups(train, lora)
     drafter = make_drafter(heads, arch) if "heads" in groups else None
     taps = drafter.taps if drafter else ()
+    trains_backbone = groups.keys() != {"heads"}
     # Without gradients through the backbone there is nothing to recompute.
-    remat = train.remat and groups.keys() != {"heads"}
+    remat = train.remat and trains_backbone
     llama = Llama(arch, jnp.dtype(train.dtype), remat=remat, mesh=mesh, taps=taps)
     backbone = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
-    trains_backbone = groups.keys() != {"heads"}
     offsets: tuple[int, ...] = (1,) if trains_backbone else ()
     if drafter is None:
         loss = stage_loss(backbone, train, None, trains_backbone)

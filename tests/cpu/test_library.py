@@ -2,11 +2,8 @@
 
 import ctypes
 import importlib
-from pathlib import Path
 
 import pytest
-from cases import wide
-from children import output_of
 
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
@@ -84,13 +81,3 @@ def test_a_compiler_that_is_no_command(monkeypatch):
         monkeypatch.setenv("CXX", malformed)
         with pytest.raises(UserError, match="CXX is no command"):
             module._compiled()
-
-
-@pytest.mark.parametrize("damage", wide("cut short", "garbage"))
-def test_a_process_starts_over_a_damaged_library(damage, compiler):
-    """What ended every process with SIGBUS, or left the kernels out without a word."""
-    path = module._compiled()
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
-    said = output_of("from medusa_jax.cpu import library; print(library().panel)")
-    assert said.split() == [str(library().panel)]
-    assert Path(path).exists() and runs(compiler) == 2

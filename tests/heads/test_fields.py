@@ -26,7 +26,6 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (HeadsConfig(drafter="medsua"), r"'medsua'.*did you mean 'medusa'"),
         (HeadsConfig(lm_head="tied"), "own, shared or low_rank, not 'tied'"),
         (HeadsConfig(lm_head="low_rank", rank=17), "rank 17 .* 1 to 16"),
-        (HeadsConfig(n_heads=0), "heads.n_heads must be at least 1, not 0"),
         (HeadsConfig("hydra", n_layers=0), "heads.n_layers must be at least 1, not 0"),
         (HeadsConfig(n_layers=0, lm_head="shared"), "heads.n_layers 0 needs LM heads"),
         (HeadsConfig(draft_vocab=24), r"heads\.draft_vocab is from 0"),
