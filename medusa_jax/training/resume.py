@@ -65,7 +65,7 @@ def changes(cfg: Config) -> dict[str, str]:
     try:
         with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
             before = flatten_dict(json.load(file), sep=".")
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError) as error:
         if hosts.first():
             inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
