@@ -105,7 +105,7 @@ quantised_product.defvjp(_quantised_fwd, _quantised_bwd)
 
 def quantise_backbone(params: Params, kind: str) -> Params:
     """Quantise the kernels of every layer, one at a time."""
-    out = {}
+    out: Params = {}
     for path, leaf in flatten_dict(params, sep="/").items():
         if QUANTISED.search(path):
             made = jax.jit(quantise, static_argnums=1)(leaf, kind)
