@@ -7,6 +7,7 @@ from closeness import assert_close
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.api import Options
+from medusa_jax.api.asking import request_of
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
 from medusa_jax.evaluate.divergence import Divergence, padded
@@ -25,12 +26,36 @@ class OneBackbone:
     """What the report needs of a `Model`."""
 
     no_repeat_ngram_size = 0
+    guides = None
 
     def __init__(self, dtype):
         self.config = tiny_arch(vocab_size=17)
         self.params = random_params(self.config, 2)
         llama, backbone = decoder(self.config, self.params, dtype)
         self.backbone = Backbone(llama, backbone)
+
+    def request(self, prompts, options, ids):
+        return request_of(prompts, options, self.config, (), ids, self.guides)
+
+    def engine(self, **_):
+        return self
+
+
+class Allowing:
+    """A guide that allows some tokens."""
+
+    possible, text = True, ()
+
+    def __init__(self, *tokens):
+        self.bits = sum(1 << token for token in tokens)
+        self.first_W = np.array([self.bits], np.uint32)
+
+    def advance(self, tokens):
+        self.text = tuple(tokens)
+
+    def fill(self, into_W):
+        into_W[:] = self.bits
+        return True
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +112,18 @@ def test_the_gap_is_of_penalised_logits(exact):
     scores[0] -= 1.5
     best = np.sort(scores)[-2:]
     assert_close(best[0] + found.gap, best[1])
+
+
+def test_the_gap_is_between_tokens_that_the_constraint_allows(exact, monkeypatch):
+    """The text of a row with a constraint may repeat n-grams."""
+    guide = Allowing(0, 4, 11)
+    monkeypatch.setattr(exact, "guides", [guide])
+    monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
+    found = divergence.find_divergence(exact, TEXT[:3], [0, 4], [0, 11], Options(), 0)
+    scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
+    best = np.sort(scores[[0, 4, 11]])[-2:]
+    assert_close(best[0] + found.gap, best[1])
+    assert guide.text == (0,)
 
 
 def test_the_three_passes_are_one_in_float64(exact):
