@@ -105,10 +105,11 @@ def scores_of(
     if engine.no_repeat_ngram_size:
         text_1PS = jnp.broadcast_to(padded(text), (1, P, padded(text).shape[1]))
     allowed_11W = None
-    for guide in asked.guides or ():
-        allowed_11W = np.zeros((1, 1, words(V)), np.uint32)
+    if asked.guides and (guide := asked.guides[0]):
+        allowed_W = np.zeros(words(V), np.uint32)
         guide.advance(new)
-        guide.fill(allowed_11W[0, 0])
+        guide.fill(allowed_W)
+        allowed_11W = jnp.asarray(allowed_W)[None, None]
     last_1P = jnp.full((1, P), len(text) - 1)
     places = Places(text_1PS, last_1P, counts_11V, jnp.zeros((1,), jnp.int32), allowed_11W)
     _, chosen_1PV = adjust(engine, sampling, model.backbone, places, logits_PV[None])

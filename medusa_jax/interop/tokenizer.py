@@ -4,7 +4,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
@@ -267,12 +267,6 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
     return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
-class Decodes(Protocol):
-    """The part of a tokenizer that `StreamDecoder` needs, besides byte and special ids, if any."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-
 class StreamDecoder:
     """Incremental decoding of a growing sequence of ids.
 
@@ -283,14 +277,14 @@ class StreamDecoder:
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
 
-    def __init__(self, tokenizer: Decodes, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         # After these the text may still change: a run of byte tokens may continue, also across a skipped
         # special token.
-        self._uncertain = set(getattr(tokenizer, "byte_ids", ()))
+        self._uncertain = tokenizer.byte_ids
         if skip_special:
-            self._uncertain |= getattr(tokenizer, "special_ids", frozenset())
+            self._uncertain |= tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
         self._window: list[int] = []
         self._returned = 0
