@@ -60,7 +60,6 @@ def test_published_forms(name, tmp_path):
 @pytest.mark.parametrize(
     "record, sentence",
     [
-        ({"prompt": 5}, r"record 0 should ask text, not \[5\]"),
         ({"messages": 5}, "record 0 has no list of turns as messages"),
         ({"turns": [5]}, r"record 0 should ask text, not \[5\]"),
         ({"messages": []}, "holds no conversation with a turn"),
