@@ -79,11 +79,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
                 )
         values = config | table
     values = {k: x for k, x in values.items() if x is not None}
-    for name, able in EXPECTED.items():
-        if name in values and values[name] not in able:
-            raise UserError(
-                f"{file}: {name} {values[name]!r} is not supported (only {able[0]!r})"
-            )
+    Fields(file, values).expect(EXPECTED)
     if "sliding_attention" in values.get("layer_types", ()):
         raise UserError(f"{file}: heads with sliding attention are not supported")
     given, layer = Fields(file, values), parse_config(file, values)

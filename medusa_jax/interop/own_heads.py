@@ -109,9 +109,6 @@ def save_heads(
     Raises:
       UserError: the directory cannot be written.
     """
-    for name in ("d_model", "vocab_size", "fingerprint"):
-        if name not in base:
-            raise ValueError(f"base lacks {name!r}")
     flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     quantised = np.dtype(dtype or "float32") == np.int8
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}

@@ -109,19 +109,14 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
       UserError: the text is not valid Unicode, or the library's Rust code panics, as for a pattern of the
         pre-tokenizer that backtracks without end.
     """
-    try:
-        if len(text) > LONG:
-            return backend.encode_batch([text], add_special_tokens=special)[0]
-        return backend.encode(text, add_special_tokens=special)
-    except TypeError as error:  # raised for lone surrogates
-        raise UserError(
-            "a text has an unpaired surrogate, which is not a valid character"
-        ) from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        problem = f"the tokenizer cannot read a text: {first_line(error)}"
-        raise UserError(problem) from error
+    with library_errors("the tokenizer cannot read a text"):
+        try:
+            if len(text) > LONG:
+                return backend.encode_batch([text], add_special_tokens=special)[0]
+            return backend.encode(text, add_special_tokens=special)
+        except TypeError as error:  # raised for lone surrogates
+            problem = "a text has an unpaired surrogate, which is not a valid character"
+            raise UserError(problem) from error
 
 
 @contextmanager

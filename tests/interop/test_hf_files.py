@@ -209,7 +209,7 @@ def test_values_that_are_no_numbers(value, dtype, copy):
     state[name][3, 5] = value
     spoilt = {key: x.astype(jnp.dtype(dtype)) for key, x in state.items()}
     save_file(spoilt, path / "model.safetensors")
-    message = f"is damaged: tensor '{name}' holds values that are no numbers"
+    message = f"is damaged: tensor '{name}' contains NaN or infinity"
     load_fails(path, rf"model\.safetensors {message}")
     (path / "model.safetensors").unlink()
     save_torch(str(path / "pytorch_model.bin"), spoilt)
