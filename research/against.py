@@ -4,7 +4,7 @@ import importlib
 import os
 from dataclasses import dataclass, replace
 
-from medusa_jax.commands.bench_race import TreeFlags, load_entrants, names_of, out_directory
+from medusa_jax.commands.bench import TreeFlags, load_entrants, names_of, out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report

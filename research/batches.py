@@ -6,7 +6,7 @@ from functools import partial
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.automatic import tokens_by_size
-from medusa_jax.commands.bench_race import RaceFlags, names_of, out_directory
+from medusa_jax.commands.bench import RaceFlags, names_of, out_directory
 from medusa_jax.commands.flags import (
     Program,
     at_least,

@@ -17,7 +17,7 @@ from unittest import mock
 import jax
 
 from medusa_jax.api import Model, Options, load
-from medusa_jax.commands.bench_race import out_directory
+from medusa_jax.commands.bench import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.decoding import constrained

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import medusa_jax
-from medusa_jax.commands.bench_race import (
+from medusa_jax.commands.bench import (
     TreeFlags,
     contenders_of,
     load_entrants,

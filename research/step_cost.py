@@ -15,7 +15,7 @@ import numpy as np
 
 from medusa_jax.api import DEMO, Model, default_dtype
 from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
-from medusa_jax.commands.bench_race import out_directory
+from medusa_jax.commands.bench import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError

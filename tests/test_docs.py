@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from medusa_jax.__main__ import COMMANDS, main
-from medusa_jax.commands.bench import COMMANDS as BENCH
 from medusa_jax.commands.by_name import run_named
 from research.__main__ import COMMANDS as RESEARCH
 
@@ -20,10 +19,7 @@ LOG = sorted(
 )  # of its day: only its links are checked
 # As pages call them: `python -m research family`.
 ALL = COMMANDS | {f"research {name}": command for name, command in RESEARCH.items()}
-ALL |= {f"bench {name}": command for name, command in BENCH.items()}
-CALL = (
-    r"(?:python[\w./]* )(-m\s+(?:medusa_jax(?:\s+bench)?|research)\s+\w+|\w+\.py)([^\n`|]*)"
-)
+CALL = r"(?:python[\w./]* )(-m\s+(?:medusa_jax|research)\s+\w+|\w+\.py)([^\n`|]*)"
 
 
 def calls():

@@ -14,11 +14,14 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model, Options
-from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.penalties import count, penalise, penalties_of
-from medusa_jax.decoding.sampling import Sampling, filtered, gumbel, row_keys
+from medusa_jax.decoding.generate import power_of_two, sampling_of
+from medusa_jax.decoding.masks import words
+from medusa_jax.decoding.penalties import count
+from medusa_jax.decoding.places import Places, adjust
+from medusa_jax.decoding.sampling import filtered, gumbel
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
+from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # Stands for the token after the end of a text.
@@ -83,47 +86,38 @@ def padded(text: Sequence[int], room: int = 0) -> np.ndarray:
 
 def scores_of(
     model: Model,
-    logits_BV: jax.Array,
+    logits_PV: jax.Array,
     prompt: Sequence[int],
     new: Sequence[int],
     option: Options,
     request: int,
 ) -> np.ndarray:
     """Scores [P, V] that decide the token after prompt and new text, from P rows of logits."""
-    text = [*prompt, *new]
-    logits_BV = without_barred(logits_BV, text, model.no_repeat_ngram_size)
-    logits_BV = penalised_after(logits_BV, prompt, new, option)
-    return np.asarray(perturbed(logits_BV, len(text), option, request), np.float64)
-
-
-def barred_tokens(text: Sequence[int], n: int) -> list[int]:
-    """Tokens that must not follow `text`, on the host.
-
-    Example, n = 3:  a b c a b  ->  c
-    """
-    tail = tuple(text[len(text) - n + 1 :])
-    if len(tail) < n - 1:
-        return []
-    ends = range(n - 1, len(text))
-    return sorted({text[end] for end in ends if tuple(text[end - n + 1 : end]) == tail})
-
-
-def without_barred(logits_BV: jax.Array, text: Sequence[int], n: int) -> jax.Array:
-    """Logits of one position, minus infinity for tokens barred after `text` (n = 0: none)."""
-    barred = barred_tokens(text, n) if n else []
-    return logits_BV.at[:, jnp.array(barred, int)].set(-jnp.inf) if barred else logits_BV
-
-
-def penalised_after(
-    logits_BV: jax.Array, prompt: Sequence[int], new: Sequence[int], option: Options
-) -> jax.Array:
-    """Logits of one position, [P, V], with the option's penalties for prompt and new text."""
-    penalties = penalties_of([option.penalties], [prompt], logits_BV.shape[-1])
-    penalties = count(penalties, jnp.array([new], jnp.int32), jnp.array([len(new)]))
-    if penalties is None:
-        return logits_BV
-    counts_B1V, no_more = penalties.counts_BV[:, None], jnp.zeros((1,), jnp.int32)
-    return penalise(logits_BV[None], penalties, counts_B1V, no_more)[0]
+    text, (P, V) = [*prompt, *new], logits_PV.shape
+    asked = model.request([prompt], [option], [request])
+    sampling = sampling_of(asked, V)
+    penalties = count(
+        sampling.penalties, jnp.array([new], jnp.int32), jnp.array([len(new)])
+    )
+    counts_11V = None if penalties is None else penalties.counts_BV[:, None]
+    engine = model.engine(tree=Tree.none(), sampled=option.temperature > 0)
+    text_1PS = None
+    if engine.no_repeat_ngram_size:
+        text_1PS = jnp.broadcast_to(padded(text), (1, P, padded(text).shape[1]))
+    allowed_11W = None
+    if asked.guides and (guide := asked.guides[0]):
+        allowed_W = np.zeros(words(V), np.uint32)
+        guide.advance(new)
+        guide.fill(allowed_W)
+        allowed_11W = jnp.asarray(allowed_W)[None, None]
+    last_1P = jnp.full((1, P), len(text) - 1)
+    places = Places(text_1PS, last_1P, counts_11V, jnp.zeros((1,), jnp.int32), allowed_11W)
+    _, chosen_1PV = adjust(engine, sampling, model.backbone, places, logits_PV[None])
+    if option.temperature > 0:
+        at_11 = jnp.array([[len(text)]], jnp.int32)
+        noise_11V = gumbel(sampling.key_B, at_11, V, logits_PV.dtype)
+        chosen_1PV = filtered(chosen_1PV, sampling) + noise_11V
+    return np.asarray(chosen_1PV[0], np.float64)
 
 
 @jax.jit
@@ -146,29 +140,3 @@ def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVC
     empty = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
     start_1 = jnp.zeros((1,), jnp.int32)
     return backbone.decode(tokens_1S, jnp.arange(S)[None, :], empty, start_1)
-
-
-def perturbed(
-    logits_BV: jax.Array, position: int, option: Options, request: int
-) -> jax.Array:
-    """Scores [P, V] whose argmax plain decoding takes, for P logit rows of one position."""
-    if option.temperature == 0:
-        return logits_BV
-    seed, number = np.array([option.seed % 2**32], np.uint32), np.array([request], np.int32)
-    sampling = Sampling(
-        temperature_B=jnp.array([option.temperature], jnp.float32),
-        top_k_B=jnp.array([option.top_k], jnp.int32),
-        top_p_B=jnp.array([option.top_p], jnp.float32),
-        min_p_B=jnp.array([option.min_p], jnp.float32),
-        key_B=row_keys(jnp.asarray(seed), jnp.asarray(number)),
-    )
-    return _perturbed(logits_BV, sampling, jnp.array([[position]], jnp.int32))
-
-
-@jax.jit
-def _perturbed(
-    logits_BV: jax.Array, sampling: Sampling, position_11: jax.Array
-) -> jax.Array:
-    noise_11V = gumbel(sampling.key_B, position_11, logits_BV.shape[-1], logits_BV.dtype)
-    noise_BV = jnp.broadcast_to(noise_11V[0], logits_BV.shape)
-    return filtered(logits_BV[None], sampling)[0] + noise_BV

@@ -53,7 +53,7 @@ def check(question: Json, where: str) -> None:
     ids, turns = question.get("prompt_ids"), question["turns"]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f"{where} should ask text, not {turns!r}")
-    if ids is None and not turns:
+    if not ids and not turns:
         raise UserError(f"{where} asks nothing")
     if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise UserError(f"{where}: 'prompt_ids' should be a list of token ids, not {ids!r}")

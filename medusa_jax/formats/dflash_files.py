@@ -16,16 +16,17 @@ a guess less, since its first slot is the root's. speculators has the layers' fi
 """
 
 import os
+import re
 from dataclasses import replace
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config
 from medusa_jax.formats.eagle3_files import shape_of, take_ids, verifier, vocabulary_arrays
+from medusa_jax.formats.eagle_files import EMBEDDING, ignore
+from medusa_jax.formats.eagle_files import locate as locate_layers
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
 from medusa_jax.interop.fields import Fields
-from medusa_jax.interop.hf import HARMLESS
-from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import parse_config
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import StoredHeads
@@ -34,7 +35,6 @@ from medusa_jax.whole_files import Json
 
 _LM_HEAD, _CONFIDENCE = "lm_head.weight", "confidence_head.proj.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-_EMBEDDING = "embed_tokens.weight"
 _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
 _TABLE, _TAPS = "dflash_config", "target_layer_ids"
 # The tapped layers of speculators, and its other fields that are read here.
@@ -79,11 +79,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
                 )
         values = config | table
     values = {k: x for k, x in values.items() if x is not None}
-    for name, able in EXPECTED.items():
-        if name in values and values[name] not in able:
-            raise UserError(
-                f"{file}: {name} {values[name]!r} is not supported (only {able[0]!r})"
-            )
+    Fields(file, values).expect(EXPECTED)
     if "sliding_attention" in values.get("layer_types", ()):
         raise UserError(f"{file}: heads with sliding attention are not supported")
     given, layer = Fields(file, values), parse_config(file, values)
@@ -123,13 +119,12 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     depth = values.get("num_target_layers")
     shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
 
-    def ignore(key: str) -> bool:
-        unread = key == _EMBEDDING or (not outside and key in _UNREAD)
-        return unread or bool(HARMLESS.search(key))
+    def unread(key: str) -> bool:
+        return ignore(key) or (not outside and key in _UNREAD)
 
     return StoredHeads(
         source=source, directory=directory, layout=f"{kind.__name__.removesuffix('Config')} heads",
-        heads=heads, tensors=tensors, locate=locate, ignore=ignore, meta=config, layers=shape, ids=ids,
+        heads=heads, tensors=tensors, locate=locate, ignore=unread, meta=config, layers=shape, ids=ids,
     )  # fmt: skip
 
 
@@ -151,18 +146,9 @@ def _of_speculators(file: str, config: Json) -> Json:
 
 def locate(path: str) -> tuple[str, bool]:
     """A path of `heads/dflash.py` -> (key, whether it is stored transposed)."""
-    name = path.removeprefix("heads_0/")
-    if name.startswith("confidence/"):
-        leaf = name.removeprefix("confidence/")
-        return (
-            f"confidence_head.proj.{'weight' if leaf == 'kernel' else leaf}",
-            leaf == "kernel",
-        )
-    if name.startswith("markov_"):
-        part, leaf = name.split("/")
-        return f"markov_head.{part}.weight", leaf == "kernel"
-    key, transposed = locate_in_llama(name)
-    return key.removeprefix("model."), transposed
+    key, transposed = locate_layers(path)
+    key = re.sub(r"^(markov_w\d)\b", r"markov_head.\1", key)
+    return re.sub(r"^confidence\b", "confidence_head.proj", key), transposed
 
 
 def to_dflash(export: Export, out: str) -> None:
@@ -207,7 +193,7 @@ def to_speculators(export: Export, out: str) -> None:
         kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
     )  # fmt: skip
     # speculators computes with NaN where a file has neither of these.
-    copies = {_EMBEDDING: export.embedding()}
+    copies = {EMBEDDING: export.embedding()}
     if heads.lm_head == "shared":
         lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
         copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]

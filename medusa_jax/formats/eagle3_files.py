@@ -26,19 +26,18 @@ import numpy as np
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.formats import speculators_config
+from medusa_jax.formats.eagle_files import EMBEDDING, ignore, locate
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.speculators_config import unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.interop.fields import Fields
-from medusa_jax.interop.hf import HARMLESS
-from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.hf_config import ROPE, parse_config
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename, take_rows, whole
 from medusa_jax.whole_files import Json
 
-_EMBEDDING, _LM_HEAD, _D2T, _T2D = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+_LM_HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
 # The first layer, in files of EAGLE and SpecForge and of speculators.
 _LAYER, _SPECULATORS = "midlayer.", "layers.0."
 _NUMBERED = re.compile(r"layers\.(\d+)\.")
@@ -73,10 +72,11 @@ UNUSED = {
 }  # fmt: skip
 # Expected values; others would change the computation.
 EXPECTED = {
-    "norm_before_fc": False, "attention_bias": False, "mlp_bias": False,
-    "use_sliding_window": False, "use_last_layernorm": True,
-    "use_input_layernorm_in_first_layer": True, "use_mtp_layernorm": False,
-    "embed_requires_grad": False, "parallel_draft_step": 1, "use_aux_hidden_state": True, "position_embedding_type": "rope",
+    "norm_before_fc": (False,), "attention_bias": (False,), "mlp_bias": (False,),
+    "use_sliding_window": (False,), "use_last_layernorm": (True,),
+    "use_input_layernorm_in_first_layer": (True,), "use_mtp_layernorm": (False,),
+    "embed_requires_grad": (False,), "parallel_draft_step": (1,), "use_aux_hidden_state": (True,),
+    "position_embedding_type": ("rope",),
 }  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
             f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
         )
     layer = parse_config(file, fields)
-    _expect(file, fields, EXPECTED | {"target_hidden_size": layer.d_model})
+    Fields(file, fields).expect(EXPECTED | {"target_hidden_size": (layer.d_model,)})
     if layer.qk_norm or layer.qkv_bias:
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
@@ -134,9 +134,6 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
     stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
-    def ignore(key: str) -> bool:
-        return key == _EMBEDDING or bool(HARMLESS.search(key))
-
     return StoredHeads(
         source=source, directory=directory, layout="EAGLE-3 heads", heads=heads, tensors=tensors,
         locate=partial(_locate, stem=stem), ignore=ignore, meta=config, layers=shape | depth, ids=ids,
@@ -145,9 +142,9 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
 
 def _locate(path: str, stem: str) -> tuple[str, bool]:
     """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
-    key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
-    key = key.removeprefix("model.").replace(_SPECULATORS, stem)
-    return re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key), transposed
+    key, transposed = locate(path)
+    key = re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key.replace(_SPECULATORS, stem))
+    return key, transposed
 
 
 def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
@@ -168,15 +165,6 @@ def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
         shape |= {name: getattr(layer, name) for name in ROPE}
         sizes["rope_theta"] = 0.0
     return shape, sizes
-
-
-def _expect(file: str, fields: Json, expected: Json) -> None:
-    """Refuse another value than these; absent and null are none."""
-    for name, value in expected.items():
-        if fields.get(name) not in (None, value):
-            raise UserError(
-                f"{file}: {name} {fields[name]!r} is not supported (only {value!r})"
-            )
 
 
 def _depth(file: str, ids: Any) -> dict[str, int]:
@@ -247,7 +235,7 @@ def to_speculators(export: Export, out: str) -> None:
         min(drafter.n_heads, SPECULATIVE_TOKENS), verifier(export),
     )  # fmt: skip
     # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
-    arrays = _arrays(export, _SPECULATORS) | {_EMBEDDING: export.embedding()}
+    arrays = _arrays(export, _SPECULATORS) | {EMBEDDING: export.embedding()}
     export.write(out, "model.safetensors", arrays, raw)
 
 

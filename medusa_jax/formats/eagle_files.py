@@ -22,7 +22,7 @@ from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename
 from medusa_jax.whole_files import Json
 
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
@@ -44,19 +44,20 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
     tensors = rename(tensors, lambda key: key.removeprefix("model."))
     llama = read_config(directory)
     heads = EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors)
-
-    def ignore(key: str) -> bool:
-        return key == _EMBEDDING or bool(HARMLESS.search(key))
-
     layers = {name: getattr(llama, name) for name in _LAYER_FIELDS}
     return StoredHeads(
         source=source, directory=directory, layout="EAGLE-1 heads", heads=heads, tensors=tensors,
-        locate=_locate, ignore=ignore, meta=config, layers=layers,
+        locate=locate, ignore=ignore, meta=config, layers=layers,
     )  # fmt: skip
 
 
-def _locate(path: str) -> tuple[str, bool]:
-    """A path of `heads/eagle.py` -> (key, whether it is stored transposed)."""
+def ignore(key: str) -> bool:
+    """Whether a key is the copy of the backbone's embedding, or a table that every version recomputes."""
+    return key == EMBEDDING or bool(HARMLESS.search(key))
+
+
+def locate(path: str) -> tuple[str, bool]:
+    """A path of layers that draft all depths -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
     return key.removeprefix("model."), transposed
 
@@ -84,7 +85,7 @@ def to_eagle_engine(export: Export, out: str, engine: str) -> None:
 
 def _written(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
-    arrays = export.arrays(_locate) | {_EMBEDDING: export.embedding()}
+    arrays = export.arrays(locate) | {EMBEDDING: export.embedding()}
     n_layers = export.stored.heads.n_layers
     config = replace(export.base.config, n_layers=n_layers, sliding_window=0)
     return arrays, config_to_hf(config)

@@ -11,6 +11,7 @@ times, so a file has it n - 1 times, or once. The copy of the backbone's embeddi
 prefix layer and rotary tables are ignored.
 """
 
+import os
 import re
 
 import numpy as np
@@ -19,6 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
+from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
@@ -44,11 +46,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
       UserError: other layers than in the configuration; heads that do not read the last hidden state or the
         drafted tokens.
     """
-    for field, value in {"hidden_state_offset": 0, "grounded_heads": True}.items():
-        if (found := config.get(field, value)) != value:
-            raise UserError(
-                f"{source}: heads with {field} {found!r} are not supported, only {value!r}"
-            )
+    file = os.path.join(directory, "config.json")
+    Fields(file, config).expect({"hidden_state_offset": (0,), "grounded_heads": (True,)})
     numbers: dict[int, set[int]] = {}
     for key in tensors:
         if match := HYDRA.fullmatch(key):

@@ -1,6 +1,7 @@
 """Typed access to the fields of a file's description: config.json, the metadata of a GGUF file."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,6 +61,18 @@ class Fields:
         if not isinstance(value, list) or any(type(item) is not kind for item in value):
             self.refuse(name, f"a list of {kind.__name__}")
         return value
+
+    def expect(self, able: Mapping[str, tuple]) -> None:
+        """Refuse fields with another value than these; absent and null are none.
+
+        Args:
+          able: the supported values of each field; others would change a computation.
+        """
+        for name, values in able.items():
+            if (value := self.values.get(name)) not in (None, *values):
+                raise UserError(
+                    f"{self.file}: {name} {value!r} is not supported (only {values[0]!r})"
+                )
 
     def refuse(self, name: str, kind: str) -> NoReturn:
         """Raise the UserError for a field that is not of this kind."""

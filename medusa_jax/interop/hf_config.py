@@ -68,10 +68,7 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UserError(
-            f"{file}: hidden_act {raw['hidden_act']!r} is not supported (only silu)"
-        )
+    Fields(file, raw).expect({"hidden_act": ("silu", "swish")})
     # An explicit null means "derive it", and for Mistral's window "none".
     values = FAMILIES[family] | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})

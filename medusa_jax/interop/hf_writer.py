@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.hosts import on_host
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.hf import locate
 from medusa_jax.interop.hf_config import SCALINGS, SIZES
@@ -103,7 +104,7 @@ def save_backbone(
         leaves[name], transposed[name] = leaf, is_transposed
 
     def read(name: str) -> np.ndarray:
-        array = tensor_files.host_array(leaves[name], dtype)
+        array = on_host(leaves[name]).astype(np.dtype(dtype))
         return array.T if transposed[name] else array
 
     if write:

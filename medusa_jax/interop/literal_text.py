@@ -17,8 +17,8 @@ Message = dict[str, str]
 T = TypeVar("T")
 
 # Private-use characters, which have no meaning for templates and tokenizers. Drawn at random in every process, so
-# that a text cannot contain a stand-in on purpose.
-PRIVATE = range(0x100000, 0x10FFFE)
+# that a text cannot contain a stand-in on purpose. The first one of a stand-in is its own.
+FIRST, PRIVATE = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 
 class LiteralText:
@@ -35,10 +35,15 @@ class LiteralText:
         added = self._backend.get_added_tokens_decoder() if self._backend else {}
         special = sorted((t.content for t in added.values() if t.special), key=len)[::-1]
         draw = random.SystemRandom()
-        drawn = iter(draw.sample(PRIVATE, 2 * sum(map(len, special))))
+        firsts = iter(draw.sample(FIRST, 2 * len(special)))
+
+        def stand_in(text: str) -> str:
+            return "".join(
+                map(chr, [next(firsts), *draw.choices(PRIVATE, k=len(text) - 1)])
+            )
+
         self._hidden, self._written = (
-            {text: "".join(chr(next(drawn)) for _ in text) for text in special}
-            for _ in range(2)
+            {text: stand_in(text) for text in special} for _ in range(2)
         )
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
         self._stand_in = re.compile("|".join(self._hidden.values()) or r"(?!)")

@@ -16,6 +16,7 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
+from medusa_jax.hosts import on_host
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fields import Fields
@@ -108,17 +109,16 @@ def save_heads(
     Raises:
       UserError: the directory cannot be written.
     """
-    for name in ("d_model", "vocab_size", "fingerprint"):
-        if name not in base:
-            raise ValueError(f"base lacks {name!r}")
     flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     quantised = np.dtype(dtype or "float32") == np.int8
-    kind = "float32" if quantised else dtype
-    arrays = {name: tensor_files.host_array(leaf, kind) for name, leaf in flat.items()}
+    arrays = {name: on_host(leaf) for name, leaf in flat.items()}
+    if dtype is not None:
+        kind = np.dtype("float32" if quantised else dtype)
+        arrays = {name: x.astype(kind) for name, x in arrays.items()}
     if quantised:
         arrays = codes.encode(arrays)
     if heads.draft_vocab:
-        ids = tensor_files.host_array(params[vocabulary.GROUP]["ids"], "int32")
+        ids = on_host(params[vocabulary.GROUP]["ids"]).astype(np.int32)
         check_ids(ids, heads, base["vocab_size"], directory)
         arrays[IDS] = ids
     if not write:

@@ -54,7 +54,7 @@ def part(tensor: Tensor, index: Index) -> np.ndarray:
     values = tensor.read(index)
     if not finite(values):
         raise UserError(
-            f"{tensor.file} is damaged: tensor {tensor.name!r} holds values that are no numbers"
+            f"{tensor.file} is damaged: tensor {tensor.name!r} contains NaN or infinity"
         )
     return values
 

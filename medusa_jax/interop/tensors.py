@@ -12,7 +12,6 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
-from medusa_jax.hosts import on_host
 from medusa_jax.interop.seam import import_format
 from medusa_jax.interop.tensor import Tensor, Tensors, cast, part, whole
 from medusa_jax.model.blocks import BlockRows
@@ -310,15 +309,6 @@ def save_safetensors(
 def save_json(path: str, value: Json) -> None:
     """Write a JSON object atomically, formatted as Hugging Face does."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def host_array(x: jax.Array | np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
-    """Copy a whole parameter to the host, in `dtype` (None: unchanged).
-
-    All processes that hold parts of it must call this.
-    """
-    array = on_host(x)
-    return array if dtype is None else array.astype(np.dtype(dtype))
 
 
 def flatten(tree: PyTree) -> Params:

@@ -4,7 +4,7 @@ import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.interop.hub import TOKENIZER_FILES, resolve
@@ -109,19 +109,14 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
       UserError: the text is not valid Unicode, or the library's Rust code panics, as for a pattern of the
         pre-tokenizer that backtracks without end.
     """
-    try:
-        if len(text) > LONG:
-            return backend.encode_batch([text], add_special_tokens=special)[0]
-        return backend.encode(text, add_special_tokens=special)
-    except TypeError as error:  # raised for lone surrogates
-        raise UserError(
-            "a text has an unpaired surrogate, which is not a valid character"
-        ) from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        problem = f"the tokenizer cannot read a text: {first_line(error)}"
-        raise UserError(problem) from error
+    with library_errors("the tokenizer cannot read a text"):
+        try:
+            if len(text) > LONG:
+                return backend.encode_batch([text], add_special_tokens=special)[0]
+            return backend.encode(text, add_special_tokens=special)
+        except TypeError as error:  # raised for lone surrogates
+            problem = "a text has an unpaired surrogate, which is not a valid character"
+            raise UserError(problem) from error
 
 
 @contextmanager
@@ -267,12 +262,6 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
     return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
-class Decodes(Protocol):
-    """The part of a tokenizer that `StreamDecoder` needs, besides byte and special ids, if any."""
-
-    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-
-
 class StreamDecoder:
     """Incremental decoding of a growing sequence of ids.
 
@@ -283,14 +272,14 @@ class StreamDecoder:
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
 
-    def __init__(self, tokenizer: Decodes, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         # After these the text may still change: a run of byte tokens may continue, also across a skipped
         # special token.
-        self._uncertain = set(getattr(tokenizer, "byte_ids", ()))
+        self._uncertain = tokenizer.byte_ids
         if skip_special:
-            self._uncertain |= getattr(tokenizer, "special_ids", frozenset())
+            self._uncertain |= tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
         self._window: list[int] = []
         self._returned = 0

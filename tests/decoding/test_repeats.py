@@ -28,7 +28,6 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.state import Engine
-from medusa_jax.evaluate.divergence import barred_tokens
 from medusa_jax.heads.drafter import Backbone, Proposal
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
@@ -43,6 +42,12 @@ CONFIG = tiny_arch(vocab_size=11, n_layers=1)
 
 def grams(text, n):
     return [tuple(text[i : i + n]) for i in range(len(text) - n + 1)]
+
+
+def barred_tokens(text, n):
+    """Tokens that must not follow `text`."""
+    tail = tuple(text[len(text) - n + 1 :])
+    return sorted({gram[-1] for gram in grams(text, n) if gram[:-1] == tail})
 
 
 def check_no_repeats(prompt, text):

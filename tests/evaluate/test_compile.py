@@ -8,10 +8,12 @@ from pathlib import Path
 import jax
 import pytest
 
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.commands import compile as command
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import targets
+from medusa_jax.interop.hf_writer import config_to_hf
 from research.compiled import command as research
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -34,12 +36,7 @@ def test_an_unknown_target_is_one_sentence(name):
         targets.find_target(name)
 
 
-SMALL = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32,
-    "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-    "tie_word_embeddings": False, "hidden_act": "silu",
-}  # fmt: skip
+SMALL = config_to_hf(LlamaConfig(64, 32, 3, 2, 1, 16, 64, 256))
 
 
 @pytest.mark.parametrize("form", ["plain", "native"])

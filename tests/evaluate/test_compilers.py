@@ -6,27 +6,14 @@ import json
 import pytest
 from children import output_of
 
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.evaluate.targets import COMPILERS
+from medusa_jax.interop.hf_writer import config_to_hf
 from research.compiled import warnings
 
 pytestmark = pytest.mark.wide
 
-SHAPE = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
+SHAPE = config_to_hf(LlamaConfig(4096, 512, 2, 4, 4, 128, 1024, 2048))
 # Two layers, LM head, heads and caches of two rows, all in 16 bits, are 50 MB at most.
 MOST_BYTES = 150 * 10**6
 TRAIN = """

@@ -1,5 +1,7 @@
 """Where two texts diverge, the gap of the scores there, and the divergences that rounding explains."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from closeness import assert_close
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.api import Options
+from medusa_jax.api.asking import request_of
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
 from medusa_jax.evaluate.divergence import Divergence, padded
@@ -25,12 +28,19 @@ class OneBackbone:
     """What the report needs of a `Model`."""
 
     no_repeat_ngram_size = 0
+    guides = None
 
     def __init__(self, dtype):
         self.config = tiny_arch(vocab_size=17)
         self.params = random_params(self.config, 2)
         llama, backbone = decoder(self.config, self.params, dtype)
         self.backbone = Backbone(llama, backbone)
+
+    def request(self, prompts, options, ids):
+        return request_of(prompts, options, self.config, (), ids, self.guides)
+
+    def engine(self, **_):
+        return self
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +97,21 @@ def test_the_gap_is_of_penalised_logits(exact):
     scores[0] -= 1.5
     best = np.sort(scores)[-2:]
     assert_close(best[0] + found.gap, best[1])
+
+
+def test_the_gap_is_between_tokens_that_the_constraint_allows(exact, monkeypatch):
+    """The text of a row with a constraint may repeat n-grams."""
+    text, bits = [], np.array([1 | 1 << 4 | 1 << 11], np.uint32)
+    guide = SimpleNamespace(
+        first_W=bits, possible=True, advance=text.extend, fill=lambda W: np.copyto(W, bits)
+    )
+    monkeypatch.setattr(exact, "guides", [guide])
+    monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
+    found = divergence.find_divergence(exact, TEXT[:3], [0, 4], [0, 11], Options(), 0)
+    scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
+    best = np.sort(scores[[0, 4, 11]])[-2:]
+    assert_close(best[0] + found.gap, best[1])
+    assert text == [0]
 
 
 def test_the_three_passes_are_one_in_float64(exact):

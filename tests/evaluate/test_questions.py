@@ -60,7 +60,6 @@ def test_published_forms(name, tmp_path):
 @pytest.mark.parametrize(
     "record, sentence",
     [
-        ({"prompt": 5}, r"record 0 should ask text, not \[5\]"),
         ({"messages": 5}, "record 0 has no list of turns as messages"),
         ({"turns": [5]}, r"record 0 should ask text, not \[5\]"),
         ({"messages": []}, "holds no conversation with a turn"),
@@ -89,6 +88,7 @@ def test_a_limit_takes_from_all_categories():
         ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
         ('{"turns": "a"}', "record 0 should ask text, not 'a'"),
         ('{"turns": []}', "record 0 asks nothing"),
+        ('{"turns": [], "prompt_ids": []}', "record 0 asks nothing"),
         ('{"instruction": 5}', "record 0 has other values in instruction"),
         ('{"prompt": null}', r"record 0 should ask text, not \[None\]"),
         ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),

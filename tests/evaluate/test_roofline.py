@@ -11,6 +11,7 @@ from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
 from medusa_jax.evaluate import roofline
+from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.shapes import SHAPES, find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
@@ -97,11 +98,7 @@ def test_curve_of_a_tree_file(tmp_path):
 
 def test_shapes_by_name_or_file(tmp_path):
     assert find_shape("llama3-8b").n_kv_heads == 8
-    raw = {
-        "model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(TINY)))
     for name in (tmp_path, tmp_path / "config.json"):
         assert find_shape(str(name)).d_ff == 128
 
@@ -115,6 +112,3 @@ def test_command_predicts(capsys):
     rows = json.loads(capsys.readouterr().out)["sizes"]
     top = roofline.best(rows)
     assert (len(rows), top["nodes"], round(top["speedup"], 2)) == (200, 42, 2.33)
-
-
-# The bandwidth figure: the fastest way of reading counts, over all bytes and all calls.

@@ -309,15 +309,6 @@ def test_threads_do_not_mix_their_marks(name):
     assert together == alone
 
 
-def test_content_cannot_forge_marks(llama3):
-    tokenizer = with_template(
-        llama3, "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    )
-    talk = [{"role": "user", "content": "{% generation %}x{% endgeneration %}"}]
-    with pytest.raises(SampleError, match="no token"):
-        encode_conversation(tokenizer, talk)
-
-
 # Constructs of published templates, beyond those that are shipped.
 SANE = {
     "trimmed": "{{ bos_token }}\n  {% for m in messages %}\n  {{- m.content | trim }}|{% endfor %}\n",

@@ -30,62 +30,6 @@ def test_within_the_rounding_of_the_type(name, tmp_path):
     np.testing.assert_array_equal(file.tensors["y"].unpacked(), values[:, 0])
 
 
-def pack_scales(scales, mins):
-    """Eight scales and eight minima of six bits, as Q4_K and Q5_K hold them."""
-    low = (scales[:4] | (scales[4:] >> 4) << 6), (mins[:4] | (mins[4:] >> 4) << 6)
-    return np.concatenate([*low, (scales[4:] & 15) | (mins[4:] & 15) << 4])
-
-
-def pack_k(bits, quants, scales, mins):
-    """A block of Q4_K (`bits` 4) or Q5_K (5): x = 0.5 scale quant - 0.25 min, by groups of 32."""
-    groups = quants.reshape(4, 2, 32)
-    low = (groups[:, 0] & 15) | (groups[:, 1] & 15) << 4
-    high = (quants.reshape(8, 32) >> 4 << np.arange(8)[:, None]).sum(0)
-    numbers = np.array([0.5, 0.25], np.float16).view(np.uint8)
-    parts = [
-        numbers,
-        pack_scales(scales, mins),
-        *([high] if bits == 5 else []),
-        low.ravel(),
-    ]
-    return np.concatenate(parts).astype(np.uint8)
-
-
-def pack_6(quants, scales):
-    """A block of Q6_K: x = 0.5 scale (quant - 32), by groups of 16."""
-    q = quants.reshape(2, 4, 32)
-    low = np.stack(
-        [q[:, 0] & 15 | (q[:, 2] & 15) << 4, q[:, 1] & 15 | (q[:, 3] & 15) << 4], 1
-    )
-    high = (q >> 4 << 2 * np.arange(4)[:, None]).sum(1)
-    number = np.array([0.5], np.float16).view(np.uint8)
-    bytes_ = [low.ravel(), high.ravel(), scales.astype(np.int8).view(np.uint8), number]
-    return np.concatenate(bytes_).astype(np.uint8)
-
-
-@pytest.mark.parametrize("bits", [4, 5, 6])
-def test_k_blocks_hold_what_was_packed(bits, tmp_path):
-    rng = np.random.default_rng(bits)
-    rows, expected = [], []
-    for _ in range(4):
-        quants = rng.integers(0, 2**bits, 256)
-        if bits == 6:
-            scales = rng.integers(-128, 128, 16)
-            rows.append(pack_6(quants, scales))
-            expected.append(0.5 * np.repeat(scales, 16) * (quants - 32))
-        else:
-            scales, mins = rng.integers(0, 64, (2, 8))
-            rows.append(pack_k(bits, quants, scales, mins))
-            expected.append(
-                0.5 * np.repeat(scales, 32) * quants - 0.25 * np.repeat(mins, 32)
-            )
-    blocks = np.stack(rows).reshape(2, -1)
-    path = write(tmp_path / "a.gguf", {}, {"x": (blocks, Kind[f"Q{bits}_K"])})
-    tensor = read_gguf(path).tensors["x"]
-    assert tensor.shape == (2, 512)
-    np.testing.assert_array_equal(tensor.unpacked(), np.reshape(expected, (2, 512)))
-
-
 def test_every_type_as_transformers_unpacks_it(tmp_path):
     """Random blocks of every type that both know, those left out whose numbers are not finite."""
     torch = pytest.importorskip("torch")

@@ -343,7 +343,7 @@ REFUSED = [
         "dimension_count should be 8, the size of a head",
     ),
     ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
-    ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor is only supported as 1.0"),
+    ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
     (
         {},

@@ -86,12 +86,8 @@ def test_which_models_speak(byte_level_dir):
         ("owner/Llama-3.2-1B-INSTRUCT/", "", "", True),
         ("path/to/m1.gguf", "Qwen2.5 Coder 0.5B Instruct AWQ", "", True),
         ("m", "TinyLlama-1.1B-Chat", "", True),
-        (
-            "m",
-            "",
-            "<|im_end|>",
-            True,
-        ),  # as Qwen3's, which no name tells from its base model
+        # As Qwen3's, which no name tells from its base model.
+        ("m", "", "<|im_end|>", True),
         ("instruct/base-model", "", "<|end_of_text|>", False),
         (None, "", "", False),
     ]:

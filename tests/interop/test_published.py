@@ -250,7 +250,7 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("vllm", "token_map", {}, {"token_map": np.array([1, 1])}),
         ("medusa", "holds 1 layers, its .* says 2", {"medusa_num_layers": 2}, {}),
         ("medusa", r"key '1\.1\.weight' of .* is missing", {}, {"1.1.weight": None}),
-        ("hydra", "hidden_state_offset 1 are not supported", {"hidden_state_offset": 1}, {}),
+        ("hydra", "hidden_state_offset 1 is not supported", {"hidden_state_offset": 1}, {}),
         ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}, {}),
         ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}, {}),
         ("eagle3", "not known to have: 'mrope_section'", {"mrope_section": [1]}, {}),

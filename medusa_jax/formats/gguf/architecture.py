@@ -104,9 +104,7 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
     divisors = file.tensors.get(FREQUENCY_DIVISORS)
     if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
         raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
-    for name, value in EXPECTED_SCALING.items():
-        if file.values.get(key + name, value) != value:
-            raise UserError(f"{file.file}: {key}{name} is only supported as {value}")
+    file.expect({key + name: (value,) for name, value in EXPECTED_SCALING.items()})
     if divisors is not None:
         return _llama3_scaling(divisors, config)
     if kind != "yarn":

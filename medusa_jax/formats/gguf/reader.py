@@ -81,7 +81,7 @@ class BlockTensor:
     def damaged(self) -> UserError:
         """The error for values that are not finite, which no model has."""
         return UserError(
-            f"{self.file} is damaged: tensor {self.name!r} holds values that are no numbers"
+            f"{self.file} is damaged: tensor {self.name!r} contains NaN or infinity"
         )
 
     def _unpack(self, blocks: np.ndarray) -> np.ndarray:
