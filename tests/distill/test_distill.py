@@ -130,9 +130,11 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
     def talk(seeds):
         found = {}
         given = tokenizer, context, "", self_talk, turns
-        talks = [(seed, conversation.talk(seed, *given)) for seed in seeds]
-        conversation.converse(talks, script, lambda seed, line: found.update({seed: line}))
-        return [found[seed] for seed in seeds]
+        talks = [(seed.number, conversation.talk(seed, *given)) for seed in seeds]
+        conversation.converse(
+            talks, script, lambda line: found.update({line["seed"]: line})
+        )
+        return [found[seed.number] for seed in seeds]
 
     return talk, script
 

@@ -1,6 +1,5 @@
 """Errors of the device, clients that leave or wait too long, and the end of a server: who is answered, and what all others get."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -25,7 +24,6 @@ from medusa_jax import Options
 from medusa_jax.serving import Request, Server, Stopped, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
-from medusa_jax.serving.http.answering import within
 from medusa_jax.serving.job import Group
 from medusa_jax.serving.server import MOST_FAILURES
 
@@ -219,21 +217,6 @@ def submitted(port, monkeypatch):
 
     monkeypatch.setattr(port.server, "submit_all", submit)
     return handles
-
-
-def test_a_client_may_leave_at_the_moment_of_a_result():
-    """Else the stream goes on to its end, with nobody who reads it."""
-
-    async def leaves():
-        result = asyncio.get_running_loop().create_future()
-        stream = asyncio.ensure_future(within(10, result))
-        await asyncio.sleep(0)
-        result.set_result("a piece")
-        stream.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stream
-
-    asyncio.run(leaves())
 
 
 def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
