@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.serving.echo import echo_of
+from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
@@ -198,6 +198,9 @@ def test_echo_of_prompts_longer_than_a_piece(port):
         np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
         first, *rest = echo.top_logprobs
         assert first is None and [len(one) for one in rest] == [2] * 69
+        programs = read_scored.cached()
+        echo_of(port.model, "", [3, 4], 0, piece)  # what is compiled ahead is for any length
+        assert read_scored.cached() == programs
 
 
 @pytest.mark.parametrize("template", ["", "plain"])

@@ -12,13 +12,11 @@ from typing import TypeVar
 from starlette.types import Receive, Send
 
 from medusa_jax.api import Result
-from medusa_jax.errors import UserError
 from medusa_jax.serving.echo import echo_of
-from medusa_jax.serving.http.fields import Refused
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Ending, Handle, Stopped, TooCostly, TooLong
-from medusa_jax.serving.server import Busy, Server
+from medusa_jax.serving.request import Busy, Delta, Ending, Handle, Stopped
+from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import Json
 
 T = TypeVar("T")
@@ -78,7 +76,7 @@ class Answering:
         """Submit the requests.
 
         Raises:
-          Refused: the server does not take them.
+          UserError, Busy, Stopped: as for `Server.submit`.
         """
         server, loop, n = self._server, asyncio.get_running_loop(), len(self._requests)
 
@@ -105,13 +103,6 @@ class Answering:
             self._left = True
             self._cancel()
             raise
-        except UserError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            raise Refused(400, str(error), code=code) from error
-        except Busy as error:
-            raise Refused(429, str(error), code="queue_full", retry_after=1) from error
-        except Stopped as error:
-            raise Refused(503, str(error), code="closed", retry_after=5) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -143,14 +134,12 @@ class Answering:
         """Yield the number of a choice and its next delta until all choices have ended.
 
         Raises:
-          Refused: the server ended first, or a constraint met a limit.
+          Stopped: the server ended first, or a constraint met a limit.
         """
         while self._open:
             index, delta = await self._queue.get()
-            if isinstance(delta, TooCostly):
-                raise Refused(400, str(delta), code="constraint_too_costly")
             if isinstance(delta, Stopped):
-                raise Refused(503, str(delta), code="closed", retry_after=5)
+                raise delta
             if delta.ending:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)

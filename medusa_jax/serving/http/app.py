@@ -21,13 +21,15 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import PLAIN
 from medusa_jax.serving.http.answering import Answering, Events, Gone, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import Refused, ending
+from medusa_jax.serving.http.fields import ERRORS, Refused, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.log import log
+from medusa_jax.serving.request import Busy, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
@@ -77,7 +79,7 @@ def make_app(
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
         ],
         exception_handlers={
-            Refused: _refused,
+            **dict.fromkeys((Refused, *ERRORS), _refused),
             HTTPException: _not_found,
             Exception: _broken,
         },
@@ -120,7 +122,7 @@ class Port:
     async def health(self, request: HttpRequest) -> Response:
         """Return 200 while requests are taken."""
         if not self._server.running:
-            raise Refused(503, "no requests are taken", code="closed", retry_after=5)
+            raise Stopped("no requests are taken")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -181,10 +183,10 @@ class Port:
             status, what = 200, reply.counts()
         except (Gone, ClientDisconnect):
             pass
-        except Refused as refused:
-            error = refused
+        except (Refused, UserError, Busy, Stopped) as refused:
+            error = refusal(refused)
         except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
-            error = ending()
+            error = refusal(Stopped("the server is ending"))
         except Exception as broken:
             status, what = 500, f"{type(broken).__name__}: {broken}"
             if events.begun:
@@ -209,7 +211,8 @@ class Port:
         """Return the answer to a call, or send it as a stream.
 
         Raises:
-          Refused: the call is not taken or not answered in time, or the server ended first.
+          Refused: too many choices, or no answer in time.
+          UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
         """
         seconds, stream = self._limits.seconds, reply.call.stream
         n, most = len(reply.call.requests), self._server.queue
@@ -296,11 +299,11 @@ def _no_constant(name: str) -> None:
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-    if error.status == 401:
+    refused = refusal(error)
+    headers = {"retry-after": str(refused.retry_after)} if refused.retry_after else {}
+    if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(refused.body(), refused.status, headers)
 
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:
