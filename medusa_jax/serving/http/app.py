@@ -295,7 +295,7 @@ class Port:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:

@@ -81,7 +81,7 @@ ERRORS: dict[type[Exception], tuple[int, str | None, int]] = {
 
 
 def refusal(error: Exception) -> Refused:
-    """Return what a client gets for an error of `ERRORS`."""
+    """Return the refusal that tells a client of an error in `ERRORS`."""
     if isinstance(error, Refused):
         return error
     status, code, wait = next(
