@@ -97,7 +97,8 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
 
 def test_modes():
     prompts, talks = [Seed(0, "a", turns=("a",))], [Seed(0, turns=("a",)), Seed(1)]
-    assert mode_for(prompts, "auto") == "continue"
+    assert mode_for(prompts, "auto") == mode_for([Seed(0, [4])], "auto", True) == "continue"
+    assert mode_for(prompts, "auto", True) == "multi_turn"
     assert mode_for(talks, "auto") == "multi_turn"
     assert mode_for(prompts, "self_talk") == "self_talk"
     for seeds, mode in ((talks, "continue"), ([Seed(0, [4])], "multi_turn"), (talks, "x")):
