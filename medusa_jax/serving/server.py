@@ -124,11 +124,6 @@ class Server:
         """Whether errors have ended the server."""
         return self._error is not None
 
-    @property
-    def warming_up(self) -> bool:
-        """Whether programs are still to be compiled ahead."""
-        return self._compiler.planned
-
     def submit(self, request: Request) -> Handle:
         """Queue a request; iterate over the handle for its deltas.
 
