@@ -113,12 +113,8 @@ def run(flags: Flags) -> int:
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-        wanted = flags.mode
-        if wanted == "auto" and any(s.turns for s in seeds):
-            wanted = (
-                "multi_turn" if speaks(find_model(flags.model), flags.model) else "auto"
-            )
-        mode = mode_for(seeds, wanted)
+        chat = flags.mode == "auto" and speaks(find_model(flags.model), flags.model)
+        mode = mode_for(seeds, flags.mode, chat)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]
     use_compilation_cache()

@@ -82,7 +82,7 @@ def bound(seconds: float, most_bytes: int) -> None:
 
 
 def main() -> None:
-    """Answer the request on stdin with one line, or with two, of which the second counts if it comes in time."""
+    """Answer the request on stdin with a line; a second one replaces it if it comes in time."""
     request = json.load(sys.stdin)
     sys.path = request.pop("paths")
     bound(request.pop("seconds"), request.pop("most_bytes"))

@@ -106,7 +106,7 @@ def _tokens(text: str) -> list[Token]:
     while at < len(text):
         found = TOKEN.match(text, at)
         if not found:
-            raise _problem(line, f"{text[at : at + 20]!r} is no part of a rule")
+            raise _problem(line, f"{text[at : at + 20]!r} is not part of a rule")
         kind = "times" if found["times"] else found.lastgroup or ""
         if kind not in ("space", "newline"):
             tokens.append(Token(kind, found, line, first))
@@ -200,7 +200,7 @@ def _set(text: str, line: int) -> Part:
         ranges.append((codes[at][0], codes[at + to][0]))
         at += 1 + to
     if not ranges or any(low > high for low, high in ranges):
-        raise _problem(line, f"{text[:20]!r} is no set of characters")
+        raise _problem(line, f"{text[:20]!r} is not a set of characters")
     return _class(ranges, negated)
 
 

@@ -1,4 +1,4 @@
-"""Conversations that a chat model writes from seeds, in batches."""
+"""Texts that a model writes from seeds, in batches: continued prompts, and conversations turn by turn."""
 
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -32,10 +32,16 @@ class Ended(Exception):
 Talk = Generator[Turn, "Result", Json]
 
 
+def continuation(seed: Seed, prompt: list[int]) -> Talk:
+    """Continue the prompt of a seed; returns a line of samples.jsonl."""
+    result = yield Turn(prompt, None)
+    return {"seed": seed.number, "prompt_ids": prompt, "token_ids": result.token_ids}
+
+
 def talk(
     seed: Seed, tokenizer: Tokenizer, context: int, template: str, self_talk: bool, max_turns: int
 ) -> Talk:  # fmt: skip
-    """One conversation: yields the turns that the model has to write and receives their results.
+    """Hold one conversation: yields the turns that the model has to write and receives their results.
 
     Args:
       tokenizer, context: of the model.
@@ -93,23 +99,23 @@ def talk(
 
 
 def converse(
-    talks: Sequence[tuple[Seed, Talk]], decode: Decode, ended: Callable[[Seed, Json], None]
+    talks: Sequence[tuple[int, Talk]], decode: Decode, ended: Callable[[Json], None]
 ) -> None:
-    """Write conversations, one turn of each at a time: users' turns first, then answers.
+    """Write texts, one turn of each at a time: users' turns first, then answers.
 
     Args:
+      talks: each with the number of its seed.
       decode: continues prompts.
-      ended: called with the line of each seed, soon after the end of its conversation.
+      ended: called with the line of each seed, soon after the end of its text.
     """
     waiting: dict[int, Turn] = {}
 
     def advance(i: int, result: "Result | None" = None) -> None:
-        seed, conversation = talks[i]
         try:
-            waiting[i] = conversation.send(result)  # type: ignore[arg-type]
+            waiting[i] = talks[i][1].send(result)  # type: ignore[arg-type]
         except StopIteration as end:
             waiting.pop(i, None)
-            ended(seed, end.value)
+            ended(end.value)
 
     def take(batch: list[int], row: int, result: "Result") -> None:
         advance(batch[row], result)
@@ -121,5 +127,4 @@ def converse(
         batch = [i for i, turn in waiting.items() if (turn.stop is not None) == users]
         prompts = [waiting[i].prompt for i in batch]
         stops = [waiting[i].stop or "" for i in batch] if users else None
-        numbers = [talks[i][0].number for i in batch]
-        decode(prompts, numbers, stops, partial(take, batch))
+        decode(prompts, [talks[i][0] for i in batch], stops, partial(take, batch))

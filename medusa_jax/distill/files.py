@@ -114,12 +114,11 @@ def finished_lines(
     return found
 
 
-def write_token_directory(directory: Path, samples: Sequence[Json]) -> int:
-    """Write samples as a token directory; return the number of counted tokens."""
+def write_token_directory(directory: Path, samples: Sequence[Json]) -> None:
+    """Write samples as a token directory in which only the model's tokens count."""
     pairs = [(sample["prompt_ids"], sample["token_ids"]) for sample in samples]
     counted = [np.arange(len(p) + len(new)) >= len(p) for p, new in pairs]
     write_tokens(directory, [np.array(p + new, np.int32) for p, new in pairs], counted)
-    return int(np.concatenate(counted).sum())
 
 
 def vocab_counts(

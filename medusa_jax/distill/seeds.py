@@ -98,14 +98,19 @@ def silent_seeds(n: int) -> list[Seed]:
     return [Seed(number, silent=True) for number in range(n)]
 
 
-def mode_for(seeds: Sequence[Seed], mode: str) -> str:
+def mode_for(seeds: Sequence[Seed], mode: str, chat: bool = False) -> str:
     """Resolve "auto" to the mode for these seeds, and check `mode` against them.
+
+    Args:
+      chat: whether "auto" is for a chat model, which answers prompts that another model would continue.
 
     Raises:
       UserError: an unknown mode, or seeds that do not fit it.
     """
     if mode == "auto":
-        mode = "continue" if any(s.prompt for s in seeds) else "multi_turn"
+        answers = chat and any(s.turns for s in seeds)
+        continues = any(s.prompt for s in seeds) and not answers
+        mode = "continue" if continues else "multi_turn"
     if mode not in MODES:
         near = did_you_mean(mode, ("auto", *MODES))
         raise UserError(f"--mode is auto, {', '.join(MODES[:-1])} or {MODES[-1]}{near}")

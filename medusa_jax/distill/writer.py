@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from medusa_jax import hosts
 from medusa_jax.console import announced
-from medusa_jax.distill.conversation import Take, converse, talk
+from medusa_jax.distill.conversation import Take, continuation, converse, talk
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.progress import Progress
 from medusa_jax.whole_files import Json
@@ -85,25 +85,18 @@ class Writer:
         speed = tokens / (time.perf_counter() - self.start)
         self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
 
-    def answer(self, seeds: list[Seed], ended: Callable[[Seed, Json], None]) -> None:
+    def answer(self, seeds: Sequence[Seed], ended: Callable[[Json], None]) -> None:
         """Answer a batch of seeds; calls `ended` with the output line of each."""
-        if self.mode != "continue":
-            given = (
-                self.model.tokenizer,
-                self.model.config.max_position,
-                self.chat_template,
-            )
-            modes = (self.mode == "self_talk", self.max_turns)
-            talks = [(seed, talk(seed, *given, *modes)) for seed in seeds]
-            return converse(talks, self.decode, ended)
-        prompts = [prompt_of(self.model, seed) for seed in seeds]
-        return self.decode(
-            prompts, [seed.number for seed in seeds], None,
-            lambda row, result: ended(seeds[row], {
-                "seed": seeds[row].number, "prompt_ids": prompts[row],
-                "token_ids": result.token_ids,
-            }),
-        )  # fmt: skip
+        model, more = self.model, (self.mode == "self_talk", self.max_turns)
+        of_chat = model.tokenizer, model.config.max_position, self.chat_template
+        talks = [
+            continuation(seed, prompt_of(model, seed))
+            if self.mode == "continue"
+            else talk(seed, *of_chat, *more)
+            for seed in seeds
+        ]
+        numbers = [seed.number for seed in seeds]
+        converse(list(zip(numbers, talks)), self.decode, ended)
 
 
 def prompt_of(model: "Model", seed: Seed) -> list[int]:
@@ -121,14 +114,14 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
     lines: list[Json] = []
     with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
 
-        def ended(_: Seed, line: Json) -> None:
+        def ended(line: Json) -> None:
             lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
             writer.show(answered=1)
 
         for at in range(0, len(seeds), writer.batch_size):
-            writer.answer(list(seeds[at : at + writer.batch_size]), ended)
+            writer.answer(seeds[at : at + writer.batch_size], ended)
             if hosts.asked_to_stop(at):
                 break
     return lines

@@ -31,15 +31,11 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.serving.echo import MOST_BEST, echo_of
+from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
 from medusa_jax.sharding import decode_shardings
 from medusa_jax.tree.tree import Tree, stand_in
-
-# Slots of the smallest cache. Each size needs programs of its own, and native attention reads only the slots
-# of the text; 512 slots take 24 MB per row with 30 layers and 3 heads.
-LEAST_SLOTS = 512
 
 
 @dataclass
@@ -318,7 +314,7 @@ class Batch:
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
-            echo_of(self._model, "", [0, 0], 0, self._pieces[-1])
+            echo_of(self._model, "", [0, 0], 0, self._pieces[-1], slots)
             return
         self.restart()
         self.fit(n_rows, slots)

@@ -18,6 +18,9 @@ from medusa_jax.sharding import on_all, pin_state
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
+# Slots of the smallest cache. Each size needs programs of its own, and native attention reads only the slots
+# of the text; 512 slots take 24 MB per row with 30 layers and 3 heads.
+LEAST_SLOTS = 512
 # Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
 # pieces take more memory: 100 MB for 256 tokens and 30 layers.
 PIECE = 128
@@ -30,7 +33,12 @@ def piece_for(model: Model) -> int:
 
 
 def echo_of(
-    model: Model, text: str, ids: Any, n: int | None, piece: int | None = None
+    model: Model,
+    text: str,
+    ids: Any,
+    n: int | None,
+    piece: int | None = None,
+    slots: int = LEAST_SLOTS,
 ) -> Delta:
     """Return a prompt as the first part of an answer, read piece by piece like any prompt.
 
@@ -39,11 +47,12 @@ def echo_of(
       n: number of likeliest tokens at each place; None leaves out log-probabilities. The first token
         has none.
       piece: tokens read at a time, a power of two; by default as the server reads.
+      slots: least size of the cache, a power of two; each size has a program.
     """
     if n is None:
         return Delta(text, [], list(ids), [], [])
     piece = piece or piece_for(model)
-    backbone, slots = model.backbone, power_of_two(len(ids), piece)
+    backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
     config, most = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
     state: Any = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}

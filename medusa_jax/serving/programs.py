@@ -64,7 +64,6 @@ class Compiler:
         self._failed: dict[Programs, tuple[float, str]] = {}
         self._wanted: list[Programs] = []  # requests wait for these
         self._plan: list[Programs] = []  # ahead of any request
-        self._now: Programs | None = None
         self._batch: Batch | None = None
         self._closed = False
         self.failures = 0
@@ -100,11 +99,6 @@ class Compiler:
         with self._wake:
             self._plan += programs
             self._wake.notify_all()
-
-    @property
-    def planned(self) -> bool:
-        """Whether planned programs are left."""
-        return bool(self._plan)
 
     def look_again(self) -> None:
         """The server may have become idle."""
@@ -142,19 +136,18 @@ class Compiler:
                     )
                 if self._closed:
                     return
-                self._now = self._next()
+                programs = self._next()
                 ahead = not self._wanted
-            if not self._now:
+            if not programs:
                 continue  # a request has come
             start = time.monotonic()
             if ahead:
                 with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:
-                    why = pool.submit(self._compile, self._now).result()
+                    why = pool.submit(self._compile, programs).result()
             else:
-                why = self._compile(self._now)
+                why = self._compile(programs)
             with self._wake:
-                self._settle(self._now, why, time.monotonic() - start)
-                self._now = None
+                self._settle(programs, why, time.monotonic() - start)
                 self._wake.notify_all()
             self._changed()
 

@@ -82,6 +82,10 @@ class TooLong(UserError):
     """The prompt has more tokens than the server takes."""
 
 
+class Busy(Exception):
+    """The queue is full: try again later."""
+
+
 class Stopped(Exception):
     """The server ended before the answer did."""
 

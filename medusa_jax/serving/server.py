@@ -12,16 +12,12 @@ from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import LIKELY, SCORING, Group, Job, make_job
 from medusa_jax.serving.log import log
 from medusa_jax.serving.programs import Compiler, Programs
-from medusa_jax.serving.request import Deliver, Handle, Request, Stopped
+from medusa_jax.serving.request import Busy, Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree.tree import Tree
 
 # The server ends after this many errors without a finished chunk between them.
 MOST_FAILURES = 3
-
-
-class Busy(Exception):
-    """The queue is full: try again later."""
 
 
 def row_sizes(slots: int) -> list[int]:
@@ -127,11 +123,6 @@ class Server:
     def failed(self) -> bool:
         """Whether errors have ended the server."""
         return self._error is not None
-
-    @property
-    def warming_up(self) -> bool:
-        """Whether programs are still to be compiled ahead."""
-        return self._compiler.planned
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; iterate over the handle for its deltas.

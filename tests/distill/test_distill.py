@@ -31,6 +31,10 @@ TEMPLATE = (
 )
 
 
+SAID = [("System", "s"), ("gpt", "cut"), ("human", "a"), ("gpt", "b"), ("human", "c")]
+SAID = [{"from": who, "value": text} for who, text in SAID]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny chat model that ends some of its answers by itself."""
@@ -47,29 +51,24 @@ def tokenizer(model):
     return load_tokenizer(str(model))
 
 
-def test_seeds_of_every_shape():
-    turns = ["hi", "and", " "]
-    assert read_seed(3, {"turns": turns}) == Seed(3, turns=("hi", "and"))
-    said = [("system", "s"), ("gpt", "cut"), ("human", "a"), ("gpt", "b"), ("human", "c")]
-    share = {"conversations": [{"from": who, "value": text} for who, text in said]}
-    assert read_seed(0, share) == Seed(0, system="s", turns=("a", "c"))
-    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}, 5]
-    assert read_seed(1, {"messages": messages}) == Seed(1, turns=("a",))
-    assert read_seed(2, {"prompt": "a"}) == Seed(2, "a", turns=("a",))
-    assert read_seed(2, {"prompt": "a", "prompt_ids": [4, 5]}) == Seed(2, [4, 5])
-    for nothing in (None, [], {}, {"prompt": 3}, {"prompt_ids": ["x"]}):
-        assert read_seed(4, nothing) == Seed(4)
-
-
-def test_seeds_of_training_data():
-    """Roles and fields as in training; the answers are the model's to give."""
-    turns = [{"role": "System", "value": "s"}, {"role": "human", "value": "a"}]
-    assert read_seed(0, {"conversations": turns}) == Seed(0, system="s", turns=("a",))
-    alpaca = {"instruction": "a", "input": "b", "output": "c"}
-    for record in (alpaca, {"instruction": "a", "input": "b"}):
-        assert read_seed(1, record) == Seed(1, turns=("a\n\nb",))
-    asked = {"prompt": [{"role": "user", "content": "a"}], "completion": []}
-    assert read_seed(2, asked) == Seed(2, turns=("a",))
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"turns": ["hi", "and", " "]}, {"turns": ("hi", "and")}),
+        ({"conversations": SAID}, {"system": "s", "turns": ("a", "c")}),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}, 5]},
+         {"turns": ("a",)}),
+        ({"prompt": "a"}, {"prompt": "a", "turns": ("a",)}),
+        ({"prompt": "a", "prompt_ids": [4, 5]}, {"prompt": [4, 5]}),
+        ({"instruction": "a", "input": "b", "output": "c"}, {"turns": ("a\n\nb",)}),
+        ({"instruction": "a", "input": "b"}, {"turns": ("a\n\nb",)}),
+        ({"prompt": [{"role": "user", "content": "a"}], "completion": []}, {"turns": ("a",)}),
+        *((nothing, {}) for nothing in (None, [], {}, {"prompt": 3}, {"prompt_ids": ["x"]})),
+    ],
+)  # fmt: skip
+def test_seeds_of_every_form(record, expected):
+    """Roles and fields are those of training data; the model gives the answers."""
+    assert read_seed(3, record) == Seed(3, **expected)
 
 
 def test_records_that_ask_nothing_are_named(tmp_path, capsys):
@@ -98,7 +97,8 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
 
 def test_modes():
     prompts, talks = [Seed(0, "a", turns=("a",))], [Seed(0, turns=("a",)), Seed(1)]
-    assert mode_for(prompts, "auto") == "continue"
+    assert mode_for(prompts, "auto") == mode_for([Seed(0, [4])], "auto", True) == "continue"
+    assert mode_for(prompts, "auto", True) == "multi_turn"
     assert mode_for(talks, "auto") == "multi_turn"
     assert mode_for(prompts, "self_talk") == "self_talk"
     for seeds, mode in ((talks, "continue"), ([Seed(0, [4])], "multi_turn"), (talks, "x")):
@@ -130,9 +130,11 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
     def talk(seeds):
         found = {}
         given = tokenizer, context, "", self_talk, turns
-        talks = [(seed, conversation.talk(seed, *given)) for seed in seeds]
-        conversation.converse(talks, script, lambda seed, line: found.update({seed: line}))
-        return [found[seed] for seed in seeds]
+        talks = [(seed.number, conversation.talk(seed, *given)) for seed in seeds]
+        conversation.converse(
+            talks, script, lambda line: found.update({line["seed"]: line})
+        )
+        return [found[seed.number] for seed in seeds]
 
     return talk, script
 
@@ -331,18 +333,8 @@ def test_continuations_are_counted_without_their_prompts():
     )
 
 
-def test_another_setting_is_not_mixed_in(model, seeds, tmp_path, capsys):
-    short = flags_for(model, tmp_path, seeds, "--limit=4")
-    assert distill.main(short) == 0
-    before = (tmp_path / "messages.jsonl").read_bytes()
-    assert distill.main([*short, "--temperature=0.9"]) == 2
-    said = capsys.readouterr().err
-    assert "temperature 0.8, now it is 0.9" in said
-    assert (tmp_path / "messages.jsonl").read_bytes() == before
-
-
 def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
-    """From nothing; user turns by their own temperature."""
+    """From nothing; user turns by their own temperature. A run with other settings is refused."""
     flags = flags_for(model, tmp_path / "x", seeds, "--temperature=0")
     flags = [f for f in flags if not f.startswith("--prompts")]
     assert distill.main(flags) == 2
@@ -351,11 +343,13 @@ def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
     assert "--ask is for --mode self_talk" in capsys.readouterr().err
     flags += ["--ask=8", "--max_turns=1"]
     assert distill.main([*flags, "--user_temperature=1.5"]) == 0
-    lines = (tmp_path / "x" / "messages.jsonl").read_text().splitlines()
+    written = (tmp_path / "x" / "messages.jsonl").read_text()
+    lines = written.splitlines()
     asked = [m[0]["content"] for line in lines if (m := json.loads(line)["messages"])]
     assert len(lines) == 8 and len(set(asked)) == len(asked) > 1
     assert distill.main([*flags, "--user_temperature=0.5"]) == 2
     assert "user_temperature 1.5, now it is 0.5" in capsys.readouterr().err
+    assert (tmp_path / "x" / "messages.jsonl").read_text() == written
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from medusa_jax import Options, demo
 from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
-from medusa_jax.serving.echo import echo_of
+from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
@@ -100,9 +100,10 @@ def test_variables_of_the_chat_template(tmp_path, variables):
     assert "<s>" + tokenizer.decode(ids) == expected and ids.count(1) == 1
 
 
-def completion_logprobs(tokenizer, ids, logprobs, top):
+def logprobs_of(tokenizer, ids, logprobs, top, chat=False):
+    """The log-probabilities of a piece, as its endpoint writes them."""
     asked = [Request(ids, Options(logprobs=0))]
-    call = Call(asked, stream=False, usage=False, seed=0, chat=False)
+    call = Call(asked, stream=False, usage=False, seed=0, chat=chat)
     delta = Delta("", [], ids, logprobs, top)
     return Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)
 
@@ -114,13 +115,13 @@ def test_tokens_with_one_text_have_names_of_their_own():
     [a] = tokenizer.encode("a")
     assert len(parts) == 3
     top = [[(parts[0], -0.4), (parts[1], -1.5), (a, -2.0), (parts[2], -3.7)]]
-    found = completion_logprobs(tokenizer, parts[:1], [-0.4], top)
+    found = logprobs_of(tokenizer, parts[:1], [-0.4], top)
     names = [f"bytes:\\x{byte:02x}" for byte in "日".encode()]
     assert found["tokens"] == names[:1]
     expected = dict(zip([names[0], names[1], "a", names[2]], [-0.4, -1.5, -2.0, -3.7]))
     assert found["top_logprobs"] == [expected]
     # A chosen token that is none of the likeliest comes in addition, as at OpenAI.
-    found = completion_logprobs(tokenizer, [a], [-9.0], [top[0][:2]])
+    found = logprobs_of(tokenizer, [a], [-9.0], [top[0][:2]])
     assert found["tokens"] == ["a"] and found["top_logprobs"][0]["a"] == -9.0
     assert len(found["top_logprobs"][0]) == 3
 
@@ -153,7 +154,7 @@ def test_text_offsets():
     for tokenizer in (bytes_, like_llama()):
         ids = tokenizer.encode("a日 é! in the") + [min(tokenizer.special_ids)]
         text, zeros = tokenizer.decode(ids), [0.0] * len(ids)
-        found = completion_logprobs(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
+        found = logprobs_of(tokenizer, ids, zeros, [[]] * len(ids))["text_offset"]
         whole = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(len(ids))]
         assert found == [len(before) for before in whole] and len(text) >= found[-1] > 5
 
@@ -198,6 +199,11 @@ def test_echo_of_prompts_longer_than_a_piece(port):
         np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
         first, *rest = echo.top_logprobs
         assert first is None and [len(one) for one in rest] == [2] * 69
+        programs = read_scored.cached()
+        echo_of(
+            port.model, "", [3, 4], 0, piece
+        )  # what is compiled ahead is for any length
+        assert read_scored.cached() == programs
 
 
 @pytest.mark.parametrize("template", ["", "plain"])
@@ -213,14 +219,11 @@ def test_a_message_that_spells_out_special_tokens(port, template):
 
 
 def test_logprobs_of_parts_of_a_character():
-    """Bytes that clients can put together, whatever the text of each part says."""
+    """Clients can put the bytes together, whatever the text of each part says."""
     tokenizer = load_tokenizer(str(Path(demo.__file__).parent / "backbone"))
     ids = tokenizer.encode("é日")
     top = [[(i, -1.0)] for i in ids]
-    delta = Delta("é日", [], ids, [-1.0] * len(ids), top)
-    asked = [Request(ids, Options(logprobs=1))]
-    call = Call(asked, stream=True, usage=False, seed=0, chat=True)
-    content = Reply(call, Vocabulary(tokenizer), NAME)._logprobs(0, delta)["content"]
+    content = logprobs_of(tokenizer, ids, [-1.0] * len(ids), top, chat=True)["content"]
     assert len(content) == 5 and content[0]["token"] == "\ufffd"
     for entries in (content, [one["top_logprobs"][0] for one in content]):
         assert bytes(b for one in entries for b in one["bytes"]).decode() == "é日"

@@ -235,25 +235,23 @@ def test_texts_that_depend_on_the_drafts(model, rule):
 
 
 def test_what_cannot_be_answered_is_refused_at_once(model):
+    """A prompt of just the most is taken; an answer is cut at the most."""
+
+    def job(request, most_prompt=399):
+        return make_job(model, request, most_prompt, 5, Handle(lambda: None), print)
+
     for request in (
         Request("", options(3, stop=()), acceptance="wishful"),
         Request("a", options(3, 1.0), acceptance="greedy"),
         Request([10**6], options(3)),
-        Request("a " * 400, options(3)),
         Request("a", options(3, stop_sequences=((1, 2, 3, 4, 5),))),
     ):
         with pytest.raises(UserError):
-            make_job(model, request, 399, 300, Handle(lambda: None), print)
-
-
-def test_what_a_server_takes_bounds_a_request(model):
-    """A prompt of just the most is taken; an answer is cut at the most."""
-    prompt, handle = model.encode("the cat"), Handle(lambda: None)
-    asked = Request(prompt, options(300))
-    job = make_job(model, asked, len(prompt), 5, handle, print)
-    assert job.decode.limits == [5]
+            job(request)
+    prompt = model.encode("the cat")
+    assert job(Request(prompt, options(300)), len(prompt)).decode.limits == [5]
     with pytest.raises(TooLong, match="shorten it"):
-        make_job(model, asked, len(prompt) - 1, 5, handle, print)
+        job(Request(prompt, options(3)), len(prompt) - 1)
 
 
 def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch):

@@ -1,4 +1,4 @@
-"""One call on its way from the server's thread to the event loop, whole or as a stream."""
+"""One call on its way from the server's thread to the event loop and to its client."""
 
 import asyncio
 import contextlib
@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from medusa_jax.api import Result
-from medusa_jax.errors import UserError
 from medusa_jax.serving.echo import echo_of
-from medusa_jax.serving.http.fields import Refused, ending
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply
-from medusa_jax.serving.request import Delta, Ending, Handle, Stopped, TooCostly, TooLong
-from medusa_jax.serving.server import Busy, Server
+from medusa_jax.serving.request import Busy, Delta, Ending, Handle, Stopped
+from medusa_jax.serving.server import Server
+from medusa_jax.whole_files import Json
 
 T = TypeVar("T")
 # Calls with constraints are submitted one at a time, on their own thread: compiling takes up to seconds,
@@ -39,8 +38,8 @@ class Limits:
 
     Attributes:
       body_bytes: size of a call's body.
-      seconds: time for an answer, waiting included.
-      read_seconds: time for a client to send its body, and to take a piece of a stream.
+      seconds: time for an answer, waiting and compiling a constraint included.
+      read_seconds: time for a client to send its body, and to read anything of its answer.
       head_seconds: time for a client to send the head of a request after its first byte.
       idle_seconds: time that a connection may be idle between requests.
       connections: open connections; beyond it, the oldest that waits for its client is closed.
@@ -77,7 +76,7 @@ class Answering:
         """Submit the requests.
 
         Raises:
-          Refused: the server does not take them.
+          UserError, Busy, Stopped: as for `Server.submit`.
         """
         server, loop, n = self._server, asyncio.get_running_loop(), len(self._requests)
 
@@ -104,13 +103,6 @@ class Answering:
             self._left = True
             self._cancel()
             raise
-        except UserError as error:
-            code = "context_length_exceeded" if isinstance(error, TooLong) else None
-            raise Refused(400, str(error), code=code) from error
-        except Busy as error:
-            raise Refused(429, str(error), code="queue_full", retry_after=1) from error
-        except Stopped as error:
-            raise Refused(503, str(error), code="closed", retry_after=5) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -142,14 +134,12 @@ class Answering:
         """Yield the number of a choice and its next delta until all choices have ended.
 
         Raises:
-          Refused: the server ended first, or a constraint met a limit.
+          Stopped: the server ended first, or a constraint met a limit.
         """
         while self._open:
             index, delta = await self._queue.get()
-            if isinstance(delta, TooCostly):
-                raise Refused(400, str(delta), code="constraint_too_costly")
             if isinstance(delta, Stopped):
-                raise Refused(503, str(delta), code="closed", retry_after=5)
+                raise delta
             if delta.ending:
                 self._open.discard(index)
                 self._metrics.ended(delta.ending)
@@ -179,85 +169,28 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def within(seconds: float, work: Awaitable[T], spent: float = 0.0) -> T:
-    """Return the result of `work`; `spent` of the seconds have passed already.
+class Events:
+    """Server-sent events over one connection.
 
-    Raises:
-      Refused: it took longer.
-    """
-    try:  # in Python 3.11 `wait_for` drops a cancellation that comes together with the result
-        async with asyncio.timeout(seconds - spent):
-            return await work
-    except TimeoutError as error:
-        message = f"no answer within {seconds:g} seconds"
-        raise Refused(504, message, code="timeout") from error
-
-
-class EventStream:
-    """Server-sent events as an ASGI response: each delta as it comes, then `[DONE]`.
-
-    It ends early, and frees the slots, when the client leaves.
-
-    Args:
-      answering: already entered; the stream exits it.
-      ended: called at the end with the status, and with the error or the counts of tokens.
+    Attributes:
+      begun: whether the status has been sent, so that an error can only be an event.
     """
 
-    def __init__(
-        self,
-        answering: Answering,
-        reply: Reply,
-        limits: Limits,
-        ended: Callable[[int, str], None],
-    ) -> None:
-        self._answering, self._reply = answering, reply
-        self._limits, self._ended = limits, ended
+    def __init__(self, send: Send) -> None:
+        self._send, self.begun = send, False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, what = 503, str(ending())  # uvicorn ends, and its time to drain is over
-        try:
-            error = await unless_gone(receive, self._stream(send))
-            status, what = (
-                (error.status, str(error)) if error else (200, self._reply.counts())
-            )
-        except (Gone, OSError):
-            status, what = 499, "the client left"
-        except asyncio.CancelledError:
-            pass
-        finally:
-            await self._answering.__aexit__()
-            self._ended(status, what)
+    async def begin(self) -> None:
+        """Send the status and the headers."""
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
-    async def _stream(self, send: Send) -> Refused | None:
-        """Send the events; return the error if one was the last.
+    async def push(self, data: Json | str) -> None:
+        """Send an event; waits while the client does not read."""
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        body = f"data: {text}\n\n".encode(errors="replace")
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
-        Raises:
-          OSError: the client takes nothing.
-        """
-        error = None
-
-        async def event(data: Any) -> None:
-            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-            body = f"data: {text}\n\n".encode(errors="replace")
-            async with asyncio.timeout(self._limits.read_seconds):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-        try:
-            for piece in self._reply.first():
-                await event(piece)
-            deltas, loop = self._answering.deltas(), asyncio.get_running_loop()
-            start, seconds = loop.time(), self._limits.seconds
-            while one := await within(seconds, anext(deltas, None), loop.time() - start):
-                await event(self._reply.piece(*one))
-            for piece in self._reply.last():
-                await event(piece)
-            await event("[DONE]")
-        except Refused as refused:  # the status has already been sent
-            error = refused
-        except asyncio.CancelledError:
-            error = ending()
-        if error:
-            await event(error.body())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        return error
+    async def end(self, last: Json | str) -> None:
+        """Send the last event, and end the response."""
+        await self.push(last)
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})

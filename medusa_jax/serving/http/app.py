@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +19,23 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import PLAIN
-from medusa_jax.serving.http.answering import (
-    Answering,
-    EventStream,
-    Gone,
-    Limits,
-    unless_gone,
-    within,
-)
+from medusa_jax.serving.http.answering import Answering, Events, Gone, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import Refused, ending
+from medusa_jax.serving.http.fields import ERRORS, Refused, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.log import log
+from medusa_jax.serving.request import Busy, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.whole_files import decode_text, parse_json
 
 # Escapes of surrogates in JSON, single or in pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+BROKEN = Refused(500, "something broke here")  # the reason is in the log
 # The page loads no external resources, and no page may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -81,7 +79,7 @@ def make_app(
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
         ],
         exception_handlers={
-            Refused: _refused,
+            **dict.fromkeys((Refused, *ERRORS), _refused),
             HTTPException: _not_found,
             Exception: _broken,
         },
@@ -124,7 +122,7 @@ class Port:
     async def health(self, request: HttpRequest) -> Response:
         """Return 200 while requests are taken."""
         if not self._server.running:
-            raise Refused(503, "no requests are taken", code="closed", retry_after=5)
+            raise Stopped("no requests are taken")
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -155,78 +153,94 @@ class Port:
         }
         return JSONResponse(one if asked else {"object": "list", "data": [one]})
 
-    async def completions(self, request: HttpRequest) -> Response | EventStream:
+    async def completions(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/completions`."""
         more = self._name, self._server.model, self._check_length
-        return await self._counted(request, lambda body: completion_call(body, *more))
+        return partial(self._call, lambda body: completion_call(body, *more))
 
-    async def chat(self, request: HttpRequest) -> Response | EventStream:
+    async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/chat/completions`."""
         model, most = self._server.model, self._server.most_new
         more = self._name, model, self._template, most, self._check_length
-        return await self._counted(request, lambda body: chat_call(body, *more))
+        return partial(self._call, lambda body: chat_call(body, *more))
 
-    async def _counted(
-        self, request: HttpRequest, read: Callable[[Any], Call]
-    ) -> Response | EventStream:
-        """Answer a call; count it and log it when it has ended."""
-        path, start = request.url.path, time.perf_counter()
-        endpoint = path.removeprefix("/v1/").removesuffix("/completions")
+    async def _call(
+        self, read: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer a call; count it, and log it when it has ended.
 
-        def ended(status: int, what: str) -> None:
+        Args:
+          read: makes the call of a JSON body.
+        """
+        request, start = HttpRequest(scope, receive), time.perf_counter()
+        events, response, error = Events(send), None, None
+        status, what = 499, "the client left"
+        try:
+            self._check_key(request)
+            call = await asyncio.to_thread(read, await self._body(request))
+            reply = Reply(call, self._vocabulary, self._name)
+            response = await unless_gone(receive, self._answer(reply, events))
+            status, what = 200, reply.counts()
+        except (Gone, ClientDisconnect):
+            pass
+        except (Refused, UserError, Busy, Stopped) as refused:
+            error = refusal(refused)
+        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
+            error = refusal(Stopped("the server is ending"))
+        except Exception as broken:
+            status, what = 500, f"{type(broken).__name__}: {broken}"
+            if events.begun:
+                await events.end(BROKEN.body())
+            raise
+        finally:
+            if error:
+                status, what = error.status, str(error)
+            endpoint = request.url.path.removeprefix("/v1/").removesuffix("/completions")
             self._metrics.calls.labels(endpoint, str(status)).inc()
             if self._log_all or (status >= 400 and status != 499):
                 took = time.perf_counter() - start
-                log(f"POST {path} {status}: {what}, after {took:.2f} s")
+                log(f"POST {request.url.path} {status}: {what}, after {took:.2f} s")
+        if error and events.begun:
+            await events.end(error.body())
+        elif error:
+            raise error
+        elif response:
+            await response(scope, receive, send)
 
-        try:
-            return await self._answer(request, read, ended)
-        except Refused as error:
-            ended(error.status, str(error))
-            raise
-        except (Gone, ClientDisconnect):
-            ended(499, "the client left")
-            return Response(status_code=499)
-        except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
-            ended(503, str(ending()))
-            raise ending() from None
-        except Exception as error:
-            ended(500, f"{type(error).__name__}: {error}")
-            raise
+    async def _answer(self, reply: Reply, events: Events) -> Response | None:
+        """Return the answer to a call, or send it as a stream.
 
-    async def _answer(
-        self,
-        request: HttpRequest,
-        read: Callable[[Any], Call],
-        ended: Callable[[int, str], None],
-    ) -> Response | EventStream:
-        self._check_key(request)
-        seconds = self._limits.seconds
-        call = await asyncio.to_thread(read, await self._body(request))
-        n, most = len(call.requests), self._server.queue
+        Raises:
+          Refused: too many choices, or no answer in time.
+          UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
+        """
+        seconds, stream = self._limits.seconds, reply.call.stream
+        n, most = len(reply.call.requests), self._server.queue
         if n > most:
             message = f"a call has at most {most} choices here, this one {n}"
             raise Refused(400, message, "n")
-        reply = Reply(call, self._vocabulary, self._name)
         answering = Answering(self._server, reply, self._metrics)
-        entered = within(seconds, answering.__aenter__())
-        await unless_gone(request.receive, entered)
-        if call.stream:
-            return EventStream(answering, reply, self._limits, ended)
-
-        async def collect() -> None:
-            async for index, delta in answering.deltas():
-                if delta.ending:
-                    reply.endings[index] = delta.ending
-
         try:
-            await unless_gone(request.receive, within(seconds, collect()))
-        finally:
-            await answering.__aexit__()
-        # In a thread, since the log-probabilities of a long answer take time.
-        response = await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
-        ended(200, reply.counts())
-        return response
+            async with asyncio.timeout(seconds), answering:
+                if stream:
+                    await events.begin()
+                    for piece in reply.first():
+                        await events.push(piece)
+                async for index, delta in answering.deltas():
+                    if stream:
+                        await events.push(reply.piece(index, delta))
+                    elif delta.ending:
+                        reply.endings[index] = delta.ending
+        except TimeoutError as error:
+            message = f"no answer within {seconds:g} seconds"
+            raise Refused(504, message, code="timeout") from error
+        if not stream:
+            # In a thread, since the log-probabilities of a long answer take time.
+            return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
+        for piece in reply.last():
+            await events.push(piece)
+        await events.end("[DONE]")
+        return None
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""
@@ -281,15 +295,15 @@ class Port:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 async def _refused(request: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    headers = {"retry-after": str(error.retry_after)} if error.retry_after else {}
-    if error.status == 401:
+    refused = refusal(error)
+    headers = {"retry-after": str(refused.retry_after)} if refused.retry_after else {}
+    if refused.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(refused.body(), refused.status, headers)
 
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:
@@ -301,4 +315,4 @@ async def _not_found(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _broken(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(Refused(500, "something broke here").body(), 500)
+    return JSONResponse(BROKEN.body(), BROKEN.status)

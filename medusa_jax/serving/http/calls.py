@@ -11,7 +11,6 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import ending_turns
 from medusa_jax.api.results import bias_of
 from medusa_jax.constraints import Constraint, constraint_of
-from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
 from medusa_jax.interop.tool_chat import CallForm, call_form
@@ -104,10 +103,8 @@ def completion_call(
         check(one)
     if not prompts:
         raise fields.refused("prompt", "is an empty list")
-    try:
+    with fields.blamed("prompt"):
         tokens = [model.encode(one) for one in prompts]  # once, not for each choice
-    except UserError as error:
-        raise Refused(400, str(error), "prompt") from error
     call = _call(fields, model, tokens, options, chat=False, empty=most == 0)
     texts = []
     for given, read in zip(prompts, tokens) if echo else ():
@@ -149,9 +146,9 @@ def chat_call(
         raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
     turns, tools, form = read_messages(fields), asked_tools(fields), None
     tokenizer, more = model.tokenizer, _variables(fields, model, template, bool(tools))
-    try:
+    with fields.blamed("messages"):
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
-            options, form = _with_tools(options, tools, model, template)
+            options, form = _with_tools(fields, options, tools, model, template)
         if template == PLAIN:
             text = "\n\n".join(turn["content"] for turn in turns)
             check(text)
@@ -160,8 +157,6 @@ def chat_call(
             more |= {"tools": tools.given} if tools else {}
             prompt = encode_turns(tokenizer, turns, more, template, check)
             options = ending_turns(tokenizer, model.eos_ids, options, template)
-    except UserError as error:
-        raise Refused(400, str(error), "messages") from error
     calls = (form, list(tools.callable)) if form and tools else None
     return _call(fields, model, [prompt], options, chat=True, calls=calls)
 
@@ -193,10 +188,7 @@ def _options(
     }
     if fields.flag("ignore_eos"):
         options["eos_ids"] = ()
-    try:
-        return Options(**options)
-    except UserError as error:
-        raise Refused(400, str(error)) from error
+    return Options(**options)
 
 
 def _call(
@@ -238,11 +230,8 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 
 def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
-    given = fields.take("logit_bias", (dict,), "numbers by token id", {})
-    try:
-        biases = bias_of(given)
-    except UserError as error:
-        raise Refused(400, str(error), "logit_bias") from error
+    with fields.blamed("logit_bias"):
+        biases = bias_of(fields.take("logit_bias", (dict,), "numbers by token id", {}))
     if any(not -100 <= bias <= 100 for _, bias in biases):
         raise fields.refused("logit_bias", "should be numbers from -100 to 100")
     return biases
@@ -271,10 +260,8 @@ def _constraint(fields: Fields, asked: tuple[str, Json] | None) -> Constraint | 
         names = " and ".join(repr(name) for name, _ in found)
         raise Refused(400, f"an answer has one constraint, not {names}", found[1][0])
     for name, given in found:
-        try:
+        with fields.blamed(name):
             return constraint_of(given)
-        except UserError as error:
-            raise Refused(400, str(error), name) from error
     return None
 
 
@@ -314,7 +301,7 @@ def _variables(fields: Fields, model: Model, template: str, tools: bool) -> Json
 
 
 def _with_tools(
-    options: Options, tools: Tools | None, model: Model, template: str
+    fields: Fields, options: Options, tools: Tools | None, model: Model, template: str
 ) -> tuple[Options, CallForm | None]:
     """Return options whose text may call these tools, and the form of the calls.
 
@@ -323,10 +310,8 @@ def _with_tools(
     """
     if template == PLAIN:
         raise Refused(400, "the model has no chat template, which tools need", "tools")
-    try:
+    with fields.blamed("tools"):
         form = call_form(model.tokenizer, template)
-    except UserError as error:
-        raise Refused(400, str(error), "tools") from error
     if tools is None:
         return options, None
     if options.constraint is not None:

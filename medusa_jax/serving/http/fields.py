@@ -1,11 +1,13 @@
 """The fields of a call's JSON objects: each one is read or refused by its name, at every depth."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from medusa_jax.errors import did_you_mean
+from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.serving.request import Busy, Stopped, TooCostly, TooLong
 
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Values = MappingProxyType({})
@@ -68,9 +70,24 @@ class Refused(Exception):
         return {"error": about}
 
 
-def ending() -> Refused:
-    """Return the error for calls that are unfinished when the server ends."""
-    return Refused(503, "the server is ending", code="closed", retry_after=5)
+# Status, code and seconds to wait, for the errors of `Server`; the first row that fits counts.
+ERRORS: dict[type[Exception], tuple[int, str | None, int]] = {
+    TooLong: (400, "context_length_exceeded", 0),
+    UserError: (400, None, 0),
+    TooCostly: (400, "constraint_too_costly", 0),
+    Stopped: (503, "closed", 5),
+    Busy: (429, "queue_full", 1),
+}
+
+
+def refusal(error: Exception) -> Refused:
+    """Return the refusal that tells a client of an error in `ERRORS`."""
+    if isinstance(error, Refused):
+        return error
+    status, code, wait = next(
+        row for kind, row in ERRORS.items() if isinstance(error, kind)
+    )
+    return Refused(status, str(error), code=code, retry_after=wait)
 
 
 class Fields:
@@ -141,6 +158,14 @@ class Fields:
     def refused(self, name: str, problem: str) -> Refused:
         """Return the error of a field."""
         return Refused(400, f"{name!r}{self._place} {problem}", name)
+
+    @contextmanager
+    def blamed(self, name: str) -> Iterator[None]:
+        """Refuse a `UserError` of the block as the fault of a field."""
+        try:
+            yield
+        except UserError as error:
+            raise Refused(400, str(error), name) from error
 
     def finish(self) -> None:
         """Refuse unknown fields, and unsupported ones with other than neutral values."""

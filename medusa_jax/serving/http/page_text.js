@@ -13,8 +13,8 @@ function button(text, name, act) {
   return element;
 }
 
-// Text of an answer. It comes in runs, pairs of text and draft depth, and is shown block by block, of which
-// those that have not changed stay. Everything is made of text nodes: nothing that a model writes is HTML.
+// Text of an answer. It comes in runs, pairs of text and draft depth, and is shown block by block; unchanged
+// blocks stay. Everything is made of text nodes: nothing that a model writes is HTML.
 
 const textOf = answer => answer.runs.map(([text]) => text).join("");
 

@@ -23,7 +23,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 class Mark(NamedTuple):
-    """What a call begins and ends with."""
+    """The marks around a call."""
 
     begin: str
     end: str
