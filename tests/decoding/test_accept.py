@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from planted import sampling_of
 from trees import TreeArrays, trees
 
+from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.acceptance.rule import walk
-from medusa_jax.decoding.acceptance.targets import accept_targets
+from medusa_jax.decoding.acceptance.targets import (
+    accept_down,
+    accept_targets,
+    target_tokens,
+)
 from medusa_jax.decoding.acceptance.typical import accept_typical
 from medusa_jax.decoding.sampling import BLOCK, best_token
 from medusa_jax.tree.tree import Tree
@@ -46,6 +51,20 @@ def padded(tree, nodes):
 # Sizes are fixed so that one compilation serves all examples.
 traced_walk = jax.jit(walk)
 traced_accept = jax.jit(accept_targets)
+
+
+def verified(nodes, logits, tree, sampling, length):
+    return Verified(Drafts(tree, nodes, (), None), None, logits, None, sampling, length)
+
+
+@jax.jit
+def at_once(*args):
+    v = verified(*args)
+    tokens = target_tokens(v.logits_BMV, v.positions_BM, v.sampling, v.drafts.tree)
+    return accept_targets(v.drafts.nodes_BM, tokens, v.drafts.tree)
+
+
+traced_down = jax.jit(lambda *args: accept_down(verified(*args)))
 
 
 @SETTINGS
@@ -87,6 +106,35 @@ def test_accepting_targets_is_walking_down_one_token_at_a_time(tree, seed):
         assert int(got.bonus_B[row]) == targets[row, path[n]]
         for parent, child in itertools.pairwise(path[: n + 1]):
             assert tree.parent_M[child] == parent
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_cpu_computes_target_tokens_of_the_accepted_path_alone():
+    """An accelerator computes those of all nodes, and the outcome is the same."""
+    lengths = set()
+
+    @SETTINGS
+    @given(trees(10, 3), st.integers(0, 2**20))
+    def check(tree, seed):
+        rng = np.random.default_rng(seed)
+        nodes = rng.integers(0, 3, (4, 10)).astype(np.int32)
+        # A node's text decides its logits; siblings often hold one token, and these have one text.
+        texts = [
+            tuple(nodes[row, p] for p in path)
+            for row in range(4)
+            for path in tree.ancestors_ML
+        ]
+        of_text = {text: 4 * rng.standard_normal(3) for text in texts}
+        logits = np.array([of_text[text] for text in texts]).reshape(4, 10, 3)
+        sampling = sampling_of(4, np.array([1.0, 0.0, 0.7, 1.2]), top_p=0.9)
+        args = nodes, logits, TreeArrays.of(tree), sampling, np.arange(4)
+        expected, found = at_once(*args), traced_down(*args)
+        for one, other in zip(expected, found):
+            np.testing.assert_array_equal(one, other)
+        lengths.update(found.n_B.tolist())
+
+    check()
+    assert lengths == {0, 1, 2, 3}
 
 
 def test_best_token_is_argmax_even_of_strange_rows():

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.law import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
@@ -36,9 +37,11 @@ from medusa_jax.tree.tree import Tree
 DRAFT, TEST = 2**31, 2**31 + 1
 
 
-def draft_noise(sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype):
-    """Gumbel noise [B, L, V] that orders the drafts at these positions."""
-    return gumbel(sampling.stream(DRAFT).key_B, positions_BL, vocab_size, dtype)
+def draft_noise(
+    sampling: Sampling, positions_BD: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Gumbel noise [B, D, O] that orders the drafts at these positions."""
+    return gumbel(sampling.stream(DRAFT).key_B, positions_BD, tokens, dtype)
 
 
 def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
