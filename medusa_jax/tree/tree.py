@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -50,9 +51,10 @@ class Nodes(Protocol):
     def copied_M(self) -> ArrayLike: ...
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Tree:
-    """A static tree; hashed on its choices, so it can be a static argument of `jax.jit`.
+    """A static tree; hashed on its choices, so it can be an argument of compiled programs.
 
     Build it with `from_choices`, `cartesian`, `chain`, `copies` or `none`. Nodes are ordered by depth,
     then by path; node 0 is the root. All arrays are numpy constants.

@@ -27,9 +27,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from medusa_jax.decoding.acceptance.law import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
-from medusa_jax.decoding.sampling import Sampling, best_token, gumbel
+from medusa_jax.decoding.sampling import Sampling, best_token, gumbel, log_target_probs
 from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far

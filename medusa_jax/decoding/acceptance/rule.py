@@ -73,7 +73,7 @@ NoiseFn = Callable[[Sampling, jax.Array, int | jax.Array, Any], jax.Array]
 
 @dataclass(frozen=True)
 class Rule:
-    """One acceptance rule; rules in the files of this package are registered by name.
+    """One acceptance rule.
 
     Attributes:
       name: its value of `--acceptance`.

@@ -84,9 +84,6 @@ def accept_down(v: Verified) -> Accepted:
     tree, nodes_BM = v.drafts.tree, v.drafts.nodes_BM
     parent_M, depth_M = jnp.asarray(tree.parent_M), jnp.asarray(tree.depth_M)
 
-    def more(carry: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.any(carry[0])
-
     def down(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         # Several nodes if a copied token is also drafted: their texts are the same.
         agree_BM, node_B, _ = carry
@@ -100,7 +97,8 @@ def accept_down(v: Verified) -> Accepted:
 
     root_BM = jnp.broadcast_to((depth_M == 0)[None], nodes_BM.shape)
     zero_B = jnp.zeros_like(nodes_BM[:, 0])
-    _, node_B, bonus_B = lax.while_loop(more, down, (root_BM, zero_B, zero_B))
+    begin = root_BM, zero_B, zero_B
+    _, node_B, bonus_B = lax.while_loop(lambda carry: jnp.any(carry[0]), down, begin)
     return Accepted(jnp.asarray(tree.ancestors_ML)[node_B], depth_M[node_B], bonus_B)
 
 
