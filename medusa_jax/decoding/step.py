@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
-from medusa_jax.decoding.copying import with_copies
+from medusa_jax.decoding.copying import Nodes, with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
@@ -21,7 +21,7 @@ from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params
-from medusa_jax.tree.tree import Nodes, Tree
+from medusa_jax.tree.tree import Tree
 
 
 def decode_step(

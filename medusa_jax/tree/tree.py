@@ -14,11 +14,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from medusa_jax.errors import UserError
 
@@ -27,28 +26,6 @@ Choice = tuple[int, ...]
 COPIED = -1
 # Accepted depths are stored as int8. Larger trees never help, and each program embeds an M x M mask.
 MOST_DEEP, MOST_NODES = 127, 4096
-
-
-class Nodes(Protocol):
-    """The part of a tree that verification and acceptance read.
-
-    In a `Tree` these are constants; in `copying.TreeArrays`, arrays that a step selects.
-    """
-
-    @property
-    def n_nodes(self) -> int: ...
-    @property
-    def path_length(self) -> int: ...
-    @property
-    def parent_M(self) -> ArrayLike: ...
-    @property
-    def depth_M(self) -> ArrayLike: ...
-    @property
-    def mask_MM(self) -> ArrayLike: ...
-    @property
-    def ancestors_ML(self) -> ArrayLike: ...
-    @property
-    def copied_M(self) -> ArrayLike: ...
 
 
 @jax.tree_util.register_static

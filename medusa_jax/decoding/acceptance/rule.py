@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree.tree import Nodes
 
 
 class Accepted(NamedTuple):

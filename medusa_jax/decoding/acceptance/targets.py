@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
 from medusa_jax.devices.platforms import platform
-from medusa_jax.tree.tree import Nodes
 
 
 def target_tokens(
@@ -75,6 +75,10 @@ def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Nodes) -> A
     return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, best_B[:, None], 1)[:, 0])
 
 
+# Nodes that agree at the depth reached [B, M], the first of them and the target token after it [B].
+Walk = tuple[jax.Array, jax.Array, jax.Array]
+
+
 def accept_down(v: Verified) -> Accepted:
     """As `accept_targets`, computing target tokens only down the accepted path, one depth at a time.
 
@@ -84,7 +88,7 @@ def accept_down(v: Verified) -> Accepted:
     tree, nodes_BM = v.drafts.tree, v.drafts.nodes_BM
     parent_M, depth_M = jnp.asarray(tree.parent_M), jnp.asarray(tree.depth_M)
 
-    def down(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def down(carry: Walk) -> Walk:
         # Several nodes if a copied token is also drafted: their texts are the same.
         agree_BM, node_B, _ = carry
         first_B = lax.argmax(agree_BM, 1, jnp.int32)
