@@ -193,18 +193,14 @@ def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
 
-def no_penalties(rows: int, vocab_size: int) -> Penalties:
-    """Penalties that change nothing, for rows without a text."""
-    zero_B = jnp.zeros((rows,), jnp.float32)
-    none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
-    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
-    left_B = zero_B.astype(jnp.int32)
-    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
-
-
 @program(static_argnums=0)
 def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
     """Extras before the first token: zeros for log-probabilities, and penalties that change nothing."""
-    penalties = no_penalties(tokens_BO.shape[0], engine.llama.config.vocab_size)
+    zero_B = jnp.zeros((tokens_BO.shape[0],), jnp.float32)
+    none_BV = jnp.zeros((len(zero_B), engine.llama.config.vocab_size), jnp.int32)
+    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
+    left_B = zero_B.astype(jnp.int32)
+    lists = bias_BV, no_BV, none_BV, left_B, no_BV
+    penalties = Penalties(zero_B, zero_B, zero_B + 1, *lists)
     room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

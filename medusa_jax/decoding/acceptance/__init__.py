@@ -1,14 +1,25 @@
 """Acceptance rules: which path of the verified tree is kept, and which token follows it.
 
-Each rule is a file and follows the contract of `rule.py`. `greedy` and `sampled` are lossless,
-`rejection` is lossless in distribution, `typical` is lossy.
+Each rule is a file and follows the contract of `rule.py`; every `Rule` in this package's
+files is registered by its name. `greedy` and `sampled` are lossless, `rejection` is
+lossless in distribution, `typical` is lossy.
 """
 
-from medusa_jax.decoding.acceptance.rejection import REJECTION
+import importlib
+import pkgutil
+
 from medusa_jax.decoding.acceptance.rule import Accepted, Drafts, Rule, Verified
-from medusa_jax.decoding.acceptance.targets import GREEDY, SAMPLED
-from medusa_jax.decoding.acceptance.typical import TYPICAL
 
 __all__ = ["RULES", "Accepted", "Drafts", "Rule", "Verified"]
 
-RULES = {rule.name: rule for rule in (GREEDY, REJECTION, SAMPLED, TYPICAL)}
+
+def _find() -> dict[str, Rule]:
+    """The rules of this package's files, by name."""
+    found: dict[str, Rule] = {}
+    for file in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{file.name}")
+        found |= {x.name: x for x in vars(module).values() if isinstance(x, Rule)}
+    return dict(sorted(found.items()))
+
+
+RULES: dict[str, Rule] = _find()

@@ -73,7 +73,7 @@ NoiseFn = Callable[[Sampling, jax.Array, int | jax.Array, Any], jax.Array]
 
 @dataclass(frozen=True)
 class Rule:
-    """One acceptance rule.
+    """One acceptance rule; rules in the files of this package are registered by name.
 
     Attributes:
       name: its value of `--acceptance`.

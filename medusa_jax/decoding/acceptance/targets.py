@@ -35,25 +35,19 @@ def target_tokens(
     if sampling is None:
         return best_token(logits_BMV)
 
-    def noise_after(positions: jax.Array) -> jax.Array:
-        V, dtype = logits_BMV.shape[-1], logits_BMV.dtype
-        return gumbel(sampling.key_B, positions + 1, V, dtype)
-
     def draw() -> jax.Array:
-        if tree is None:
-            noise = noise_after(positions_BM)
-        else:
-            levels_BL = positions_BM[:, :1] + jnp.arange(tree.path_length)[None, :]
-            noise = jnp.take(noise_after(levels_BL), jnp.asarray(tree.depth_M), axis=1)
+        at = positions_BM
+        if tree is not None:
+            at = positions_BM[:, :1] + jnp.arange(tree.path_length)[None, :]
+        noise = gumbel(sampling.key_B, at + 1, logits_BMV.shape[-1], logits_BMV.dtype)
+        if tree is not None:
+            noise = jnp.take(noise, jnp.asarray(tree.depth_M), axis=1)
         noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
         return best_token(filtered(logits_BMV, sampling) + noise)
 
     # A server runs greedy rows with this program, too: they need no filters and no noise.
-    return lax.cond(_any_sampled(sampling), draw, lambda: best_token(logits_BMV))
-
-
-def _any_sampled(sampling: Sampling) -> jax.Array:
-    return jnp.any(sampling.temperature_B > 0)
+    sampled = jnp.any(sampling.temperature_B > 0)
+    return lax.cond(sampled, draw, lambda: best_token(logits_BMV))
 
 
 def _noise(
@@ -62,7 +56,7 @@ def _noise(
     """Gumbel noise, which is not drawn where every row has temperature 0."""
     O = tokens if isinstance(tokens, int) else len(tokens)
     return lax.cond(
-        _any_sampled(sampling),
+        jnp.any(sampling.temperature_B > 0),
         lambda: gumbel(sampling.key_B, positions_BD, tokens, dtype),
         lambda: jnp.zeros((*positions_BD.shape, O), dtype),
     )
