@@ -444,6 +444,10 @@ def test_options_out_of_range(name, value):
         Options(**{name: value})
 
 
+def test_one_stop_string_is_not_its_letters():
+    assert Options(stop="the end").stop == ("the end",)
+
+
 def test_generate_is_the_models_own(model):
     options = Options(max_new_tokens=9, temperature=0.9)
     [got] = medusa_jax.generate(model, PROMPTS[:1], options, tree="none")

@@ -15,26 +15,13 @@ from medusa_jax import console, progress
 from medusa_jax.progress import Progress
 
 
-@pytest.fixture
-def devices(monkeypatch):
-    """Pretend that these device files, and no others, exist; returns a setter."""
-
-    def exist(*paths, backend="cpu", platforms=None):
-        monkeypatch.setattr(os.path, "exists", lambda path: path in paths)
-        monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        if platforms is None:
-            monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-        else:
-            monkeypatch.setenv("JAX_PLATFORMS", platforms)
-
-    return exist
-
-
 @pytest.mark.parametrize(
     ("path", "words"), [("/dev/nvidia0", "jax[cuda12]"), ("/dev/accel0", "jax[tpu]")]
 )
-def test_an_accelerator_that_jax_does_not_use_is_told(devices, capsys, path, words):
-    devices(path)
+def test_an_accelerator_that_jax_does_not_use_is_told(monkeypatch, capsys, path, words):
+    monkeypatch.setattr(os.path, "exists", lambda other: other == path)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     console.warn_if_accelerator_unused()
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("warning: ") and err.count("\n") == 1

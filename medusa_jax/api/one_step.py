@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api.model import Model
@@ -11,7 +10,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import step as parts
 from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.sampling import filtered
+from medusa_jax.decoding.sampling import filtered, gumbel
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.errors import UserError
@@ -46,9 +45,10 @@ def take_steps(
         verified = parts.verify(engine, variables, state, drafts)
         _, logits_BMV = parts.adjusted(engine, variables, state, verified)
         scores_MV = logits_BMV[0]
-        if drafts.noise_BLV is not None:
-            noise_MV = drafts.noise_BLV[0][jnp.asarray(drafts.tree.depth_M)]
-            scores_MV = filtered(logits_BMV, state.sampling)[0] + noise_MV
+        if temperature > 0:
+            after_BM, V = verified.positions_BM + 1, logits_BMV.shape[-1]
+            noise_BMV = gumbel(state.sampling.key_B, after_BM, V, logits_BMV.dtype)
+            scores_MV = (filtered(logits_BMV, state.sampling) + noise_BMV)[0]
         outcome = parts.accept(engine, variables, state, verified)
         after = parts.commit(engine, variables, state, verified, outcome)
         return {

@@ -60,7 +60,7 @@ class Options:
       top_p: keep the likeliest tokens up to this mass; 1 keeps all.
       min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
       seed: random seed; draws depend only on it and on the request's index.
-      stop: strings that end the text; they are cut off.
+      stop: strings, or a single one, that end the text; they are cut off.
       eos_ids: tokens that end the text and are kept; None: the model's, (): none.
       stop_sequences: token sequences that end the text and are kept; ((5,),) adds the id 5 to
         the model's EOS ids.
@@ -100,6 +100,8 @@ class Options:
         for name, (holds, what) in LIMITS.items():
             if not holds(getattr(self, name)):
                 raise UserError(f"{name} must be {what}, not {getattr(self, name)}")
+        if isinstance(self.stop, str):  # one string, not its letters
+            object.__setattr__(self, "stop", (self.stop,))
         bias = dict(self.logit_bias)
         if any(i < 0 or not abs(value) <= LARGEST for i, value in bias.items()):
             raise UserError(

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.decoding.generate import power_of_two, slot_ladder
+from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.prefill import prefill
-from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
@@ -63,19 +62,9 @@ def prefill_arguments(
     engine: Engine, variables: Params, batch: int, tokens: int
 ) -> tuple[PyTree, ...]:
     """The arguments of `prefill` for `batch` prompts of `tokens` tokens, as shapes."""
-
-    def per_row(dtype: DTypeLike, *more: int) -> PyTree:
-        return jax.ShapeDtypeStruct((batch, *more), dtype)
-
-    keys = jax.eval_shape(row_keys, per_row(jnp.uint32), per_row(jnp.int32))
-    real = per_row(jnp.float32)
-    thresholds = {"epsilon_B": real, "delta_B": real}
-    sampling = Sampling(real, per_row(jnp.int32), real, real, keys, **thresholds)
-    slots = slot_ladder(engine, tokens, tokens)[0]
-    ids = per_row(jnp.int32)
-    prompt, output = (per_row(jnp.int32, n) for n in (power_of_two(tokens, 1), 64))
-    stops = per_row(jnp.int32, 1, 1)
-    return engine, slots, variables, prompt, *(ids,) * 3, stops, sampling, output
+    request = loop.Request([[0] * tokens] * batch, [1] * batch)
+    ladder, (_, *rest) = loop.prefill_arguments(engine, variables, request)
+    return engine, ladder[0], variables, *jax.eval_shape(lambda *given: given, *rest)
 
 
 def abstract_state(

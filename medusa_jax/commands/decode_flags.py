@@ -22,10 +22,7 @@ EXAMPLES = """examples:
   python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
   python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
 """
-
-
 ACCEPTANCE = ("auto", "greedy", "sampled", "rejection", "typical")
-
 NOTHING_ASKED = (
     "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
 )

@@ -18,11 +18,8 @@ RESULT = (
     "mean_accepted_length", "acceptance_histogram", "accepted_lengths", "prefill_seconds",
     "decode_seconds", "compile_seconds", "tokens_per_second",
 )  # fmt: skip
-# Accepted drafts by depth: green, cyan, blue, magenta, yellow.
-COLOURS = (32, 36, 34, 35, 33)
-
-
-UNDERLINED = 4
+# Accepted drafts by depth: green, cyan, blue, magenta, yellow. Copied tokens are underlined.
+COLOURS, UNDERLINED = (32, 36, 34, 35, 33), 4
 
 
 def coloured(text: str, depth: int) -> str:

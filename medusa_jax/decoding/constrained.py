@@ -69,12 +69,7 @@ def draft_nodes(
     guesses_BMK = guesses_after(tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
-    return _without_tree(drafts), on_all(engine.llama.mesh, guesses_BMK)
-
-
-def _without_tree(drafts: Drafts) -> Drafts:
-    """The drafts without their tree, which a compiled program cannot take or return."""
-    return drafts._replace(tree=None)  # type: ignore[arg-type]
+    return drafts, on_all(engine.llama.mesh, guesses_BMK)
 
 
 def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
@@ -112,7 +107,6 @@ def verify_nodes(
 
     Donates the cache, which is separate from the state.
     """
-    drafts = drafts._replace(tree=engine.tree.in_every_step)
     verified = verify(engine, variables, rest.replace(cache=cache), drafts)
     return verified.hidden_BME, verified.logits_BMV, verified.cache
 
@@ -136,7 +130,6 @@ def judge(
     """
     status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
     state = rest.replace(cache=cache, status_B=status_B)
-    drafts = drafts._replace(tree=engine.tree.in_every_step)
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)

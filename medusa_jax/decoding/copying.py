@@ -28,7 +28,7 @@ from jax import lax
 
 from medusa_jax.heads.drafter import Proposal
 from medusa_jax.heads.matches import continuations
-from medusa_jax.tree.tree import Nodes, Tree
+from medusa_jax.tree.tree import Tree
 
 # Longest n-gram to look up, and shortest match for which a tree with spares uses its chain.
 NGRAM, REPEATS = 8, 2
@@ -58,6 +58,10 @@ class TreeArrays(NamedTuple):
     @property
     def path_length(self) -> int:
         return self.ancestors_ML.shape[1]
+
+
+# What verification and acceptance read: constants, or arrays that a step chooses.
+Nodes = Tree | TreeArrays
 
 
 def copied_tokens(

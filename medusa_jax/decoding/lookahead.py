@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance import Drafts, Verified
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import accept, append, commit, draft, run_rows
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.lookahead import Lookahead
 from medusa_jax.sharding import Params
-from medusa_jax.tree.tree import Nodes
 
 
 def n_rows(engine: Engine) -> int:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from medusa_jax.tree.tree import Nodes
+from medusa_jax.decoding.copying import Nodes
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counts_down_paths, penalise
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads.drafter import Backbone
-from medusa_jax.tree.tree import Nodes
 
 
 class Places(NamedTuple):

@@ -55,8 +55,8 @@ def rank_tuples(
             )
         if noise is None:
             return logits_BCO
-        V, dtype = backbone.llama.config.vocab_size, logits_BCO.dtype
-        g_BCO = backbone.of_scored(gumbel(noise[0], positions_BC + k + 2, V, dtype))
+        dtype = logits_BCO.dtype
+        g_BCO = gumbel(noise[0], positions_BC + k + 2, backbone.scored, dtype)
         return logits_BCO + noise[1][:, None, None].astype(dtype) * g_BCO
 
     ranks_BTK = label_ranks(

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.decoding.generate import Request, sampling_of
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import Piece, prefill_start, read_piece
-from medusa_jax.decoding.sampling import Sampling, row_keys
+from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
@@ -44,16 +45,7 @@ class Sizes:
 def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
     zero_B = jnp.zeros((rows,), jnp.int32)
-    real_B = zero_B.astype(jnp.float32)
-    sampling = Sampling(
-        temperature_B=real_B,
-        top_k_B=zero_B,
-        top_p_B=real_B + 1,
-        min_p_B=real_B,
-        key_B=row_keys(zero_B.astype(jnp.uint32), zero_B),
-        epsilon_B=real_B,
-        delta_B=real_B,
-    )
+    sampling = sampling_of(Request([[]] * rows, []), engine.llama.config.vocab_size)
     tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
     stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
     state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
@@ -201,18 +193,14 @@ def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
 
-def no_penalties(rows: int, vocab_size: int) -> Penalties:
-    """Penalties that change nothing, for rows without a text."""
-    zero_B = jnp.zeros((rows,), jnp.float32)
-    none_BV = jnp.zeros((rows, vocab_size), jnp.int32)
-    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
-    left_B = zero_B.astype(jnp.int32)
-    return Penalties(zero_B, zero_B, zero_B + 1, bias_BV, no_BV, none_BV, left_B, no_BV)
-
-
 @program(static_argnums=0)
 def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
     """Extras before the first token: zeros for log-probabilities, and penalties that change nothing."""
-    penalties = no_penalties(tokens_BO.shape[0], engine.llama.config.vocab_size)
+    zero_B = jnp.zeros((tokens_BO.shape[0],), jnp.float32)
+    none_BV = jnp.zeros((len(zero_B), engine.llama.config.vocab_size), jnp.int32)
+    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
+    left_B = zero_B.astype(jnp.int32)
+    lists = bias_BV, no_BV, none_BV, left_B, no_BV
+    penalties = Penalties(zero_B, zero_B, zero_B + 1, *lists)
     room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

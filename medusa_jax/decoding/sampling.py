@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.extend.random import threefry2x32_p
+from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.masks import ALL
@@ -71,23 +73,37 @@ class Sampling(struct.PyTreeNode):
 @jax.jit
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
-    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s), r))(
-        seed_B, request_B
-    )
+    return jax.vmap(
+        lambda s, r: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), r)
+    )(seed_B, request_B)
 
 
 @jax.named_scope("sampling")
-def gumbel(key_B: jax.Array, positions_BT: jax.Array, vocab_size: int, dtype) -> jax.Array:
-    """Gumbel noise of each row's absolute positions: [B, T, V]."""
+def gumbel(
+    key_B: jax.Array, positions_BT: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Gumbel noise of each row's absolute positions: [B, T, O].
 
-    def draw(key: jax.Array, position: jax.Array) -> jax.Array:
-        # Always drawn in float32, so that a seed gives the same noise in every dtype.
-        noise = jax.random.gumbel(
-            jax.random.fold_in(key, position), (vocab_size,), jnp.float32
-        )
-        return noise.astype(dtype)
+    Equals `jax.random.gumbel(fold_in(key, position), (V,), float32)` at these tokens: Threefry
+    (Salmon et al. 2011) hashes each token's number, so other tokens need not be drawn.
 
-    return jax.vmap(jax.vmap(draw, in_axes=(None, 0)))(key_B, positions_BT)
+    Args:
+      tokens: the number of tokens, or their ids [O].
+    """
+    ids_O = jnp.arange(tokens) if isinstance(tokens, int) else tokens
+    fold_in = jax.vmap(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+    words_BT2 = jax.random.key_data(fold_in(key_B, positions_BT))[..., None]
+    low_O = jnp.broadcast_to(ids_O.astype(jnp.uint32), (*positions_BT.shape, len(ids_O)))
+    first, second = threefry2x32_p.bind(
+        words_BT2[:, :, 0], words_BT2[:, :, 1], jnp.zeros_like(low_O), low_O
+    )
+    # Always drawn in float32, so that a seed gives the same noise in every dtype: 23 bits become the
+    # mantissa of a number in [1, 2).
+    one, tiny = np.float32(1), np.finfo(np.float32).tiny
+    mantissa = ((first ^ second) >> np.uint32(9)) | one.view(np.uint32)
+    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - one
+    uniform = jnp.maximum(tiny, uniform * (one - tiny) + tiny)
+    return (-jnp.log(-jnp.log(uniform))).astype(dtype)
 
 
 def _largest_threshold(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
-from medusa_jax.decoding.copying import with_copies
+from medusa_jax.decoding.copying import Nodes, with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
@@ -21,7 +21,7 @@ from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params
-from medusa_jax.tree.tree import Nodes, Tree
+from medusa_jax.tree.tree import Tree
 
 
 def decode_step(
@@ -58,12 +58,12 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     """Fill every node with the head's guess of that rank (2.1.1) or with a copied token."""
     heads = variables["heads"]
     backbone = for_drafting(Backbone(engine.llama, variables["backbone"]), heads)
-    noise_BLV = noise_of_tree(engine, state, tree)
-    rank = partial(rank_guesses, engine, state, backbone, noise_BLV)
 
     def propose(drafted: Tree) -> Proposal:
         if drafted.n_nodes == 1:
             return Proposal(state.root_B[:, None])
+        noise_BDO = noise_of_guesses(engine, state, backbone, drafted.depth)
+        rank = partial(rank_guesses, engine, state, backbone, noise_BDO)
         request = DraftRequest(state.root_B, drafted, rank)
         return engine.drafter.propose(heads, backbone, state.drafter, request)
 
@@ -74,28 +74,25 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
         (nodes_BM, ranked), filled = with_copies(tree, propose, *text)
     else:
         nodes_BM, ranked = propose(tree)
-    return Drafts(filled, nodes_BM.astype(jnp.int32), noise_BLV, ranked, backbone.ids_O)
+    return Drafts(filled, nodes_BM.astype(jnp.int32), ranked, backbone.ids_O)
 
 
-def noise_of_tree(engine: Engine, state: DecodeState, tree: Nodes) -> jax.Array | None:
-    """The rule's noise by depth [B, L, V]; None if the rule draws nothing.
-
-    A child at depth d is at position length + d, so noise_BLV[:, d - 1] decides its target token and
-    its rank as a draft.
-    """
+def noise_of_guesses(
+    engine: Engine, state: DecodeState, backbone: Backbone, depth: int
+) -> jax.Array | None:
+    """The rule's noise of the scored tokens at depths 1 to `depth` [B, D, O]; None if it draws nothing."""
     if engine.rule.noise is None:
         return None
-    position_BL = state.length_B[:, None] + 1 + jnp.arange(tree.path_length)[None, :]
-    V, dtype = engine.llama.config.vocab_size, at_least_f32(engine.llama.dtype)
-    with jax.named_scope("sampling"):
-        return engine.rule.noise(state.sampling, position_BL, V, dtype)
+    position_BD = state.length_B[:, None] + 1 + jnp.arange(depth)[None, :]
+    dtype = at_least_f32(engine.llama.dtype)
+    return engine.rule.noise(state.sampling, position_BD, backbone.scored, dtype)
 
 
 def rank_guesses(
     engine: Engine,
     state: DecodeState,
     backbone: Backbone,
-    noise_BLV: jax.Array | None,
+    noise_BDO: jax.Array | None,
     depth: int,
     logits: jax.Array,
 ) -> Ranked:
@@ -114,9 +111,9 @@ def rank_guesses(
         engine, state.sampling, backbone, place, logits.reshape(B, -1, O)
     )
     scores_BPO = logits_BPO
-    if noise_BLV is not None:
+    if noise_BDO is not None:
         temperature_B1 = state.sampling.temperature_B[:, None].astype(logits.dtype)
-        scaled_BO = temperature_B1 * backbone.of_scored(noise_BLV[:, depth - 1])
+        scaled_BO = temperature_B1 * noise_BDO[:, depth - 1]
         scores_BPO = logits_BPO + scaled_BO[:, None]
     return Ranked(logits_BPO.reshape(logits.shape), scores_BPO.reshape(logits.shape))
 

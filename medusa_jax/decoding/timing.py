@@ -96,13 +96,10 @@ class StepClock:
         _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, _ = arguments
         shapes, mesh = self.shapes[engine], engine.llama.mesh
         # Created on the device: a row of a 7B model takes half a gigabyte.
-        if mesh is None:
-            state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        else:
-            places = decode_shardings(mesh, shapes)
-            state = jax.tree.map(
-                lambda x, at: jnp.zeros(x.shape, x.dtype, device=at), shapes, places
-            )
+        state = jax.jit(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            out_shardings=mesh and decode_shardings(mesh, shapes),
+        )()
         state = state.replace(
             sampling=sampling,
             n_new_B=np.ones_like(length_B),

@@ -126,6 +126,11 @@ class Backbone:
         """O, the number of tokens that its LM head scores."""
         return self.llama.config.vocab_size if self.ids_O is None else self.ids_O.shape[0]
 
+    @property
+    def scored(self) -> int | jax.Array:
+        """The tokens that its LM head scores: their ids [O], or V for all."""
+        return self.outputs if self.ids_O is None else self.ids_O
+
     def tokens(self, places: jax.Array) -> jax.Array:
         """Token ids of indices into the logits."""
         return places if self.ids_O is None else self.ids_O[places]

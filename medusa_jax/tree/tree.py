@@ -14,10 +14,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import jax
 import numpy as np
-from jax.typing import ArrayLike
 
 from medusa_jax.errors import UserError
 
@@ -28,31 +28,10 @@ COPIED = -1
 MOST_DEEP, MOST_NODES = 127, 4096
 
 
-class Nodes(Protocol):
-    """The part of a tree that verification and acceptance read.
-
-    In a `Tree` these are constants; in `copying.TreeArrays`, arrays that a step selects.
-    """
-
-    @property
-    def n_nodes(self) -> int: ...
-    @property
-    def path_length(self) -> int: ...
-    @property
-    def parent_M(self) -> ArrayLike: ...
-    @property
-    def depth_M(self) -> ArrayLike: ...
-    @property
-    def mask_MM(self) -> ArrayLike: ...
-    @property
-    def ancestors_ML(self) -> ArrayLike: ...
-    @property
-    def copied_M(self) -> ArrayLike: ...
-
-
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class Tree:
-    """A static tree; hashed on its choices, so it can be a static argument of `jax.jit`.
+    """A static tree; hashed on its choices, so it can be an argument of compiled programs.
 
     Build it with `from_choices`, `cartesian`, `chain`, `copies` or `none`. Nodes are ordered by depth,
     then by path; node 0 is the root. All arrays are numpy constants.

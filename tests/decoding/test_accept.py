@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from planted import sampling_of
 from trees import TreeArrays, trees
 
+from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.acceptance.rule import walk
-from medusa_jax.decoding.acceptance.targets import accept_targets
+from medusa_jax.decoding.acceptance.targets import (
+    accept_down,
+    accept_targets,
+    target_tokens,
+)
 from medusa_jax.decoding.acceptance.typical import accept_typical
 from medusa_jax.decoding.sampling import BLOCK, best_token
 from medusa_jax.tree.tree import Tree
@@ -87,6 +92,31 @@ def test_accepting_targets_is_walking_down_one_token_at_a_time(tree, seed):
         assert int(got.bonus_B[row]) == targets[row, path[n]]
         for parent, child in itertools.pairwise(path[: n + 1]):
             assert tree.parent_M[child] == parent
+
+
+@jax.jit
+def both_ways(nodes, logits, tree, sampling, length):
+    """Target tokens of all nodes at once, as on an accelerator, and down the path, as on a CPU."""
+    drafts = Drafts(tree, nodes, (), None)
+    v = Verified(drafts, None, logits, None, sampling, length)
+    tokens = target_tokens(logits, v.positions_BM, sampling, tree)
+    return accept_targets(nodes, tokens, tree), accept_down(v)
+
+
+@pytest.mark.usefixtures("x64")
+@SETTINGS
+@given(trees(10, 3), st.integers(0, 2**20))
+def test_a_cpu_computes_target_tokens_of_the_accepted_path_alone(tree, seed):
+    """Siblings often hold one token; a node's text decides its logits, so these have the same."""
+    rng = np.random.default_rng(seed)
+    nodes = rng.integers(0, 3, (4, 10)).astype(np.int32)
+    texts = [(row, *nodes[row, path]) for row in range(4) for path in tree.ancestors_ML]
+    of_text = {text: 4 * rng.standard_normal(3) for text in texts}
+    logits = np.array([of_text[text] for text in texts]).reshape(4, 10, 3)
+    sampling = sampling_of(4, np.array([1.0, 0.0, 0.7, 1.2]), top_p=0.9)
+    outcomes = both_ways(nodes, logits, TreeArrays.of(tree), sampling, np.arange(4))
+    for at_once, down in zip(*outcomes):
+        np.testing.assert_array_equal(at_once, down)
 
 
 def test_best_token_is_argmax_even_of_strange_rows():

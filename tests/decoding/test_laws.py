@@ -140,27 +140,31 @@ def one_noise(key_B, positions_BL, vocab, dtype):
     return gumbel(key_B, jnp.zeros_like(positions_BL), vocab, dtype)
 
 
-def likeliest_drafts_pass(nodes_BM, targets_BM, tree):
+true_rule = targets.accept_down
+
+
+def likeliest_drafts_pass(v):
     """The first branch is believed without a look."""
+    tree = v.drafts.tree
     leaf = int(np.flatnonzero(tree.depth_M == tree.depth)[0])
-    path_BL = jnp.broadcast_to(jnp.asarray(tree.ancestors_ML[leaf]), (nodes_BM.shape[0], 3))
-    n_B = jnp.full(nodes_BM.shape[:1], tree.depth)
-    return Accepted(path_BL, n_B, targets_BM[:, leaf])
+    rows = v.length_B.shape
+    path_BL = jnp.broadcast_to(jnp.asarray(tree.ancestors_ML[leaf]), (*rows, 3))
+    positions_BM = v.positions_BM[:, leaf : leaf + 1]
+    logits_B1V = v.logits_BMV[:, leaf : leaf + 1]
+    bonus_B1 = targets.target_tokens(logits_B1V, positions_BM, v.sampling)
+    return Accepted(path_BL, jnp.full(rows, tree.depth), bonus_B1[:, 0])
 
 
-true_rule = targets.accept_targets
-
-
-def bonus_of_the_root(nodes_BM, targets_BM, tree):
+def bonus_of_the_root(v):
     """The bonus token is the one after the root, not after the accepted path."""
-    right = true_rule(nodes_BM, targets_BM, tree)
-    return right._replace(bonus_B=targets_BM[:, 0])
+    of_root = targets.target_tokens(v.logits_BMV[:, :1], v.positions_BM[:, :1], v.sampling)
+    return true_rule(v)._replace(bonus_B=of_root[:, 0])
 
 
 MUTATIONS = {
     "one_noise": (targets, "gumbel", one_noise),
-    "drafts_believed": (targets, "accept_targets", likeliest_drafts_pass),
-    "bonus_of_the_root": (targets, "accept_targets", bonus_of_the_root),
+    "drafts_believed": (targets, "accept_down", likeliest_drafts_pass),
+    "bonus_of_the_root": (targets, "accept_down", bonus_of_the_root),
     "no_filters": (targets, "filtered", lambda logits, sampling: logits),
 }
 

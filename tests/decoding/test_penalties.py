@@ -10,16 +10,7 @@ from cases import wide
 from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import (
-    LIMITS,
-    PROMPTS,
-    SAMPLED,
-    plain_texts,
-    planted,
-    planted_params,
-    random_model,
-    texts_of,
-)
+from planted import LIMITS, PROMPTS, SAMPLED, plain_texts, planted, random_model, texts_of
 from tiny import forward_logits, tiny_arch
 from trees import TreeArrays, trees
 
@@ -150,16 +141,6 @@ def test_the_plain_loop_takes_the_best_penalised_token():
                 assert token == scores.argmax()
 
 
-def test_a_stream_counts_across_its_chunks():
-    _, llama, backbone = random_model(CONFIG, 0)
-    request, expected = reference(0, "greedy")
-    known = [p + t for p, t in zip(PROMPTS, expected)]
-    heads = planted_params(known, CONFIG.vocab_size, 0)
-    engine = Engine(llama, planted(CONFIG), Tree.chain(3))
-    *_, last = loop.stream(engine, {"backbone": backbone, "heads": heads}, request, 2)
-    assert texts_of(last) == expected
-
-
 @pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
@@ -188,12 +169,3 @@ def test_log_probabilities_stay_the_models_own():
     logits = forward_logits(CONFIG, params, PROMPTS[0] + text)[len(PROMPTS[0]) - 1 : -1]
     log_p = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(text)), text]
     assert_close(np.asarray(progress.logprobs.token_BO)[0, : len(text)], log_p)
-
-
-def test_requests_that_do_not_ask_carry_nothing():
-    _, llama, backbone = random_model(CONFIG, 0)
-    engine = Engine(llama, planted(CONFIG), Tree.none())
-    for penalties in (None, [Asked()]):
-        request = loop.Request([[1]], [4], penalties=penalties)
-        state, _ = loop.begin(engine, {"backbone": backbone, "heads": {}}, request)
-        assert state.sampling.penalties is None

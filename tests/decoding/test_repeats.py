@@ -200,12 +200,3 @@ def test_what_is_barred_after_the_root_is_not_drafted():
     # Every draft is accepted; a last step may be cut by the limit.
     histogram = np.asarray(progress.histogram_BL)
     assert (histogram[:, 0] <= 1).all() and (histogram[:, 1] > 5).all()
-
-
-def test_without_bars_nothing_is_carried():
-    _, llama, backbone = random_model(CONFIG, 0)
-    engine = Engine(llama, planted(CONFIG), Tree.none())
-    state, _ = loop.begin(
-        engine, {"backbone": backbone, "heads": {}}, loop.Request([[1]], [4])
-    )
-    assert state.text_BS is None and len(jax.tree.leaves(state.text_BS)) == 0

@@ -168,16 +168,20 @@ def test_rows_are_filtered_by_their_own_parameters():
     assert kept.tolist() == [[2, 2], [4, 4], [1, 1], [2, 2]]
 
 
-def test_noise_depends_on_seed_request_and_position_alone():
-    positions = np.array([[3, 4, 4], [4, 5, 9]], np.int32)
-    keys = row_keys(np.array([1, 1], np.uint32), np.array([0, 7], np.int32))
-    g = np.asarray(gumbel(keys, positions, 11, jnp.float32))
-    assert (g[0, 1] == g[0, 2]).all() and (g[0, 0] != g[0, 1]).all()
-    assert (g[0, 1] != g[1, 0]).all()  # same position, another request
-    swapped = np.asarray(gumbel(keys[::-1], positions[::-1], 11, jnp.float32))
-    np.testing.assert_array_equal(swapped[::-1], g)
-    again = row_keys(np.array([2], np.uint32), np.array([0], np.int32))
-    assert (np.asarray(gumbel(again, positions[:1], 11, jnp.float32)) != g[:1]).all()
+def test_noise_is_that_of_seed_request_and_position_alone():
+    """To the last bit JAX's own Gumbel noise, of all tokens or of some."""
+    seeds, requests = np.array([1, 9], np.uint32), np.array([0, 7], np.int32)
+    positions, ids = np.array([[3, 4, 900], [4, 5, 9]]), np.array([0, 7, 4_001, 49_151])
+    keys = row_keys(seeds, requests)
+    found = gumbel(keys, positions, 49_152, np.float32)
+    some = jax.jit(noise.gumbel, static_argnums=3)(keys, positions, ids, np.float32)
+    for row, at in np.ndindex(2, 3):
+        key = jax.random.key(seeds[row])
+        for number in (requests[row], positions[row, at]):
+            key = jax.random.fold_in(key, number)
+        expected = jax.jit(jax.random.gumbel, static_argnums=1)(key, (49_152,))
+        np.testing.assert_array_equal(found[row, at], expected)
+        np.testing.assert_array_equal(some[row, at], expected[ids])
 
 
 def chi_square(counts, probabilities):

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from medusa_jax.decoding.acceptance.law import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
-from medusa_jax.decoding.sampling import Sampling, best_token, gumbel
+from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
 from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
@@ -36,9 +36,24 @@ from medusa_jax.tree.tree import Tree
 DRAFT, TEST = 2**31, 2**31 + 1
 
 
-def draft_noise(sampling: Sampling, positions_BL: jax.Array, vocab_size: int, dtype):
-    """Gumbel noise [B, L, V] that orders the drafts at these positions."""
-    return gumbel(sampling.stream(DRAFT).key_B, positions_BL, vocab_size, dtype)
+def draft_noise(
+    sampling: Sampling, positions_BD: jax.Array, tokens: int | jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Gumbel noise [B, D, O] that orders the drafts at these positions."""
+    return gumbel(sampling.stream(DRAFT).key_B, positions_BD, tokens, dtype)
+
+
+def log_target_probs(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+    """log p of the token after each node: the distribution that plain sampling draws from.
+
+    Rows of temperature 0 have all mass on the most likely token, the first among equals.
+    """
+    log_p_BMV = jax.nn.log_softmax(filtered(logits_BMV, sampling), axis=-1)
+    token_V = jnp.arange(logits_BMV.shape[-1])
+    is_best_BMV = token_V[None, None] == best_token(logits_BMV)[..., None]
+    certain_BMV = jnp.where(is_best_BMV, 0.0, -jnp.inf)
+    greedy_B11 = (sampling.temperature_B == 0)[:, None, None]
+    return jnp.where(greedy_B11, certain_BMV.astype(log_p_BMV.dtype), log_p_BMV)
 
 
 def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache
-from medusa_jax.tree.tree import Nodes
 
 
 class Accepted(NamedTuple):
@@ -33,14 +33,12 @@ class Drafts(NamedTuple):
     Attributes:
       tree: the filled nodes.
       nodes_BM: token ids of all nodes, the root first.
-      noise_BLV: the rule's noise by depth, or None.
       ranked: the guesses by depth; empty if the tree has spares.
       ids_O: token ids of these guesses; None: all tokens.
     """
 
     tree: Nodes
     nodes_BM: jax.Array
-    noise_BLV: jax.Array | None
     ranked: tuple[Ranked, ...]
     ids_O: jax.Array | None
 
@@ -69,8 +67,8 @@ class Verified(NamedTuple):
         return self.length_B[:, None] + jnp.asarray(self.drafts.tree.depth_M)[None, :]
 
 
-# (sampling parameters, positions [B, L], V, dtype) -> noise [B, L, V].
-NoiseFn = Callable[[Sampling, jax.Array, int, Any], jax.Array]
+# (sampling parameters, positions [B, D], the number of tokens or their ids [O], dtype) -> noise [B, D, O].
+NoiseFn = Callable[[Sampling, jax.Array, int | jax.Array, Any], jax.Array]
 
 
 @dataclass(frozen=True)

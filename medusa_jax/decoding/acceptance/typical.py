@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.acceptance.law import log_target_probs
+from medusa_jax.decoding.acceptance.rejection import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
+from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.sampling import Sampling, best_token
-from medusa_jax.tree.tree import Nodes
 
 
 def accept_typical(
