@@ -19,7 +19,7 @@ from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.fingerprint import Fingerprint, sampled
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.tensor import Tensor
+from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.interop.tensors import Source, optional_json
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
@@ -34,6 +34,8 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WRAPPER = re.compile(
     r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
+# A key of a decoder layer: its prefix before `model.layers` or `layers`.
+LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
 
 
 def generation_config(path: str) -> Json:
@@ -69,10 +71,11 @@ class BaseFiles(Source):
         weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
 
         Raises:
-          UserError: unreadable, or a key with and without the prefix.
+          UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
         """
         directory = resolve(path)
         config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+        _refuse_wrapped(directory, stored)
         flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
         for name in flat:
             if f"model.{name}" in stored:
@@ -144,6 +147,17 @@ def fingerprint_as_read(
         if base.config == config:  # no layers were added
             return base.fingerprint()
     return seen.hexdigest(config)
+
+
+def _refuse_wrapped(directory: str, stored: Tensors) -> None:
+    """Raise for the keys of a model inside another module, by the names that it adds."""
+    added = {m[0] for name in stored if (m := WRAPPER.search(name))}
+    prefixes = {m[1] for name in stored if (m := LAYER.match(name))}
+    if added or (prefixes and "" not in prefixes):
+        raise UserError(
+            f"{directory}: keys have the prefix {min(added or prefixes)!r}, which is not the model's: "
+            "save the model without its wrapper, or rename the keys"
+        )
 
 
 def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:

@@ -164,6 +164,20 @@ def test_unreadable_directories(tmp_path, model_dir):
     load_fails(tmp_path, r"model\.safetensors cannot be read as safetensors")
 
 
+@pytest.mark.parametrize(
+    ("rename", "prefix"),
+    [
+        (lambda name: f"module.{name}", "module."),
+        (lambda name: name.replace("s.0.", "s.0._orig_mod."), "_orig_mod."),
+        (lambda name: name.replace("model.", "language_model.model."), "language_model."),
+    ],
+)
+def test_keys_of_a_wrapped_model(copy, rename, prefix):
+    path, state = copy
+    save_file({rename(name): x for name, x in state.items()}, path / "model.safetensors")
+    load_fails(path, f"keys have the prefix '{prefix}.*which is not the model's")
+
+
 def test_keys_without_the_models_prefix(copy):
     path, state = copy
     config, params = hf.load_backbone(str(path), make_mesh())
