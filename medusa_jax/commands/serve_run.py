@@ -22,17 +22,12 @@ from medusa_jax.serving import Server
 from medusa_jax.serving.log import log
 from medusa_jax.whole_files import read_text
 
-try:
-    from medusa_jax.serving.http import Limits, make_app, make_listener
-except ImportError as missing:
-    message = f"serving needs {missing.name}: pip install 'medusa-jax[serve]'"
-    raise UserError(message) from missing
-
 KEY = "MEDUSA_API_KEY"
 
 
 def run(flags: Flags) -> NoReturn:
     """Serve until SIGTERM or Ctrl-C, then end the process; its status is 1 if errors ended the server."""
+    check_extra()
     key = read_key(flags.api_key_file)
     if not (flags.timeout > 0 and flags.read_timeout > 0):  # nan is not, either
         raise UserError("--timeout and --read_timeout must be more than 0")
@@ -71,6 +66,8 @@ def answer_calls(
     listener: socket.socket, server: Server, template: str, key: str, flags: Flags
 ) -> None:
     """Serve until a signal; running answers are finished, new calls are refused."""
+    from medusa_jax.serving.http import Limits, make_app, make_listener
+
     limits = Limits(
         flags.max_body, flags.timeout, flags.read_timeout, connections=most_connections()
     )
@@ -173,3 +170,15 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=256)
     except (OSError, OverflowError) as error:
         raise UserError(f"cannot listen on {host}, port {port}: {error}") from error
+
+
+def check_extra() -> None:
+    """Refuse with a one-line error if a package of the extra `serve` is missing."""
+    try:
+        import prometheus_client  # noqa: F401
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"serving needs {error.name}: pip install 'medusa-jax[serve]'"
+        ) from error
