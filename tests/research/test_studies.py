@@ -22,7 +22,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate import roofline
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
-from medusa_jax.model import quantise
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
 from medusa_jax.tree import growth
@@ -55,6 +54,7 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
 
 def test_every_arm_names_fields_that_exist(tmp_path):
     from medusa_jax.commands.train import override
+    from medusa_jax.training.checks import CHOICES
     from medusa_jax.training.partition import trained_groups
 
     flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
@@ -69,7 +69,7 @@ def test_every_arm_names_fields_that_exist(tmp_path):
                 if "." in field:
                     override(cfg, field, value)
             assert "heads" in trained_groups(cfg.train, cfg.lora), name
-            assert cfg.model.quantise in ("", *quantise.KINDS)
+            assert cfg.model.quantise in CHOICES["model.quantise"]
 
 
 def texts(K):
