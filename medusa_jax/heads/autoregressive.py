@@ -43,7 +43,7 @@ from medusa_jax.sharding import PyTree
 
 
 class Stack(nn.Module):
-    """Base class of the layers: subclasses set `layers` up, and say what the first one reads."""
+    """Decoder layers in a row; a subclass creates `layers` and defines the input of the first."""
 
     config: LlamaConfig
     dtype: DTypeLike

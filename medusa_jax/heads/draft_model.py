@@ -4,8 +4,8 @@ A smaller model with the same tokenizer drafts the tree level by level, each nod
 logits after the node's path. A chain of gamma nodes gives the papers' method; a tree with
 branches merges several chains (SpecInfer, Miao et al. 2024). Guesses are ranked like those
 of heads, so greedy, sampled and rejection decoding need no special code. The draft model
-caches keys and values of the accepted text; it keeps those of tree nodes only while it
-drafts the tree.
+keeps a cache of the accepted text; keys and values of tree nodes are dropped when the
+tree is drafted.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ class PositionState(struct.PyTreeNode):
 
 
 class CacheState(PositionState):
-    """A state whose slots are those of keys and values at accepted positions."""
+    """A cache of keys and values; a slot for each accepted position."""
 
     cache: KVCache
 

@@ -1,7 +1,7 @@
 """Attention of a text in parts of its keys, merged by a running softmax.
 
-The softmax is that of Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022). No array has both all
-queries and all keys.
+As in FlashAttention (Dao et al. 2022), with the softmax of Milakov and Gimelshein (2018): scores of all queries
+and all keys are never in memory at once.
 """
 
 import itertools

@@ -18,8 +18,8 @@ from medusa_jax.sharding import on_all, pin_state
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
-# Slots of the smallest cache. Each size needs programs of its own, and native attention reads only the slots
-# of the text; 512 slots take 24 MB per row with 30 layers and 3 heads.
+# Slots of the smallest cache. Every size is compiled separately, and native attention skips unused slots;
+# 512 slots take 24 MB per row with 30 layers and 3 heads.
 LEAST_SLOTS = 512
 # Most prompt tokens per piece on a CPU: their arithmetic outweighs reading the weights. Programs for larger
 # pieces take more memory: 100 MB for 256 tokens and 30 layers.

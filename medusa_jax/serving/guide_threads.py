@@ -26,9 +26,8 @@ class Started:
             self.work.replace()
             self.replaced.set()
             self.work.fill()
-        except (
-            BaseException
-        ) as error:  # a panic of the grammar engine is not an `Exception`
+        # A panic of the grammar engine is not an `Exception`.
+        except BaseException as error:
             what = "" if isinstance(error, UserError) else "the grammar engine failed: "
             self.work.stuck, self.work.guide.error = True, f"{what}{first_line(error)}"
         self.replaced.set()

@@ -67,7 +67,7 @@ def tokenizer(model):
     ],
 )  # fmt: skip
 def test_seeds_of_every_form(record, expected):
-    """Roles and fields are those of training data; the model gives the answers."""
+    """Lines have the roles and fields of training data, and the answers are the model's."""
     assert read_seed(3, record) == Seed(3, **expected)
 
 

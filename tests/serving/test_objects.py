@@ -200,9 +200,7 @@ def test_echo_of_prompts_longer_than_a_piece(port):
         first, *rest = echo.top_logprobs
         assert first is None and [len(one) for one in rest] == [2] * 69
         programs = read_scored.cached()
-        echo_of(
-            port.model, "", [3, 4], 0, piece
-        )  # what is compiled ahead is for any length
+        echo_of(port.model, "", [3, 4], 0, piece)  # the same program for every length
         assert read_scored.cached() == programs
 
 

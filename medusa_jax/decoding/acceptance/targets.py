@@ -29,8 +29,8 @@ def target_tokens(
       positions_BM: absolute position of each node; its target token is at the next position.
       sampling: None is greedy; else argmax(filtered(logits / T) + g[position + 1]), without noise in
         rows of temperature 0.
-      tree: optionally the tree of the nodes: those of one depth share their position and noise, which
-        is then drawn once.
+      tree: the tree of the nodes, if they are one. Nodes of the same depth have the same position, so noise
+        is then drawn once per depth.
     """
     if sampling is None:
         return best_token(logits_BMV)
