@@ -18,6 +18,7 @@ from served import (
     raw,
     read_all,
     texts_of,
+    until,
 )
 
 from medusa_jax import Options
@@ -34,8 +35,7 @@ def test_an_end_in_the_middle_of_work(port):
     second = Port(port.server, port.app)  # another listener of the same server
     with port.held():
         link = raw(second, ASKED | {"stream": True})
-        while not port.server.waiting:
-            time.sleep(0.01)
+        until(lambda: port.server.waiting)
         second.uvicorn.should_exit = True
         while True:
             try:
@@ -69,8 +69,7 @@ def test_an_end_that_waits_no_longer(port):
         half = socket.create_connection(ending.address)
         kind = "Host: x\r\nContent-Type: application/json\r\nContent-Length: 99"
         half.sendall(f"POST /v1/completions HTTP/1.1\r\n{kind}\r\n\r\n{{".encode())
-        while port.server.waiting < 2:
-            time.sleep(0.01)
+        until(lambda: port.server.waiting == 2)
         start = time.monotonic()
         ending.close()
         assert time.monotonic() - start < 6
@@ -224,8 +223,7 @@ def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
         streaming = raw(port, ASKED | {"stream": True})
         assert b"200 OK" in streaming.recv(100)
         whole = raw(port, ASKED)
-        while port.server.busy < 2:
-            time.sleep(0.01)
+        until(lambda: port.server.busy == 2)
         streaming.close()
         whole.close()
         port.wait_idle()

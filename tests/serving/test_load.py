@@ -6,13 +6,13 @@ import json
 import random
 import resource
 import sys
-import threading
 from pathlib import Path
 
 import children
 import clients
 import jax
 import pytest
+from live import compilations
 from served import TREE, listening
 from tiny import write_model
 
@@ -62,21 +62,12 @@ def test_some_clients_at_once(port):
 @pytest.mark.wide
 def test_nothing_is_compiled_in_steady_state(port):
     """Once warm, texts of any length, arrival and parameters run the same programs."""
-    compiled = []
     port.server.warm_up(95, [BASE, Group(False)])
     asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
     for fields in asked[::3]:
         fields["drafts"] = False
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread().name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with compilations() as compiled:
         clients.attack(port.url, 4, 40, asked, 0.0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
 
 

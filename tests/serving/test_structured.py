@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -12,7 +11,7 @@ import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, QUEUE, alone, listening, load_model, port_of, raw
+from served import NAME, QUEUE, alone, listening, load_model, port_of, raw, until
 from tiny import PRINTABLE, write_chat_model
 
 from medusa_jax import Options, UserError
@@ -257,10 +256,3 @@ def test_compiling_counts_against_the_timeout(port, compiling):
         body = {"prompt": "in", "guided_regex": "d"}
         answer = httpx.post(f"{other.url}/v1/completions", json=body, timeout=30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-
-
-def until(true):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -26,6 +26,14 @@ def load_model(path, **fields):
     return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, **fields)
 
 
+def until(condition, seconds=60):
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 class Port:
     """One server at one port.
 
@@ -76,10 +84,7 @@ class Port:
 
     def wait_idle(self, seconds=60):
         """No slot leaks: soon all are free."""
-        end = time.monotonic() + seconds
-        while self.server.busy or self.server.waiting:
-            assert time.monotonic() < end, "a slot is still taken"
-            time.sleep(0.01)
+        until(lambda: not (self.server.busy or self.server.waiting), seconds)
 
 
 @contextlib.contextmanager
