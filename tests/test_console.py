@@ -171,15 +171,9 @@ def test_what_another_user_put_into_a_cache_is_not_used(
     assert path.startswith(str(temporary))
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds, set by the test."""
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_lines_where_there_is_no_terminal(clock, capsys):
+def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     with Progress("timing trees", 10, "run") as bar:
         bar.update()
         assert not capsys.readouterr().err  # too soon

@@ -22,16 +22,11 @@ import gc, json, math, sys, tracemalloc
 import jax
 
 import medusa_jax
-from live import live_bytes, on_a_device, shard_bytes
+from live import Peak, on_a_device, shard_bytes
 from medusa_jax.interop import tensors
 from medusa_jax.model import placing
 
-most = on_host = 0
-
-
-def look():
-    global most
-    most = max(most, live_bytes())
+on_host = 0
 
 
 def host_bytes():
@@ -46,38 +41,32 @@ def watched_open(path):
 
         def read(index):
             global on_host
-            look()
             before.append(host_bytes())
             # Parts of this tensor that were read before and have not left the host.
             on_host = max(on_host, (before[-1] - before[0]) / (4 * math.prod(t.shape)))
             return t.read(index)
 
-        return tensors.Tensor(t.file, t.shape, t.dtype, read)
+        return tensors.Tensor(t.file, t.shape, t.dtype, peak.watching(read))
 
     return {name: watched(t) for name, t in open_file(path).items()}
 
 
-def watched_prepare(part, *options):
-    out = prepare(part, *options)
-    look()
-    return out
-
-
 open_file, tensors.open_safetensors = tensors.open_safetensors, watched_open
-prepare, placing._prepared = placing._prepared, watched_prepare
+prepare = placing._prepared
 tracemalloc.start()
 
 
 def loaded(mesh):
-    global most, on_host
+    global on_host, peak
     gc.collect()  # the model on another mesh
-    most = on_host = 0
+    on_host, peak = 0, Peak()
+    placing._prepared = peak.watching(prepare)
     mesh = tuple(map(int, mesh.split(",")))
     model = medusa_jax.load(sys.argv[1], drafter="none", mesh=mesh, dtype="float32")
     leaves = jax.tree.leaves(model.variables["backbone"])
     return {
         "share": shard_bytes(leaves) / sum(x.nbytes for x in leaves),
-        "most": most / shard_bytes(leaves),
+        "most": peak.bytes / shard_bytes(leaves),
         "on host": on_host,
     }
 

@@ -96,7 +96,9 @@ def test_other_encodings_are_refused(tmp_path, name, encoding):
         read(path)
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), ValueError()])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), ValueError(), KeyboardInterrupt()]
+)
 @pytest.mark.parametrize("moment", ["writing", "flushing", "moving"])
 def test_what_fails_leaves_the_old_file_and_no_other(
     tmp_path, monkeypatch, failure, moment
@@ -110,7 +112,7 @@ def test_what_fails_leaves_the_old_file_and_no_other(
     if moment != "writing":
         at = {"flushing": "fsync", "moving": "replace"}[moment]
         monkeypatch.setattr(whole_files.os, at, fail)
-    kind = UserError if isinstance(failure, OSError) else ValueError
+    kind = UserError if isinstance(failure, OSError) else type(failure)
     with pytest.raises(kind) as raised, replacing(path) as new:
         with open(new, "w") as file:
             file.write("half of")
@@ -122,23 +124,12 @@ def test_what_fails_leaves_the_old_file_and_no_other(
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_ctrl_c_leaves_no_litter(tmp_path):
-    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "model") as new:
-        os.makedirs(f"{new}/inside")
-        raise KeyboardInterrupt
-    assert os.listdir(tmp_path) == []
-
-
-def killed_attempt(path):
-    """Leave what a process leaves that is killed while it writes `path`."""
-    killed = "with replacing(sys.argv[1]) as new: os.mkdir(new); os._exit(9)"
-    code = f"import os, sys; from medusa_jax.whole_files import replacing\n{killed}"
-    assert subprocess.run([sys.executable, "-c", code, path]).returncode == 9
-
-
 def test_what_a_killed_attempt_left_is_gone(tmp_path):
     """Unlike the attempt of a process that lives."""
-    killed_attempt(tmp_path / "model")
+    killed = "with replacing(sys.argv[1]) as new: os.mkdir(new); os._exit(9)"
+    code = f"import os, sys; from medusa_jax.whole_files import replacing\n{killed}"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "model"])
+    assert done.returncode == 9
     [left] = tmp_path.iterdir()
     with replacing(tmp_path / "model") as one, replacing(tmp_path / "model") as new:
         assert not left.exists() and len(os.listdir(tmp_path)) == 2

@@ -51,18 +51,9 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
 def process(tmp_path):
     """`serve` with two slots on a free port."""
     write_model(tmp_path)
-    flags = (
-        f"--port 0 --slots 2 --model {tmp_path} --drafter {tmp_path}/heads --tree chain:2"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "medusa_jax",
-        "serve",
-        *flags.split(),
-        "--warm_up",
-        "0",
-    ]
+    flags = f"--port 0 --slots 2 --warm_up 0 --model {tmp_path}"
+    flags += f" --drafter {tmp_path}/heads --tree chain:2"
+    command = [sys.executable, "-m", "medusa_jax", "serve", *flags.split()]
     options = {"stderr": subprocess.PIPE, "text": True, "env": children.environment()}
     with subprocess.Popen(command, **options) as started:
         yield started

@@ -1,8 +1,7 @@
 """What a model reads of a question: published files, its own answers, templates, truncation."""
 
-import json
-
 import pytest
+from files import write_lines
 from tiny import write_model
 
 import medusa_jax
@@ -40,15 +39,10 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_forms(name, tmp_path):
     record, turns, category = PUBLISHED[name]
-    (found,) = read_questions(write(tmp_path / "q.jsonl", [record]))
+    (found,) = read_questions(str(write_lines(tmp_path / "q.jsonl", [record])))
     assert (found["turns"], found["category"]) == (turns, category)
     assert found["question_id"] == record.get("question_id", 0)
     article = name in ("xsum", "cnn_dm")
@@ -67,7 +61,7 @@ def test_published_forms(name, tmp_path):
     ],
 )
 def test_prompts_that_ask_nothing(record, sentence, tmp_path):
-    path = write(tmp_path / "q.jsonl", [record])
+    path = str(write_lines(tmp_path / "q.jsonl", [record]))
     with pytest.raises(UserError, match=sentence):
         read_prompts(path, messages=True)
 
@@ -86,11 +80,8 @@ def test_a_limit_takes_from_all_categories():
         ('{"text": "x"}\n', "is in no known form; by fields of a record: all: turns;"),
         ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
         ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
-        ('{"turns": "a"}', "record 0 should ask text, not 'a'"),
         ('{"turns": []}', "record 0 asks nothing"),
-        ('{"turns": [], "prompt_ids": []}', "record 0 asks nothing"),
         ('{"instruction": 5}', "record 0 has other values in instruction"),
-        ('{"prompt": null}', r"record 0 should ask text, not \[None\]"),
         ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),
         ("[1]", "every record has to be a JSON object"),
         ("", "has no samples"),

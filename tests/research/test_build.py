@@ -1,31 +1,21 @@
 """The demo can be rebuilt: the documented command, on a tiny budget."""
 
 import json
-import os
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from children import run
+from training_setup import ROOT
 
 
 @pytest.mark.slow
 def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     work, target = tmp_path / "work", tmp_path / "demo"
     build = f"-m research demo_build --tiny --work={work} --install={target}".split()
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-        )
-
-    built = run(*build)
+    start = partial(run, sys.executable, HF_HUB_OFFLINE="1")
+    built = start(*build)
     assert built.returncode == 0, built.stderr[-3000:]
     tree = json.loads((target / "hydra" / "tree.json").read_text())
     assert len(tree["choices"]) == tree["nodes"] - 1
@@ -35,9 +25,11 @@ def test_tiny_build_installs_a_working_demo(tmp_path: Path) -> None:
     made = json.loads((target / "provenance.json").read_text())
     assert made["heads"] and made["answers"]["no_repeat_ngram_size"] == 5
     flags = f"--model={target}/backbone --drafter={target}/hydra --tree=chain:2 --compare --json"
-    decoded = run("decode.py", *flags.split(), "--prompt=def f(", "--max_new_tokens=12")
+    decoded = start(
+        ROOT / "decode.py", *flags.split(), "--prompt=def f(", "--max_new_tokens=12"
+    )
     assert decoded.returncode == 0, decoded.stderr[-3000:]
     facts = json.loads(decoded.stdout)
     assert facts["identical"] and facts["new_tokens"] == 12
-    again = run(*build)
+    again = start(*build)
     assert again.returncode == 0 and again.stderr.count("skipped") == 6

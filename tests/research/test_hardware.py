@@ -12,15 +12,12 @@ from research.hardware import summary
 from research.hardware.record import Record, read_rows
 
 
-def command_line(out, *more):
-    words = [sys.executable, "-m", "research", "hardware", "--small", f"--out={out}", *more]
-    return words, environment() | {"JAX_PLATFORMS": "cpu"}
-
-
 @pytest.mark.slow
 def test_what_was_measured_survives_a_kill(tmp_path):
-    words, env = command_line(tmp_path, "--parts=facts,steps")
-    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True)
+    words = f"-m research hardware --small --out={tmp_path} --parts=facts,steps".split()
+    process = subprocess.Popen(
+        [sys.executable, *words], env=environment(), stdout=subprocess.PIPE, text=True
+    )
     while len(read_rows(tmp_path)) < 3:
         assert process.poll() is None
         time.sleep(0.1)

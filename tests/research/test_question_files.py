@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from files import read_lines, write_lines
 from tiny import write_model
-from tokenizers import Tokenizer, processors
 
 from research import questions as bench
 
@@ -29,36 +28,6 @@ MT_BENCH = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, max_position=128)
-    # As Llama's tokenizers are published: asked for ids, transformers puts the BOS in front.
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.save(str(path / "tokenizer.json"))
-    write_lines(path / "question.jsonl", QUESTIONS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def out(directory, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
-    assert bench.main(arguments(directory, out)) == 0
-    return out
-
-
-def arguments(directory, out, **flags):
-    flags = {
-        "model": directory, "drafters": directory / "heads", "trees": "chain:2",
-        "questions": directory / "question.jsonl", "max_new_tokens": 16, "repeats": 1,
-        "chat_template": "plain", "max_prompt_tokens": 60, "out": out,
-    } | flags  # fmt: skip
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
 def spec_bench_speed(answers, task):
     """Tokens per second and accepted length as `evaluation/speed.py` of Spec-Bench computes them."""
     speeds, lengths = [], []
@@ -72,7 +41,15 @@ def spec_bench_speed(answers, task):
     return np.mean(speeds), np.mean(lengths)
 
 
-def test_spec_bench_s_own_script_reads_the_answers(out):
+def test_spec_bench_s_own_script_reads_the_answers(tmp_path):
+    out = tmp_path / "out"
+    write_model(tmp_path, max_position=128)
+    flags = {
+        "model": tmp_path, "drafters": tmp_path / "heads", "trees": "chain:2",
+        "questions": write_lines(tmp_path / "question.jsonl", QUESTIONS), "out": out,
+        "max_new_tokens": 16, "repeats": 1, "chat_template": "plain", "max_prompt_tokens": 60,
+    }  # fmt: skip
+    assert bench.main([f"--{name}={value}" for name, value in flags.items()]) == 0
     rows = {
         row["category"]: row
         for row in json.loads((out / "results.json").read_text())["rows"]

@@ -9,7 +9,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.evaluate.fitting import GROWTH
+from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 from medusa_jax.tree.growth import order_by_steps
 from research import replay
 
@@ -64,8 +64,6 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     heads = str(directory / "heads")
     model = medusa_jax.load(str(directory), heads, dtype="float64", tree="none")
     options = Options(max_new_tokens=NEW, temperature=temperature)
-    from medusa_jax.evaluate.fitting import rank_texts
-
     fitted = rank_texts(model, ["a hat", "the", "cat and"], options)
     tree = order_by_steps(fitted, GROWTH, copies=True).tree(NODES)
     assert tree.spares

@@ -24,6 +24,8 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
+from medusa_jax.training.checks import CHOICES
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree
 from research import draft_cost, planning, ties
@@ -53,10 +55,6 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
 
 
 def test_every_arm_names_fields_that_exist(tmp_path):
-    from medusa_jax.commands.train import override
-    from medusa_jax.training.checks import CHOICES
-    from medusa_jax.training.partition import trained_groups
-
     flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
     for name, (_, runs) in variants.variants().items():
         shares = [fields["share"] for fields in runs]
@@ -67,7 +65,7 @@ def test_every_arm_names_fields_that_exist(tmp_path):
             cfg = variants.recipe(flags, 0, tmp_path)
             for field, value in fields.items():
                 if "." in field:
-                    override(cfg, field, value)
+                    cli.override(cfg, field, value)
             assert "heads" in trained_groups(cfg.train, cfg.lora), name
             assert cfg.model.quantise in CHOICES["model.quantise"]
 
@@ -194,12 +192,6 @@ def test_a_draft_vocabulary_is_what_heads_read():
         assert costs[kind][1:] == (4.0 * parameters, parameters)
         assert costs[kind][0] < 0.75 * whole[0]
     assert costs["own"][0] - costs["shared"][0] > 0.8 * 4 * 3 * columns
-
-
-# The memory of reading a prompt, from shapes alone.
-
-
-# `scaling`: figures of all layers from those of few; meshes that decoding can lie on.
 
 
 @pytest.mark.parametrize("shape", ["llama-7b", "llama-33b", "llama3.1-70b"])

@@ -85,30 +85,30 @@ def test_an_end_that_waits_no_longer(port):
 # What a supervisor sees of a server whose device is gone.
 
 
-class Lost(Exception):
-    """The device is gone."""
-
-
 @pytest.fixture
 def server(port):
     with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
         yield server
 
 
+def answered(server, **fields):
+    """The tokens of one answer."""
+    [*_, last] = server.submit(Request("in the", Options(max_new_tokens=9), **fields))
+    return last.ending.result.token_ids
+
+
 def test_a_server_goes_on_after_an_error(server, monkeypatch, capfd):
     """The clients of what was on the device get an error; the next answer is unchanged."""
-    [*_, last] = server.submit(Request("in the", Options(max_new_tokens=9)))
+    expected = answered(server)
 
     def failing(*given):
         monkeypatch.undo()
-        raise Lost("out of memory")
+        raise MemoryError("out of memory")
 
     monkeypatch.setattr(server._scheduler._batch, "run", failing)
     with pytest.raises(Stopped, match="out of memory"):
-        list(server.submit(Request("in the", Options(max_new_tokens=9))))
-    assert server.running
-    [*_, again] = server.submit(Request("in the", Options(max_new_tokens=9)))
-    assert again.ending.result.token_ids == last.ending.result.token_ids
+        answered(server)
+    assert server.running and answered(server) == expected
     assert "its requests are lost: out of memory" in capfd.readouterr().err
 
 
@@ -117,23 +117,23 @@ def test_errors_one_after_the_other_end_it(server, monkeypatch):
     server.when_failed(ended.set)
 
     def broken(*given):
-        raise Lost("the device is gone")
+        raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(server._scheduler._batch, "begin", broken)
     for n in range(MOST_FAILURES):
         assert server.running == (n < MOST_FAILURES)
         with pytest.raises(Stopped, match="the device is gone"):
-            list(server.submit(Request("in")))
+            answered(server)
     assert ended.wait(10) and server.failed and not server.running
     with pytest.raises(Stopped):
-        server.submit(Request("in"))
+        answered(server)
     app = make_app(server, name=NAME, template="")
     assert ask_app(app, "GET", "/health").status_code == 503
 
 
 def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
     def compile(*given):
-        raise Lost("out of memory")
+        raise MemoryError("out of memory")
 
     monkeypatch.setattr(Batch, "compile", compile)
     monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
@@ -142,12 +142,12 @@ def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
         while server.running:
             assert time.monotonic() < end
             with pytest.raises(Stopped):
-                list(server.submit(Request("in")))
+                answered(server)
     assert server.failed
 
 
 def test_a_slow_compilation_delays_neither_a_stream_nor_the_end(server, monkeypatch):
-    list(server.submit(Request("in the", Options(max_new_tokens=3))))
+    answered(server)
     true, begun, over = Batch.compile, threading.Event(), threading.Event()
 
     def compile(self, group, n_rows, slots):
@@ -174,13 +174,11 @@ def test_what_cannot_be_compiled_costs_only_who_needs_it(
     server, planned, monkeypatch, capfd
 ):
     """Ahead of any request, it ends the warm-up; else the request that asked for it gets the error."""
-    asked = Request("in the", Options(max_new_tokens=9))
-    [*_, last] = server.submit(asked)
-    true = Batch.compile
+    expected, true = answered(server), Batch.compile
 
     def compile(self, group, n_rows, slots):
         if group.rule == "typical":
-            raise Lost("out of memory")
+            raise MemoryError("out of memory")
         true(self, group, n_rows, slots)
 
     monkeypatch.setattr(Batch, "compile", compile)
@@ -189,9 +187,8 @@ def test_what_cannot_be_compiled_costs_only_who_needs_it(
         assert capfd.readouterr().err.count("compiling ahead ends here") == 1
     else:
         with pytest.raises(Stopped, match="out of memory"):
-            list(server.submit(Request("in the", acceptance="typical")))
-    [*_, again] = server.submit(asked)
-    assert again.ending.result.token_ids == last.ending.result.token_ids
+            answered(server, acceptance="typical")
+    assert answered(server) == expected
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Many clients at once: every answer that of a solo run, none lost, no slot leaked."""
 
-import contextlib
 import gc
 import json
 import random
@@ -39,14 +38,11 @@ def kinds(prompts, limits):
     return [call(prompt) for prompt in prompts for _ in range(4)]
 
 
-def options_of(asked):
-    return [Options(a["max_tokens"], a["temperature"], seed=a["seed"]) for a in asked]
-
-
 def expected_texts(model, asked):
     """Solo runs, by a batch of fixed rows (`tests/decoding/test_exactness.py`)."""
     prompts, ids = [a["prompt"] for a in asked], [0] * len(asked)
-    results = model.generate(prompts, options_of(asked), ids, tree="none")
+    options = [Options(a["max_tokens"], a["temperature"], seed=a["seed"]) for a in asked]
+    results = model.generate(prompts, options, ids, tree="none")
     return [result.text for result in results]
 
 
@@ -83,7 +79,8 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     for fields in asked[::3]:
         fields["drafts"] = False
     expected = expected_texts(model, asked)
-    with serving(model, trees={2: TREE, SLOTS: Tree.chain(2)}) as port:
+    trees = {2: TREE, SLOTS: Tree.chain(2)}
+    with Server(model, slots=SLOTS, trees=trees) as server, listening(server) as port:
         port.server.warm_up(model.config.max_position, [BASE, Group(False)])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
@@ -100,13 +97,6 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     assert len(done["answers"]) == CALLS and not wrong
     assert after == before
     assert grown < 16 * 2**20
-
-
-@contextlib.contextmanager
-def serving(model, **fields):
-    """A server of as many slots at a port."""
-    with Server(model, slots=SLOTS, **fields) as server, listening(server, "plain") as port:
-        yield port
 
 
 def alive():

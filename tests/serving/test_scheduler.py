@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-import turns
 from tiny import tiny_arch
-from turns import TREE, Client, alone, check, run, scheduler_of
+from turns import TREE, alone, check, run, scheduler_of
 
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.decoding import rows
@@ -36,11 +35,6 @@ def few_slots():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "LEAST_SLOTS", 128)
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return turns.load_model(tmp_path_factory.mktemp("model"))
 
 
 def options(n, temperature=0.0, **fields):
@@ -168,30 +162,6 @@ def test_rows_copy_from_their_own_texts(model, monkeypatch):
     check(model, clients)
     # Deeper than what is drafted goes.
     assert min(depth for c in clients for depth in c.result.draft_depths) < -TREE.depth
-
-
-def test_stop_strings_and_cancelled_requests_free_their_rows(model, scheduler):
-    [whole] = alone(model, [Request("the cat", options(60))])
-    stop = whole.text[20:23]
-    stopped = Request("the cat", options(60, stop=(stop,)))
-    endless = Request("in", options(200, 1.0, seed=1))
-    first, second = (Client(scheduler, model, r) for r in (stopped, endless))
-    waiting = [Client(scheduler, model, endless) for _ in range(3)]
-    for _ in range(6):
-        scheduler.step()
-    second.handle.cancel()
-    for client in waiting:
-        client.handle.cancel()
-    while scheduler.step():
-        pass
-    assert scheduler.busy == scheduler.waiting == 0
-    assert first.text == first.result.text == whole.text[: whole.text.index(stop)]
-    assert first.result.finish_reason == "stop"
-    [cut] = alone(model, [stopped])
-    assert first.result.token_ids == cut.token_ids and cut.new_tokens < whole.new_tokens
-    assert second.deltas and all(delta.ending is None for delta in second.deltas)
-    [again] = run(scheduler, {0: [Request("in", options(20))]}, model)
-    check(model, [again])
 
 
 @pytest.mark.wide

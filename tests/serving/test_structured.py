@@ -11,8 +11,8 @@ import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, QUEUE, alone, listening, load_model, port_of, raw, until
-from tiny import PRINTABLE, write_chat_model
+from served import NAME, QUEUE, alone, listening, port_of, raw, until
+from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, guide
@@ -40,8 +40,7 @@ SCHEMA = Pet.model_json_schema() | {"additionalProperties": False}
 def shared_port(tmp_path_factory):
     """A model whose vocabulary can write JSON."""
     path = tmp_path_factory.mktemp("structured")
-    write_chat_model(path, characters=PRINTABLE, max_position=512)
-    with port_of(load_model(path)) as port:
+    with port_of(path, characters=PRINTABLE, max_position=512) as port:
         yield port
 
 

@@ -19,11 +19,6 @@ SLOTS = 128  # of the smallest cache, so that texts outgrow it
 STARTS = ["in the hat", "the cat and in the hat, " * 5, "abc"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return turns.load_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def make(model, monkeypatch):
     """A scheduler with these programs, which complains where something runs that is not ready."""
@@ -229,10 +224,6 @@ def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
     assert reused == [n + 28, n - 1, n + 31]
 
 
-class Lost(Exception):
-    """The device is gone."""
-
-
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("call", ["fit", "begin", "next_tokens", "read", "insert", "run"])
 def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatch):
@@ -245,11 +236,11 @@ def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatc
         def raising(*given, left=left, true=true):
             left[0] -= 1
             if left[0] == 0:
-                raise Lost("out of memory")
+                raise MemoryError("out of memory")
             return true(*given)
 
         monkeypatch.setattr(taken._batch, call, raising)
-        with pytest.raises(Lost):
+        with pytest.raises(MemoryError):
             for _ in range(200):
                 taken.step()
         if going_on:

@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx2 as httpx
+from tiny import write_chat_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
@@ -21,17 +22,17 @@ QUEUE = 6
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
 
 
-def load_model(path, **fields):
-    """Its drafts are often right: heads that are not trained guess what the LM head says."""
-    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, **fields)
-
-
 def until(condition, seconds=60):
     """Wait for it."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def load_model(path, **fields):
+    """Its drafts are often right: heads that are not trained guess what the LM head says."""
+    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, **fields)
 
 
 class Port:
@@ -99,8 +100,10 @@ def listening(server, template="", limits=None, app=None):
 
 
 @contextlib.contextmanager
-def port_of(model):
-    """A server of three rows at a new port."""
+def port_of(path, *template, **sizes):
+    """A server of three rows of a tiny chat model, written to `path`, at a new port."""
+    write_chat_model(path, *template, **sizes)
+    model = load_model(path)
     fields = {"trees": {3: TREE}, "queue": QUEUE, "chunk_steps": 3}
     with Server(model, slots=3, **fields) as server, listening(server) as port:
         yield port
