@@ -17,6 +17,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
 from medusa_jax.model import placing
+from medusa_jax.model.stored import Codes
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import setup
 from medusa_jax.tree.tree import Tree
@@ -133,6 +134,7 @@ def test_a_shared_lm_head_is_read_in_columns(
     kernel = model.variables["heads"][GROUP]["lm_head"]["kernel"]
     whole = model.variables["backbone"]["lm_head"]["kernel"]
     assert type(kernel) is type(whole)
+    assert isinstance(whole, Codes) == (weights == "int8")
     assert isinstance(kernel, Panels) == (products == "native")
     x = np.random.default_rng(0).standard_normal((3, config.d_model)).astype(np.float32)
     seen = for_drafting(model.backbone, model.variables["heads"])

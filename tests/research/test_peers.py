@@ -14,12 +14,6 @@ from research.asking import questions_of
 from research.peers import Setting, huggingface, llamacpp
 
 
-@pytest.fixture(scope="module")
-def model(directory):
-    heads = str(directory / "heads")
-    return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("peer", "model", "words"),
     [
@@ -35,8 +29,10 @@ def test_what_is_missing_is_named(peer, model, words, monkeypatch):
         peer.contenders(Setting(model, 3, 40, 3, 0))
 
 
-def test_plain_decoding_is_the_same_program_whatever_the_heads(model):
+def test_plain_decoding_is_the_same_program_whatever_the_heads(directory):
     """Hydra++ has a layer that every accepted position goes through; plain decoding has not."""
+    path = str(directory)
+    model = medusa_jax.load(path, f"{path}/heads", tree="chain:1", dtype="float32")
     heads = drafter_class("hydrapp").Config(n_heads=2)
     other = Model(
         model.config,

@@ -33,16 +33,6 @@ def directory(tmp_path_factory):
     return path
 
 
-def run(directory, out, *more):
-    return replay.main(
-        [
-            f"--model={directory}", f"--drafters={directory / 'heads'}", f"--nodes={NODES}",
-            f"--questions={directory / 'questions.jsonl'}", f"--max_new_tokens={NEW}",
-            "--dtype=float64", "--chat_template=plain", f"--out={out}", *more,
-        ]
-    )  # fmt: skip
-
-
 def steps_of(result, n_heads):
     """Tokens and steps over the positions from which the deepest head still has its token."""
     ends = np.flatnonzero(np.array(result.draft_depths[1:]) == 0) + 1  # a bonus token each
@@ -53,8 +43,13 @@ def steps_of(result, n_heads):
 @pytest.mark.wide
 @pytest.mark.parametrize("temperature", [0.9, 0.0])
 def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys):
-    asked = f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}"
-    assert run(directory, tmp_path, *asked) == 0
+    flags = [
+        f"--model={directory}", f"--drafters={directory / 'heads'}", f"--nodes={NODES}",
+        f"--questions={directory / 'questions.jsonl'}", f"--max_new_tokens={NEW}",
+        "--dtype=float64", "--chat_template=plain", f"--out={tmp_path}",
+        f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}",
+    ]  # fmt: skip
+    assert replay.main(flags) == 0
     table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in table[0][:2]] == ["category", "turns"]
     rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in table[2:]}

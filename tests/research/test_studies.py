@@ -70,18 +70,15 @@ def test_every_arm_names_fields_that_exist(tmp_path):
             assert cfg.model.quantise in CHOICES["model.quantise"]
 
 
-def texts(K):
-    """Ranks that fall off geometrically, in four texts."""
-    rng = np.random.default_rng(0)
-    ranks = (rng.geometric(0.5, (300, K)) - 1 for _ in range(4))
-    return [growth.Recorded.of_heads(r) for r in ranks]
-
-
 def test_trees_of_one_depth_leave_deeper_heads_out():
+    """Ranks fall off geometrically, in four texts."""
+
     def grow(texts):
         return growth.order_by_steps(texts, 127, copies=False)
 
-    five = texts(5)
+    rng = np.random.default_rng(0)
+    ranks = (rng.geometric(0.5, (300, 5)) - 1 for _ in range(4))
+    five = [growth.Recorded.of_heads(r) for r in ranks]
     sizes = (22, 35, 45, 64)
     found = shapes.of_one_depth(five, grow, (*sizes, 200))
     assert [tree.n_nodes for tree in found] == list(sizes)
@@ -121,25 +118,18 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
 
-def drafter_of(name, config):
-    return make_drafter(drafter_class(name).Config(drafter=name, n_heads=4), config)
-
-
-def shapes_of(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
 @pytest.mark.parametrize("weights", ["", *wide("int8")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)
-    drafter = drafter_of("hydrapp", config)
+    drafter = make_drafter(drafter_class("hydrapp").Config(n_heads=4), config)
     found = {
         "backbone": at_random.random_backbone(config, jnp.bfloat16, storage),
         "heads": at_random.random_heads(drafter, jnp.bfloat16, storage),
     }
     wanted = weightless.abstract_variables(config, drafter, jnp.bfloat16, storage)
-    assert shapes_of(found) == shapes_of(wanted)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), t) for t in (found, wanted)]
+    assert shapes[0] == shapes[1]
     values = [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
     assert all(np.isfinite(v).all() and v.any() for v in values)
 
@@ -153,13 +143,9 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def found():
-    return draft_cost.measure("llama-7b", 512, list(EXPECTED))
-
-
 @pytest.mark.wide
-def test_shares_of_a_backbone_pass(found):
+def test_shares_of_a_backbone_pass():
+    found = draft_cost.measure("llama-7b", 512, list(EXPECTED))
     assert {row["drafter"] for row in found["rows"]} == {*EXPECTED}
     for row in found["rows"]:
         expected = EXPECTED[row["drafter"]]
@@ -206,16 +192,6 @@ def test_decoding_meshes_divide_what_they_split(shape):
     assert tensor == (4 if shape == "llama-33b" else 8)
 
 
-def load(name, *more):
-    config = f"--config={ROOT}/configs/{name}.py"
-    return cli.parse([config, "--workdir=w", "--config.mesh=1,1,1", *more])
-
-
-def flops(name, *more):
-    cfg = load(name, *more)
-    return planning.flops_per_token(cfg, dry.step_shapes(cfg).state.params)
-
-
 # Billions of weights that a token is multiplied with: layers of Vicuna-7B, its LM head, five heads.
 LAYERS, LM_HEAD, HEADS = 6.4764, 0.1311, 5 * (0.1311 + 0.0168)
 # Scores and values: 2 x 32 layers x 4096 x 2048 positions, half of them seen.
@@ -247,7 +223,10 @@ ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
     ],
 )  # fmt: skip
 def test_arithmetic_of_a_token(name, more, billions):
-    assert flops(name, *more) / 1e9 == pytest.approx(billions, rel=2e-3)
+    given = f"--config={ROOT}/configs/{name}.py", "--workdir=w", "--config.mesh=1,1,1"
+    cfg = cli.parse([*given, *more])
+    found = planning.flops_per_token(cfg, dry.step_shapes(cfg).state.params)
+    assert found / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 BLOCKS = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)

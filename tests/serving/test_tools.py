@@ -99,21 +99,19 @@ def cut_call(arguments):
     return {"messages": [turn, {"role": "tool", "content": "x"}]}
 
 
+def tool(**schema):
+    return {"tools": [{"function": {"name": "a", "parameters": schema}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "about"),
     [
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
-        (
-            {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
-            "'maximum' has a number beyond",
-        ),
+        (tool(maximum=2**70), "'maximum' has a number beyond"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
         ({"response_format": {"type": "json_object"}}, "not both"),
-        (
-            {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
-            "the tools cannot",
-        ),
+        (tool(type="x"), "the tools cannot"),
         ({"tools": TOOLS * 2}, "two functions of one name"),
         ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
         (

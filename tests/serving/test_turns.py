@@ -89,10 +89,6 @@ def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
     assert max(reused) > 20
 
 
-def all_of(group, slots):
-    return {Programs(group, rows, slots): 0 for rows in TREES}
-
-
 def asked(prompt, n, **fields):
     return Request([5] * prompt, Options(n), **fields)
 
@@ -100,7 +96,7 @@ def asked(prompt, n, **fields):
 def test_nobody_waits_for_another_ones_programs(model, make):
     """Neither for a place, nor for the next step: whatever else is asked for meanwhile."""
     programs = Delayed(random.Random(0), 2)
-    programs.left = all_of(BASE, SLOTS)
+    programs.left = {Programs(BASE, rows, SLOTS): 0 for rows in TREES}
     programs.most_turns = 10**6
     taken = make(programs)
     victims = [Client(taken, model, asked(3, 25))]
