@@ -72,8 +72,7 @@ def test_greedy_text_is_the_argmax_of_the_model_on_disk(model, directory):
 
 def test_streamed_pieces_join_to_the_text(model):
     rows = [
-        Options(max_new_tokens=n, temperature=t, seed=3)
-        for n, t in ((24, 0), (9, 1), (17, 1))
+        Options(n, temperature, seed=3) for n, temperature in ((24, 0), (9, 1), (17, 1))
     ]
     expected = model.generate(PROMPTS, rows)
     shown, final = ["", "", ""], None
@@ -243,9 +242,8 @@ def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     write_tokenizer(tmp_path / "elsewhere")
-    load = partial(
-        medusa_jax.load, str(path), "none", tokenizer=str(tmp_path / "elsewhere")
-    )
+    elsewhere = str(tmp_path / "elsewhere")
+    load = partial(medusa_jax.load, str(path), "none", tokenizer=elsewhere)
     assert load().eos_ids == (2, 7, 9)
     assert load(eos_ids=[5, -1, 10**6]).eos_ids == (5,)  # the others never come
 
@@ -301,11 +299,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     shutil.copytree(directory[0], path)
     (path / "generation_config.json").write_text('{"no_repeat_ngram_size": 1}')
 
-    def load(**given):
-        return medusa_jax.load(
-            str(path), str(path / "heads"), tree=TREE, dtype="float64", **given
-        )
-
+    files = str(path), str(path / "heads")
+    load = partial(medusa_jax.load, *files, tree=TREE, dtype="float64")
     barred, free = load(), load(no_repeat_ngram_size=0)
     assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
     assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
@@ -318,9 +313,7 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
         text = barred.encode(prompt)
-        for token, place in zip(
-            tokens, one.drafted.top_logprobs
-        ):  # what is barred has none
+        for token, place in zip(tokens, one.drafted.top_logprobs):  # of none that is barred
             assert {i for i, _ in place} == {*range(barred.config.vocab_size)} - {*text}
             text.append(token)
         assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)

@@ -16,6 +16,7 @@ from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.interop import hf, tensors
+from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
 from medusa_jax.model.stored import Codes
 from medusa_jax.sharding import make_mesh
@@ -69,9 +70,8 @@ def test_loading_takes_the_model_and_one_layer(
 ):
     """Fused only, and in panels; bfloat16 from a float32 file."""
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
-    model = medusa_jax.load(
-        directory, directory + "/heads", tree="none", dtype=dtype, weights=weights
-    )
+    form = {"dtype": dtype, "weights": weights}
+    model = medusa_jax.load(directory, directory + "/heads", tree="none", **form)
     backbone = model.variables["backbone"]
     kernel = backbone["layers_0"]["mlp"]["down_proj"]["kernel"]
     assert isinstance(kernel, Panels) == (products == "native")
@@ -89,9 +89,8 @@ def test_bfloat16_with_native_products(tmp_path, monkeypatch):
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
     write_model(tmp_path, head_dim=32)
     directory = str(tmp_path)
-    model = medusa_jax.load(
-        directory, directory + "/heads", tree="chain:2", dtype="bfloat16"
-    )
+    files = directory, directory + "/heads"
+    model = medusa_jax.load(*files, tree="chain:2", dtype="bfloat16")
     assert (model.dtype, model.storage.weights) == (jnp.float32, "bfloat16")
     assert model.guarantee("greedy") == "bitwise"
     _, params = hf.load_backbone(directory, make_mesh())
@@ -115,6 +114,15 @@ def test_quantising_takes_the_quantised_model_and_one_layer(directory, peak, kin
     layer = largest_part(setup.arch, 4)
     assert held < LAYERS * layer / 2
     assert held <= peak.bytes <= held + 1.2 * layer
+
+
+def test_a_part_is_that_part_of_the_whole(directory):
+    """What a run knows of its backbone does not depend on how it was read."""
+    config, params = hf.load_backbone(directory, make_mesh())
+    marks = Fingerprint()
+    for name in reversed(params):
+        marks.update(config, {name: params[name]})
+    assert marks.hexdigest(config) == fingerprint(config, params)
 
 
 @pytest.mark.parametrize("tied", [True, *wide(False)])

@@ -56,9 +56,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]) -> 
     """Execute a notebook with other words in it and check what it shows."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    assert not any(cell.get("outputs") for cell in notebook.cells), (
-        "commit it without outputs"
-    )
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # as it is committed
     assert "skip-execution" in notebook.cells[1].metadata.tags, "installations"
     for cell in notebook.cells:
         for old, new in (SHORTER | changes).items():

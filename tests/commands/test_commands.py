@@ -156,9 +156,8 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     found = fitting.rank_texts(model, PROMPTS, options, keep)
     assert written == [2, 2, 2]
     whole = fitting.rank_texts(model, PROMPTS, options)
-    assert [one.ranks_PK.tolist() for one in found] == [
-        one.ranks_PK.tolist() for one in whole
-    ]
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(one.ranks_PK, other.ranks_PK)
     fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 7
 
@@ -183,9 +182,6 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
     assert sorted(set(timed)) == [1, 2, 3, 4, 5]  # two slower ones end it
     rows = fitting.figures_of(rounds, tokens)
     assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and fitting.fastest(rows) == 3
-    assert (
-        fitting.fastest([{"nodes": 2, "speedup": 2.0}, {"nodes": 4, "speedup": 2.03}]) == 2
-    )
-    assert (
-        fitting.fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fitting.fastest([]) == 1
-    )
+    for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
+        rows = [{"nodes": n, "speedup": speedup} for n, speedup in speedups.items()]
+        assert fitting.fastest(rows) == fastest

@@ -110,10 +110,8 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
 
-def test_a_model_without_a_tokenizer_takes_and_gives_ids(
-    directory, decode, refused, tmp_path
-):
-    """The same tokens as with one, and text where there is none is refused."""
+def test_a_model_without_a_tokenizer(directory, decode, refused, tmp_path):
+    """It takes ids and gives the same tokens as with one, and text where there is none is refused."""
     bare = tmp_path / "bare"
     shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     file = tmp_path / "prompts.jsonl"
@@ -136,9 +134,8 @@ def test_stop_and_standard_input(decode, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffthe cat"))
     whole = json.loads(decode("--prompt", "-", "--json")[1])
     stop = whole["text"][6:9]
-    facts = json.loads(
-        decode("--prompt", "the cat", "--json", "--stop", "@", "--stop", stop)[1]
-    )
+    stops = ("--stop", "@", "--stop", stop)
+    facts = json.loads(decode("--prompt", "the cat", "--json", *stops)[1])
     assert facts["text"] == whole["text"][: whole["text"].index(stop)]
     assert facts["finish_reason"] == "stop"
 

@@ -45,9 +45,8 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(found))
     refuse_other(tmp_path, asked)  # how often it was watched does not matter
     asked["train"]["steps"] = 400
-    with pytest.raises(
-        UserError, match=r"was trained with train.steps 1200 \(asked: 400\)"
-    ):
+    words = r"was trained with train.steps 1200 \(asked: 400\)"
+    with pytest.raises(UserError, match=words):
         refuse_other(tmp_path, asked)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"no readable config.json"):
@@ -58,9 +57,8 @@ def test_every_arm_names_fields_that_exist(tmp_path):
     flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
     for name, (_, runs) in variants.variants().items():
         shares = [fields["share"] for fields in runs]
-        assert not runs or sum(shares) == 1.0, (
-            name
-        )  # all variants make the same number of steps
+        # All variants make the same number of steps.
+        assert not runs or sum(shares) == 1.0, name
         for fields in runs:
             cfg = variants.recipe(flags, 0, tmp_path)
             for field, value in fields.items():
@@ -260,9 +258,7 @@ def test_a_fit_finds_the_roof_that_timings_were_made_from():
     found = (fit.roof.flops, fit.roof.bandwidth, fit.roof.overhead)
     assert found == pytest.approx((3e13, 7e11, 4e-6), rel=1e-3)
     assert fit.error < 1e-3 and fit.bound == (3, 2, 3)
-    only = measure.fit_roof(
-        records[:2] + records[5:]
-    )  # nothing there is bound by arithmetic
+    only = measure.fit_roof(records[:2] + records[5:])  # none is bound by arithmetic
     assert only.bound[0] == 0
     (line,) = measure.fit_table({"g": only}).splitlines()[2:]
     assert line.startswith("| g | - | 700.0 |")
@@ -279,9 +275,8 @@ def test_product_growth_equals_exhaustive_search(size: int) -> None:
         )
 
     best = max(worth(tree) for tree in all_trees(3, 3, size))
-    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
-        best
-    )
+    grown = Tree.from_choices(fit.product_growth(accuracy, size))
+    assert worth(grown) == pytest.approx(best)
 
 
 def test_best_cartesian_is_the_best_of_all_widths():

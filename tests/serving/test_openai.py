@@ -11,10 +11,6 @@ PATH = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]
 
 
-def chat_prompt(port, messages=MESSAGES):
-    return encode_prompt(port.model.tokenizer, messages)
-
-
 def test_models(client):
     [model] = client.models.list().data
     assert model.id == NAME and model.medusa["drafter"] == "medusa"
@@ -25,16 +21,10 @@ def test_models(client):
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_chat_whole_and_streamed(port, client, temperature):
-    expected = alone(
-        port.model, chat_prompt(port), max_new_tokens=20, temperature=temperature, seed=5
-    )
-    asked = {
-        "model": NAME,
-        "messages": MESSAGES,
-        "max_tokens": 20,
-        "temperature": temperature,
-        "seed": 5,
-    }
+    prompt = encode_prompt(port.model.tokenizer, MESSAGES)
+    drawn = {"temperature": temperature, "seed": 5}
+    expected = alone(port.model, prompt, max_new_tokens=20, **drawn)
+    asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 20, **drawn}
     whole = client.chat.completions.create(**asked)
     [choice] = whole.choices
     assert choice.message.role == "assistant"
@@ -43,11 +33,8 @@ def test_chat_whole_and_streamed(port, client, temperature):
     assert whole.usage.completion_tokens == expected.new_tokens == 20
     assert whole.usage.prompt_tokens == expected.prompt_tokens
     assert choice.medusa["seed"] == 5 and choice.medusa["mean_accepted_length"] > 1
-    usage = {"include_usage": True}
-    pieces = list(
-        client.chat.completions.create(**asked, stream=True, stream_options=usage)
-    )
-    *pieces, last = pieces
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = client.chat.completions.create(**asked)
     assert last.usage.completion_tokens == 20 and not last.choices
     # Of the same prompt only the last token is read again.
     reused = last.usage.prompt_tokens_details.cached_tokens

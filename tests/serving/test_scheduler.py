@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import tiny_arch
-from turns import TREE, alone, check, run, scheduler_of
+from turns import TREE, Client, alone, check, run, scheduler_of
 
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.decoding import rows
@@ -65,13 +65,9 @@ def test_no_text_depends_on_slot_neighbours_or_arrival(model, scheduler):
         ran_B = (wanted_B == RUNNING) & np.isin(before.status_B, (RUNNING, PAUSED))
         ended_B = ran_B & (np.array(progress.status_B) != RUNNING)
         taken_B = np.array(progress.steps_B) - before.steps_B
-        if (
-            (wanted_B == RUNNING) & ~ran_B
-        ).any():  # the host did not know that it had ended
+        if ((wanted_B == RUNNING) & ~ran_B).any():  # ended, which the host did not know
             short.append(taken_B.max())
-        assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}, (
-            before.status_B, progress.status_B, taken_B, wanted_B,
-        )  # fmt: skip
+        assert not ended_B.any() or set(taken_B[ended_B]) == {taken_B.max()}
         seen.add((batch.rows, batch.slots, rest[0].drafts, nodes))
         assert len(wanted_B) == batch.rows
         return progress, nodes
@@ -117,9 +113,8 @@ def test_a_conversation_is_read_from_where_it_goes_on(model, scheduler):
     """Turn by turn as a chat has it: what the model said itself is not read again either."""
     prompt, known = model.encode("the hat and"), 0
     for turn in range(3):
-        [client] = run(
-            scheduler, {0: [Request(prompt, options(12, 0.8, seed=turn))]}, model
-        )
+        request = Request(prompt, options(12, 0.8, seed=turn))
+        [client] = run(scheduler, {0: [request]}, model)
         check(model, [client])
         reused = client.deltas[-1].ending.reused_tokens
         if turn:
@@ -145,9 +140,8 @@ def test_another_turn_after_the_same_start(model, scheduler):
 @pytest.mark.wide
 def test_rows_copy_from_their_own_texts(model, monkeypatch):
     """One tree copies and another does not; a text's start is what another row has read."""
-    monkeypatch.setattr(
-        model, "no_repeat_ngram_size", 0
-    )  # what is barred is not worth copying
+    # What is barred is not worth copying.
+    monkeypatch.setattr(model, "no_repeat_ngram_size", 0)
     copies, spares = Tree.copies(4).choices, [[5], [6], [7], [8]]
     copying = Tree.from_choices([*TREE.choices, *copies], spares)
     assert copying.spares
@@ -162,6 +156,20 @@ def test_rows_copy_from_their_own_texts(model, monkeypatch):
     check(model, clients)
     # Deeper than what is drafted goes.
     assert min(depth for c in clients for depth in c.result.draft_depths) < -TREE.depth
+
+
+def test_cancelled_requests_free_their_rows(model, scheduler):
+    endless = Request("in", options(200, 1.0, seed=1))
+    clients = [Client(scheduler, model, endless) for _ in range(5)]
+    for _ in range(6):
+        scheduler.step()
+    for client in clients:
+        client.handle.cancel()
+    while scheduler.step():
+        pass
+    assert scheduler.busy == scheduler.waiting == 0
+    assert clients[0].deltas and not any(client.ended for client in clients)
+    check(model, run(scheduler, {0: [Request("in", options(20))]}, model))
 
 
 @pytest.mark.wide
@@ -198,9 +206,8 @@ def test_texts_that_depend_on_the_drafts(model, rule):
     for request in asked:
         [client] = run(scheduler, {0: [request]}, model)
         rules = "auto" if request.acceptance == "auto" else rule
-        [expected] = model.generate(
-            [request.prompt], [request.options], [request.id], acceptance=rules
-        )
+        solo = [request.prompt], [request.options], [request.id]
+        [expected] = model.generate(*solo, acceptance=rules)
         assert client.result.token_ids == expected.token_ids
 
 

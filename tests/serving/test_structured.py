@@ -123,10 +123,9 @@ def test_neighbours_change_nothing(port, client):
 
 def test_a_text_that_cannot_go_on(port, client):
     """The vocabulary has no é: the answer is marked as incomplete."""
+    options = Options(constraint={"regex": "abcé"}, max_new_tokens=9)
     for tree in ("none", None):
-        [result] = port.model.generate(
-            ["in"], Options(constraint={"regex": "abcé"}, max_new_tokens=9), tree=tree
-        )
+        [result] = port.model.generate(["in"], options, tree=tree)
         assert (result.text, result.finish_reason) == ("abc", "constraint")
     [choice] = ask(client, extra_body={"guided_regex": "abcé"}).choices
     assert choice.finish_reason == "length" and choice.message.content == "abc"

@@ -53,9 +53,8 @@ def pool(model):
         limit, temperature = rng.choice([1, 5, 20, 60, 90]), rng.choice([0, 0.8])
         options = Options(limit, temperature, seed=i)
         prompt = rng.choice(STARTS)[: rng.randrange(3, 120)]
-        asked.append(
-            Request(model.encode(prompt), options, i % 3, drafts=rng.random() < 0.7)
-        )
+        drafts = rng.random() < 0.7
+        asked.append(Request(model.encode(prompt), options, i % 3, drafts))
     results = alone(model, asked)
     for i, result in enumerate(results):
         prompt = [*asked[i].prompt, *result.token_ids, 5]

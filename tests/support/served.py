@@ -172,9 +172,8 @@ def both(http, path, **body):
     assert reasons == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
     for name in whole["logprobs"] or ():
         parts = [p["logprobs"][name] for p in pieces if p["logprobs"]]
-        assert [one for part in parts for one in part or ()] == (
-            whole["logprobs"][name] or []
-        )
+        joined = [one for part in parts for one in part or ()]
+        assert joined == (whole["logprobs"][name] or [])
     return whole
 
 
