@@ -153,9 +153,8 @@ def test_caches_are_in_absolute_places(xdg, home, where, temporary, monkeypatch,
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 @pytest.mark.parametrize("part", ["", "native"])
-def test_what_another_user_put_into_a_cache_is_not_used(
-    part, temporary, monkeypatch, tmp_path
-):
+def test_a_cache_of_another_user(part, temporary, monkeypatch, tmp_path):
+    """What it holds is not used."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ours = tmp_path / "medusa_jax" / "native"
     assert console.cache_directory("native") == str(ours)

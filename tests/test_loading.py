@@ -172,6 +172,11 @@ def test_a_shared_lm_head_is_read_in_columns(
 # Drafters without heads by what `--drafter` says of them, from files.
 
 
+def test_fields_of_a_spec_make_the_tree(directory):
+    model = load(directory, "lookahead:window=3:ngram=3:guesses=2")
+    assert model.tree == Tree.from_choices([[0], [1], [0, 0], [1, 0]])
+
+
 def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     """As many tokens, of which one is another."""
     write_model(tmp_path)

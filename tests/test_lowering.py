@@ -135,9 +135,8 @@ def products(jaxpr):
         is_product = equation.primitive.name == "dot_general"
         if is_product and equation.invars[0].aval.dtype == jnp.float32:
             yield equation.source_info.traceback, equation.params["precision"]
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
+        inside = list(equation.params.values())
+        for inner in jax.tree.leaves(inside, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
                 yield from products(inner)

@@ -78,15 +78,8 @@ def test_commands(talk):
 
 
 def test_a_line_that_begins_with_a_slash_and_a_word_is_no_message(talk, tmp_path):
-    said = [
-        "/rest",
-        "/etc/hosts is a file",
-        "/retry",
-        "/tree",
-        "/tree x",
-        "/temperature -1",
-    ]
-    said += ["/stats now", "/save a.jsonl", f"/save {tmp_path}", "//in"]
+    said = ["/rest", "/etc/hosts is a file", "/retry", "/tree", "/tree x"]
+    said += ["/temperature -1", "/stats now", "/save a.jsonl", f"/save {tmp_path}", "//in"]
     _, _, err, prompts = talk(*said)
     lines = [line for line in err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 9 and prompts == ["uin.a"]  # the vocabulary has no slash

@@ -1,4 +1,4 @@
-"""calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
+"""calibrate, distill, bench and convert: files, figures, resuming; how flags are declared."""
 
 import dataclasses
 import json
@@ -9,11 +9,13 @@ from files import PROMPTS
 
 import medusa_jax
 from medusa_jax import Options, progress
-from medusa_jax.commands import bench, calibrate, distill
+from medusa_jax.api import find_heads
+from medusa_jax.commands import bench, calibrate, convert, distill
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.config import DataConfig
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Order, Tree
@@ -185,3 +187,15 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
     for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
         rows = [{"nodes": n, "speedup": speedup} for n, speedup in speedups.items()]
         assert fitting.fastest(rows) == fastest
+
+
+def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
+    ours, out = find_heads(None, "medusa").heads, tmp_path / "tgi"
+    flags = f"--drafter medusa --to tgi --out {out} --dtype float16 --base_name owner/name"
+    assert convert.main(flags.split()) == 0
+    assert "medusa_jax, 4 heads" in capfd.readouterr().err
+    config = json.loads((out / "config.json").read_text())
+    assert config["base_model_name_or_path"] == "owner/name"
+    assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
+    there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
+    assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)

@@ -36,15 +36,13 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "a.gguf").write_bytes(b"")
     monkeypatch.chdir(folder)
-    paths = (folder, f"{folder}/", folder / "a.gguf", "a.gguf", ".", "../llama")
-    names = [serve_run.name_of(str(path)) for path in paths]
-    assert names == ["llama", "llama", "a.gguf", "a.gguf", "llama", "llama"]
-    hub = "owner/name@main"
-    assert [serve_run.name_of(n) for n in (None, "smollm2", hub)] == [
-        "demo",
-        "smollm2",
-        hub,
-    ]
+    for path in (str(folder), f"{folder}/", ".", "../llama"):
+        assert serve_run.name_of(path) == "llama"
+    for path in (str(folder / "a.gguf"), "a.gguf"):
+        assert serve_run.name_of(path) == "a.gguf"
+    assert serve_run.name_of(None) == "demo"
+    for name in ("smollm2", "owner/name@main"):
+        assert serve_run.name_of(name) == name
 
 
 @pytest.fixture

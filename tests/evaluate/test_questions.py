@@ -26,15 +26,9 @@ PUBLISHED = {
          "canonical_solution": "    return 1\n"},
         ["def f():\n"], "humaneval",
     ),
-    "gsm8k": (
-        {"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k",
-    ),
-    "xsum": (
-        {"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"
-    ),
-    "cnn_dm": (
-        {"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm",
-    ),
+    "gsm8k": ({"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k"),
+    "xsum": ({"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"),
+    "cnn_dm": ({"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm"),
     "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py"),
 }  # fmt: skip
 
@@ -94,6 +88,10 @@ def test_bad_files(text, sentence, tmp_path):
         read_questions(str(tmp_path / "q.jsonl"))
 
 
+SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])
+MESSAGES = [{"role": role, "content": text} for role, text in SAID]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
@@ -113,19 +111,11 @@ def read(model, *args):
 def test_the_second_turn_comes_after_the_model_s_own_answer(model):
     talk = question("the cat", "a b")
     ids, _ = turn_prompt(model, talk, [" an answer\n"], "vicuna", 999)
-    messages = [
-        {"role": "user", "content": "the cat"},
-        {"role": "assistant", "content": "an answer"},
-        {"role": "user", "content": "a b"},
-        {"role": "assistant", "content": "x"},
-    ]
-    whole, counted = encode_conversation(model.tokenizer, messages, "vicuna")
+    whole, counted = encode_conversation(model.tokenizer, MESSAGES, "vicuna")
     assert ids == whole[: len(ids)] and counted[len(ids) - 1 : len(ids) + 1] == [0, 1]
     assert read(model, talk, [], PLAIN, 999) == ("the cat", False)
-    assert read(model, talk, [" an answer\n"], PLAIN, 999) == (
-        "the cat\n\nan answer\n\na b",
-        False,
-    )
+    whole = "the cat\n\nan answer\n\na b"
+    assert read(model, talk, [" an answer\n"], PLAIN, 999) == (whole, False)
 
 
 def test_an_article_is_cut_at_its_end_and_keeps_its_frame(model):
@@ -151,20 +141,13 @@ def test_other_turns_keep_both_ends(model):
 
 
 def test_a_conversation_is_asked_up_to_its_last_question(model):
-    said = [
-        ("user", "the cat"),
-        ("assistant", "an answer"),
-        ("user", "a b"),
-        ("assistant", "x"),
-    ]
-    messages = [{"role": role, "content": text} for role, text in said]
-    ids = asked(model, {"messages": messages}, "vicuna")
+    ids = asked(model, {"messages": MESSAGES}, "vicuna")
     talk = question("the cat", "a b")
     assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
-    assert asked(model, {"messages": messages[:3]}, "vicuna") == ids
+    assert asked(model, {"messages": MESSAGES[:3]}, "vicuna") == ids
     assert asked(model, {"prompt": "a b"}, "vicuna") == "a b"
     first = turn_prompt(model, talk, [], "vicuna", 999)[0]
     assert asked(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
     assert asked(model, {"turns": ["the cat", "a b"]}) == "the cat"  # without a template
     with pytest.raises(UserError, match="without a user turn"):
-        asked(model, {"messages": messages[1:2]}, "vicuna")
+        asked(model, {"messages": MESSAGES[1:2]}, "vicuna")

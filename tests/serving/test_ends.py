@@ -112,38 +112,28 @@ def test_a_server_goes_on_after_an_error(server, monkeypatch, capfd):
     assert "its requests are lost: out of memory" in capfd.readouterr().err
 
 
-def test_errors_one_after_the_other_end_it(server, monkeypatch):
-    ended = threading.Event()
+@pytest.mark.parametrize("compiles", [True, False])
+def test_errors_one_after_the_other_end_it(server, compiles, monkeypatch):
+    """Those of steps, or of a device that compiles nothing."""
+    ended, asked = threading.Event(), 0
     server.when_failed(ended.set)
 
     def broken(*given):
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(server._scheduler._batch, "begin", broken)
-    for n in range(MOST_FAILURES):
-        assert server.running == (n < MOST_FAILURES)
+    place = (server._scheduler._batch, "begin") if compiles else (Batch, "compile")
+    monkeypatch.setattr(*place, broken)
+    monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
+    while server.running:
+        asked += 1
         with pytest.raises(Stopped, match="the device is gone"):
             answered(server)
-    assert ended.wait(10) and server.failed and not server.running
+    assert asked == MOST_FAILURES or not compiles
+    assert ended.wait(10) and server.failed
     with pytest.raises(Stopped):
         answered(server)
     app = make_app(server, name=NAME, template="")
     assert ask_app(app, "GET", "/health").status_code == 503
-
-
-def test_a_device_that_compiles_nothing_ends_it(port, monkeypatch):
-    def compile(*given):
-        raise MemoryError("out of memory")
-
-    monkeypatch.setattr(Batch, "compile", compile)
-    monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
-    with Server(port.model, slots=3, trees={3: TREE}, chunk_steps=3) as server:
-        end = time.monotonic() + 30
-        while server.running:
-            assert time.monotonic() < end
-            with pytest.raises(Stopped):
-                answered(server)
-    assert server.failed
 
 
 def test_a_slow_compilation_delays_neither_a_stream_nor_the_end(server, monkeypatch):
