@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from itertools import pairwise
 
+import jax
 import numpy as np
 import pytest
 from cases import wide
@@ -33,6 +34,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(directory):
     """In float64, where identity is exact."""
+    jax.config.update("jax_enable_x64", True)
     path = directory[0]
     return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, dtype="float64")
 
