@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, wide
 from laws import agrees, law_of, total_variation
 from planted import filtered_scores, sampling_of, texts_of
 from scipy.special import softmax
@@ -209,12 +209,12 @@ def test_rows_of_one_seed_draw_different_noise():
         assert agrees(law_of(pairs, V), np.outer(first, first))
 
 
-@pytest.mark.wide
-def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monkeypatch):
-    """Rows of other prompts, limits and parameters in any order (sampled: test_exactness.py)."""
+@pytest.mark.parametrize("acceptance", ["sampled", *wide("rejection")])
+def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance, monkeypatch):
+    """Rows of other prompts, limits and parameters in any order."""
     monkeypatch.setattr(loop, "MIN_SLOTS", 32)  # as many as all of them need: one program
     _, _, llama, drafter, variables = model()
-    engine = Engine(llama, drafter, TREE, "rejection")
+    engine = Engine(llama, drafter, TREE, acceptance)
     rows = {
         "prompts": [PROMPT, [1], [0, 3, 3, 2, 1, 1]],
         "limits": [9, 7, 8],
@@ -224,9 +224,9 @@ def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monke
         "seed": [5, 5, 5],
     }
 
-    def texts(order):
+    def texts(order, ids=None):
         picked = {name: [column[row] for row in order] for name, column in rows.items()}
-        request = loop.Request(**picked, ids=list(order))
+        request = loop.Request(**picked, ids=list(ids or order))
         return texts_of(loop.generate(engine, variables, request))
 
     together = texts([0, 1, 2])
@@ -234,3 +234,5 @@ def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monke
         assert texts(order) == [together[row] for row in order]
     for row in range(3):
         assert texts([row]) == [together[row]]
+    # The id, not the slot, decides the draws: another id is another text.
+    assert texts([0], ids=[1]) != [together[0]]

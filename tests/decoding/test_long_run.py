@@ -83,7 +83,7 @@ def test_a_hundred_thousand_tokens(dtype):
                 seeds = rng.integers(0, 2**31, batch).tolist()
                 request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
                 model = None, llama, backbone
-                expected = plain_texts(config, *model[1:], request, acceptance)
+                expected = plain_texts(config, model, request, acceptance)
                 tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
                 progress = drafted(
                     config, model, request, expected, tree, seed, acceptance, shape
