@@ -254,6 +254,29 @@ def test_the_forms_for_accelerators_give_the_same_text(
         assert plain == expected[:1] and 1 in calls
 
 
+@pytest.mark.parametrize("acceptance", ["sampled", *wide("rejection")])
+def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
+    m = MECHANISMS["penalties"]
+    params, llama, backbone = random_model(m.config, 0)
+    drafter, heads = fresh_medusa(m.config, params)
+    engine = Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
+    rows = {name: x for name, x in vars(m.request(acceptance, 3)).items() if x}
+
+    def texts(order, ids=None):
+        picked = {name: [column[row] for row in order] for name, column in rows.items()}
+        request = loop.Request(**picked, ids=list(ids or order))
+        variables = {"backbone": backbone, "heads": heads}
+        return texts_of(loop.generate(engine, variables, request))
+
+    together = texts([0, 1, 2])
+    for order in ([2, 0, 1], [1, 1, 2]):
+        assert texts(order) == [together[row] for row in order]
+    for row in range(3):
+        assert texts([row]) == [together[row]]
+    # The id, not the slot, decides the draws: another id is another text.
+    assert texts([0], ids=[1]) != [together[0]]
+
+
 def test_float32_differs_only_at_ties():
     """In float32, passes over 1 and M tokens round differently; texts may part only at a tie.
 

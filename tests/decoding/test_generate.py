@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import check_counts, planted, planted_params, random_model, texts_of
+from planted import check_counts, drafted, planted, planted_params, random_model, texts_of
 from planted import plain_texts as plainly
-from tiny import tiny_arch
+from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.loop import decode_loop
@@ -240,6 +240,9 @@ def test_trees_of_one_depth_read_prompts_with_one_program():
     deeper, _ = all_accepted(Tree.chain(2))
     loop.begin(deeper, variables, request)
     assert loop.prefill.cached() == programs + 1
+    copying = Tree.copies(3), Tree.from_choices([[0], *Tree.copies(3).choices])
+    one, other = (all_accepted(tree)[0].depth_only for tree in copying)
+    assert one == other != engine.depth_only
 
 
 def test_requests_that_cannot_be_are_refused():
@@ -272,3 +275,11 @@ def test_slot_ladder(longest, needed, native, drafter, expected):
     engine = Engine(SimpleNamespace(native=native, taps=()), drafter, tree)
     assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
     assert loop.slot_ladder(engine, longest, needed) == expected
+
+
+@pytest.mark.wide
+def test_bfloat16_runs():
+    """No promise of identity there, but of whole, well-formed texts."""
+    model = None, *decoder(CONFIG, random_params(CONFIG, 1), jnp.bfloat16)
+    progress = drafted(CONFIG, model, request_of([NEW]), [[]], CHAIN, 0, "sampled")
+    assert len(texts_of(progress)[0]) == NEW

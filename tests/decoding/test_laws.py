@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned, wide
+from cases import thinned
 from laws import agrees, law_of, total_variation
-from planted import filtered_scores, sampling_of, texts_of
+from planted import filtered_scores, sampling_of
 from scipy.special import softmax
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
@@ -207,32 +207,3 @@ def test_rows_of_one_seed_draw_different_noise():
         pairs = tokens[:, 0].reshape(-1, 2)
         first = law.sum((1, 2))
         assert agrees(law_of(pairs, V), np.outer(first, first))
-
-
-@pytest.mark.parametrize("acceptance", ["sampled", *wide("rejection")])
-def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance, monkeypatch):
-    """Rows of other prompts, limits and parameters in any order."""
-    monkeypatch.setattr(loop, "MIN_SLOTS", 32)  # as many as all of them need: one program
-    _, _, llama, drafter, variables = model()
-    engine = Engine(llama, drafter, TREE, acceptance)
-    rows = {
-        "prompts": [PROMPT, [1], [0, 3, 3, 2, 1, 1]],
-        "limits": [9, 7, 8],
-        "temperature": [1.3, 0.0, 0.7],
-        "top_k": [0, 0, 3],
-        "top_p": [0.9, 1.0, 1.0],
-        "seed": [5, 5, 5],
-    }
-
-    def texts(order, ids=None):
-        picked = {name: [column[row] for row in order] for name, column in rows.items()}
-        request = loop.Request(**picked, ids=list(ids or order))
-        return texts_of(loop.generate(engine, variables, request))
-
-    together = texts([0, 1, 2])
-    for order in ([2, 0, 1], [1, 1, 2]):
-        assert texts(order) == [together[row] for row in order]
-    for row in range(3):
-        assert texts([row]) == [together[row]]
-    # The id, not the slot, decides the draws: another id is another text.
-    assert texts([0], ids=[1]) != [together[0]]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import check_counts, sampling_of, texts_of
-from tiny import decoder, random_params, tiny_arch
+from planted import check_counts, random_model, sampling_of, texts_of
+from planted import plain_texts as plainly
+from tiny import decoder, tiny_arch
 from trees import WILD
 
 from medusa_jax import model
-from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding import ranks as decoding_ranks
@@ -223,12 +223,10 @@ WIDE = Tree.from_choices(
 PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
 
 
-@cache
 def seven(tied=False):
     """A backbone of seven tokens, as stored and as it decodes."""
     config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
-    params = random_params(config, 1)
-    return config, params, *decoder(config, params)
+    return config, *random_model(config, 1)
 
 
 def request_of(acceptance):
@@ -241,11 +239,9 @@ def request_of(acceptance):
 
 @cache
 def plain_texts(acceptance, tied=False, n_gram=0):
-    config, _, llama, backbone = seven(tied)
-    drafter = make_drafter(HeadsConfig(), config)
-    engine = Engine(llama, drafter, Tree.none(), acceptance, n_gram)
-    variables = {"backbone": backbone, "heads": {}}
-    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
+    config, *model = seven(tied)
+    request = request_of(acceptance)
+    return plainly(config, model, request, acceptance, no_repeat_ngram_size=n_gram)
 
 
 @cache

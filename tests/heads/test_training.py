@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from tiny import random_params
-from training_setup import stage_of, tiny_config, training_arch
+from training_setup import packed_batch, stage_of, tiny_config, training_arch
 
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.training import losses
@@ -27,13 +27,7 @@ def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     _, stage = made(name, teacher_weight=1.0, label_weight=0.1, hidden_noise=1.0)
     backbone = random_params(training_arch(), 0)
     frozen = {"backbone": jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), backbone)}
-    rng = np.random.default_rng(0)
-    batch = {
-        "tokens": jnp.asarray(rng.integers(0, 64, (2, 16)), jnp.int32),
-        "positions": jnp.broadcast_to(jnp.arange(16), (2, 16)),
-        "segment_ids": jnp.ones((2, 16), jnp.int32),
-        "counted": jnp.ones((2, 16), bool),
-    }
+    batch = packed_batch(np.random.default_rng(0), [(16,), (16,)], 16)
     counts = losses.pair_counts(batch, stage.offsets)
     key = jax.random.key(0)
     start = jax.jit(stage.init)(key, frozen)

@@ -1,16 +1,11 @@
 """Token arrays and a Vicuna-shaped directory with a sentencepiece tokenizer, made here."""
 
 import json
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
 from pieces import train_sentencepiece
 from training_setup import training_arch, write_tokens
-
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 TALK = [
     ("What is a tree?", "A tree is a graph without cycles."),

@@ -11,7 +11,7 @@ from cases import thinned
 from closeness import assert_close
 from test_losses import pairs_of
 from tiny import random_params
-from training_setup import VOCAB, stage_of, tiny_config, training_arch
+from training_setup import VOCAB, packed_batch, stage_of, tiny_config, training_arch
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
@@ -40,18 +40,7 @@ def problem(name, **fields):
     if cfg.heads.draft_vocab:
         frozen["draft_vocab"] = {"ids": jnp.asarray(IDS)}
     rng = np.random.default_rng(1)
-    lengths = np.array([[12, 8], [20, 0], [7, 11]])
-    segments = np.zeros((B, T), np.int32)
-    positions = np.zeros((B, T), np.int32)
-    for b, (first, second) in enumerate(lengths):
-        segments[b, :first], segments[b, first : first + second] = 1, 2
-        positions[b, : first + second] = [*range(first), *range(second)]
-    batch = {
-        "tokens": rng.integers(0, VOCAB, (B, T)).astype(np.int32),
-        "counted": rng.random((B, T)) < 0.8,
-        "segment_ids": segments,
-        "positions": positions,
-    }
+    batch = packed_batch(rng, [(12, 8), (20,), (7, 11)], T, counted=0.8)
     return cfg, HeadFunctions(cfg.heads, ARCH, cfg.train), frozen, batch
 
 

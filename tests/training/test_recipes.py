@@ -81,10 +81,6 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
         assert x.sharding.shard_shape(x.shape) == (micro, rows // 8, *rest)
 
 
-def parameters(tree):
-    return dry.count(jax.tree.leaves(tree))
-
-
 # The other drafters' recipes have their counts in tests/heads.
 MEDUSA = [name for name in RECIPES if load(name).heads.drafter == "medusa"]
 
@@ -102,11 +98,11 @@ def test_recipes_have_the_sizes_of_their_models(name):
     arch = cfg.model.arch
     key = jax.eval_shape(lambda: jax.random.key(0))
     backbone = jax.eval_shape(lambda k: init_params(arch, k, jnp.bfloat16), key)
-    assert parameters(backbone) / 1e9 == pytest.approx(BACKBONES[name], abs=0.01)
+    assert dry.count(backbone) / 1e9 == pytest.approx(BACKBONES[name], abs=0.01)
     params = jax.eval_shape(stage_of(cfg, 100).init, key, {"backbone": backbone})
     D, V, K = arch.d_model, arch.vocab_size, cfg.heads.n_heads
     own = V * D if cfg.heads.lm_head == "own" else 0
-    assert parameters(params["heads"]) == K * (cfg.heads.n_layers * (D * D + D) + own)
+    assert dry.count(params["heads"]) == K * (cfg.heads.n_layers * (D * D + D) + own)
     optimizer = make_optimizer(cfg.optim, groups_of(cfg), 100)
     groups = {name: tree for name, tree in params.items() if name in groups_of(cfg)}
     assert jax.eval_shape(optimizer.init, groups)
