@@ -87,9 +87,19 @@ def joint_law(setting):
     return joint
 
 
-def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), baseline=None):
+def draws(
+    acceptance,
+    setting,
+    tree=TREE,
+    batches=BATCHES,
+    mark=0,
+    ids=(),
+    baseline=None,
+    seed=None,
+):
     """First three tokens of many rows, and how often drafts were accepted.
 
+    seed: of all rows; by default each has its own.
     mark: as many stops more that are never met, so that a patched function is compiled again.
     baseline: a drafter in the place of the heads.
     """
@@ -100,6 +110,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), basel
     tokens, histogram = [], 0
     for batch in range(batches):
         seeds = list(range(batch * ROWS, (batch + 1) * ROWS))
+        seeds = seeds if seed is None else [seed] * ROWS
         request = loop.Request(
             [PROMPT] * ROWS, [4] * ROWS, [stops] * ROWS, seed=seeds, **fields
         )
@@ -194,14 +205,9 @@ def test_without_drafts_rejection_is_plain_sampling_draw_for_draw():
 
 def test_rows_of_one_seed_draw_different_noise():
     """One seed for all rows: the request id alone makes rows differ, and the law holds."""
-    _, _, llama, drafter, variables = model()
     law = joint_law("temperature")
     for acceptance in ("sampled", "rejection"):
-        engine = Engine(llama, drafter, TREE, acceptance)
-        request = loop.Request(
-            [PROMPT] * ROWS, [4] * ROWS, temperature=[1.3] * ROWS, seed=[7] * ROWS
-        )
-        tokens = np.asarray(loop.generate(engine, variables, request).tokens_BO)[:, :3]
+        tokens, _ = draws(acceptance, "temperature", batches=1, seed=7)
         assert agrees(law_of(tokens, V), law)
         # Neighbours in the batch are independent: their first tokens fill all pairs.
         pairs = tokens[:, 0].reshape(-1, 2)

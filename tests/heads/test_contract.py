@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import check_counts, random_model, sampling_of, texts_of
+from planted import check_counts, random_model, texts_of
 from planted import plain_texts as plainly
 from tiny import decoder, tiny_arch
 from trees import WILD
@@ -26,7 +26,6 @@ from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import layers
 from medusa_jax.heads.draft_model import DraftState
@@ -277,21 +276,16 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
 
 def prefilled(engine, variables, monkeypatch, piece):
     """The state after ragged prompts, read in pieces of this many tokens."""
-    T, slots = 32, 80
+    slots, length = 80, np.array([20, 8, 1, 17])
     rng = np.random.default_rng(0)
-    prompt, length = (
-        rng.integers(0, 7, (4, T), np.int32),
-        np.array([20, 8, 1, 17], np.int32),
-    )
-    limit = jnp.full((4,), 30, jnp.int32)
+    prompts = [rng.integers(0, 7, n).tolist() for n in length]
+    request = loop.Request(prompts, [30] * 4, temperature=[1.0] * 4)
+    _, (_, prompt_BT, *rest) = loop.prefill_arguments(engine, variables, request)
+    after_BT = np.arange(prompt_BT.shape[1]) >= length[:, None]
+    prompt_BT = np.where(after_BT, rng.integers(0, 7, prompt_BT.shape), prompt_BT)
     monkeypatch.setattr(reading, "PIECE", piece)
-    read = jax.jit(
-        lambda variables: reading.prefill.__wrapped__(
-            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit, limit,
-            jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
-        )
-    )  # fmt: skip
-    state = read(variables)
+    read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
+    state = read(variables, prompt_BT.astype(np.int32), *rest)
 
     def visible(x):
         """Of a cache, and of a drafter's text, the slots that count."""

@@ -105,11 +105,8 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
     arch = training_arch(vocab_size=256, d_model=128, d_ff=256)
     params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
     sizes = {}
-    for name, dtype in (
-        ("adamw8bit", "float32"),
-        ("adamw", "float32"),
-        ("adamw", "bfloat16"),
-    ):
+    kinds = ("adamw8bit", "float32"), ("adamw", "float32"), ("adamw", "bfloat16")
+    for name, dtype in kinds:
         rule = make_rule(name, OptimConfig(moment_dtype=dtype), lambda _: 0.1)
         state = jax.eval_shape(rule.init, params)
         sizes[name, dtype] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

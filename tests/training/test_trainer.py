@@ -50,15 +50,10 @@ def backbone(tokens, tmp_path_factory):
 # EAGLE-1 by its loss; EAGLE-3, which reads inside the model, from hidden states in 8 bits: to the
 # entropy of its teacher there is less to learn.
 REGRESSION = {"feature_weight": 1.0, "teacher_weight": 0.1, "hidden_noise": 1.6}
+TEACHER, FEW = {"teacher_weight": 1.0}, Eagle3Config(n_heads=3, draft_vocab=56)
 CONTINUED = [
     (EagleConfig(n_heads=3), "float32", 5e-3, 0.9, REGRESSION),
-    (
-        Eagle3Config(n_heads=3, draft_vocab=56),
-        "float8",
-        2e-2,
-        0.96,
-        {"teacher_weight": 1.0},
-    ),
+    (FEW, "float8", 2e-2, 0.96, TEACHER),
 ]
 
 

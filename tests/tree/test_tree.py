@@ -110,7 +110,7 @@ def test_tree_files(tmp_path):
     [
         ("[[0], [0, 1", "not valid JSON"),
         ('{"tree": []}', "'choices'"),
-        ('{"choices": 3}', "'choices'"),
+        ('"none"', "'choices'"),
         ('{"choices": [], "growth": 3}', "'growth' must be a list of choices"),
         ('{"choices": [], "evidence": [1]}', "'ladder' in 'evidence' must be"),
         ('{"choices": [], "evidence": {"ladder": 3}}', "'ladder' in 'evidence' must be"),
