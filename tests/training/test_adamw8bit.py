@@ -133,7 +133,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     """Not before the first microbatch, all at once: that is float32 moments' memory again."""
     # Microbatches whose logits are larger than everything the update needs.
     cfg = tiny_config("", stage="medusa1", batch_size=32, accumulation=2, loss_chunk=512)
-    cfg.model.arch = training_arch(vocab_size=2048, d_model=128)
+    cfg.model.arch = training_arch(vocab_size=2048, d_model=128, max_position=512)
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
