@@ -1,4 +1,4 @@
-"""Two tiny tokenizers, made here: sentencepiece with byte fallback, and byte-level BPE."""
+"""A tiny backbone, and two tiny tokenizers: sentencepiece with byte fallback, and byte-level BPE."""
 
 import json
 
@@ -12,6 +12,14 @@ CORPUS = [
     "def parse(text):\n    return [int(x) for x in text.split()]",
     "Two  blanks, a tab\tand the end.",
 ] * 4
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The backbone of `our_heads`, on disk."""
+    from our_heads import write_base
+
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,20 @@
-"""Heads as the package reads and runs them, after one text over a tiny random backbone."""
+"""Heads as the package writes, reads and runs them, after one text over a tiny random backbone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from head_files import LLAMA, D, V
-from tiny import random_params
+from head_files import LLAMA, D, V, normal
+from tiny import random_params, write_tokenizer
 
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import heads_io, own_heads
+from medusa_jax.interop.hf import BaseFiles
+from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 
@@ -23,6 +28,32 @@ TOKENS = np.random.default_rng(6).integers(0, V, 9)
 EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
 # What EAGLE's layers read, as deep as there are tokens: those after each position.
 FOLLOWING = BASE["embed_tokens"]["embedding"][TOKENS[1:]]
+
+
+def write_base(path, llama=LLAMA, params=BASE, dtype="float32"):
+    """A backbone on disk, with a tokenizer."""
+    write_tokenizer(path)
+    save_backbone(str(path), llama, jax.tree.map(np.dtype(dtype).type, params), dtype)
+    return BaseFiles.open(str(path))
+
+
+def write_heads(path, base, heads, seed=0, dtype="float32"):
+    """Random heads in the project's own format, over random tokens if they have a draft vocabulary."""
+    rng, llama = np.random.default_rng(seed), base.config
+    shapes = abstract_heads(heads, llama)
+    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    if heads.draft_vocab:
+        ids = np.sort(rng.choice(llama.vocab_size, heads.draft_vocab, replace=False))
+        params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
+    record = own_heads.base_record(llama, base.fingerprint())
+    own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
+    return heads_io.open_heads(str(path))
+
+
+def exported(stored, base, target, out, **fields):
+    """The directory that `convert` writes."""
+    convert(Export(stored, base, "owner/base", **fields), target, str(out))
+    return out
 
 
 def load(path, **options):
