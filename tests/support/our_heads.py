@@ -56,25 +56,28 @@ def exported(stored, base, target, out, **fields):
     return out
 
 
-def load(path, **options):
+def load(path, llama=LLAMA, **options):
     """Configuration, parameters and description, in float64."""
     options = {"dtype": "float64"} | options
-    return heads_io.load_heads(str(path), LLAMA, make_mesh(), **options)
+    return heads_io.load_heads(str(path), llama, make_mesh(), **options)
+
+
+def logits_of(drafter, params, base, hidden_BTE, tokens_BT):
+    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`."""
+    llama = Llama(drafter.llama, jnp.float64)
+    backbone = Backbone(llama, jax.tree.map(jnp.asarray, base))
+    if (vocab := params.get(vocabulary.GROUP)) is not None:
+        backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    rows = TextRows(hidden_BTE, tokens_BT, positions_BT, np.ones(tokens_BT.shape, np.int32))
+    features = drafter.features(params, backbone, rows)
+    heads = enumerate(features)
+    return np.stack([drafter.head_logits(params, backbone, k, x) for k, x in heads])
 
 
 def our_logits(heads, params):
     """[K, V] after position T - 1 of the hidden states, the later tokens as they are."""
-    backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
-    if (vocab := params.get(vocabulary.GROUP)) is not None:
-        backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
     drafter = make_drafter(heads, LLAMA)
-    n = len(TOKENS)
     given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
-    hidden = jnp.zeros((1, n, given.shape[1])).at[0, :T].set(given)
-    rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
-    features = drafter.features(params, backbone, TextRows(hidden, *rows))[:, 0, T - 1]
-    logits = [
-        drafter.head_logits(params, backbone, k, features[k])
-        for k in range(drafter.n_heads)
-    ]
-    return np.asarray(jnp.stack(logits))
+    hidden = np.pad(given, ((0, len(TOKENS) - T), (0, 0)))
+    return logits_of(drafter, params, BASE, hidden[None], TOKENS[None])[:, 0, T - 1]
