@@ -69,6 +69,7 @@ ODD_RULE = 'root ::= ("a" |\n "b") # one\n  # two\n\n"c"? ::= '
         ('root ::= "a\\q"', "line 1: GBNF has no character"),
         ('root ::= a\na ::= "\\uD800"', "line 2: GBNF has no character"),
         (ODD_RULE, "line 5: a rule begins"),
+        ('root ::= "a" )', "line 1: a rule begins"),
         ('root ::= ("a"\n', "line 1: a '\\)' is missing"),
         ('root ::= "a"\nb := "c"', "line 2: .* is not part of a rule"),
         ("root ::= * [a]", "line 1: '\\*' does not belong here"),

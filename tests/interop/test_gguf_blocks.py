@@ -58,9 +58,9 @@ def test_a_type_without_numbers_is_refused_by_name(tmp_path):
 
 
 @pytest.fixture
-def file(byte_level_dir, tmp_path):
+def file(tokenizer_json, tmp_path):
     """A tied llama model in blocks of 8 bits, its norms in float32."""
-    metadata = byte_level_metadata((byte_level_dir / "tokenizer.json").read_text())
+    metadata = byte_level_metadata(tokenizer_json)
     metadata |= shape_metadata("llama") | {"general.file_type": 7}
     tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
     blocks = {n: (t, Kind.Q8_0) if t.shape[-1] == 32 else t for n, t in tensors.items()}

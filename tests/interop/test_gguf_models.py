@@ -92,11 +92,6 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "medusa_jax" / "gguf"
 
 
-@pytest.fixture
-def tokenizer_json(byte_level_dir):
-    return (byte_level_dir / "tokenizer.json").read_text()
-
-
 def interleaved(array, heads):
     """Rows as llama.cpp orders them: of each head 0, H/2, 1, H/2 + 1, ..."""
     rows = np.arange(len(array)).reshape(heads, 2, -1)

@@ -7,6 +7,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from gguf_files import (
+    SCALES,
     byte_level_metadata,
     gguf,
     llama_shapes,
@@ -36,12 +37,11 @@ def blocks(kind, rows, inputs, rng):
         return (rng.standard_normal((rows, inputs)) / 20).astype(np.float32)
     stored = random_blocks(kind, rows, inputs, rng)
     # Scales as they are in models: otherwise one block of 60,000 is all that counts.
-    at = {"Q6_K": 208}.get(kind, 0)
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     each = stored.reshape(rows, -1, size)
     top = 0.2 / {"Q8_0": 128, "Q4_K": 900, "Q6_K": 4000}.get(kind, 15)
     halves = rng.uniform(-top, top, each.shape[:2]).astype(np.float16)
-    for place in [at] if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else [0, 2]:
+    for place in SCALES.get(kind, (0,)):
         each[..., place : place + 2] = halves[..., None].view(np.uint8)
     return each.reshape(rows, -1), gguf.GGMLQuantizationType[kind]
 
@@ -76,11 +76,10 @@ def model_file(path, tokenizer_json, kinds, tied=True):
     return write(path, metadata | shape_metadata("llama", **shape), tensors)
 
 
-@pytest.fixture
-def tokenizer_json(byte_level_dir, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
-    return (byte_level_dir / "tokenizer.json").read_text()
 
 
 CASES = {

@@ -11,16 +11,9 @@ from gguf_files import (
     strings,
     write,
 )
+from pieces import train_byte_level
 from refusals import refused
-from tokenizers import (
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    trainers,
-)
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
 from medusa_jax.formats.gguf.reader import read_gguf
 from medusa_jax.formats.gguf.vocabulary import (
@@ -70,10 +63,10 @@ TEXTS = strings(300, HARD)
 
 
 def published(kind):
-    """An untrained tokenizer that splits as the published ones of its kind do."""
-    tokenizer = Tokenizer(models.BPE())
-    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    steps = [step]
+    """A tokenizer that splits as the published ones of its kind do. All have merges across digits and blanks,
+    learnt by GPT-2's rule."""
+    tokenizer = train_byte_level(TEXTS, 900, ["<|end|>", "<|turn|>"])
+    steps = [step := tokenizer.pre_tokenizer]
     if kind == "smollm":
         steps = [pre_tokenizers.Digits(individual_digits=True), step]
     if kind in PATTERNS:
@@ -87,25 +80,10 @@ def published(kind):
     return tokenizer
 
 
-def train(tokenizer, split, special=()):
-    """Learn merges within the pieces that `split` gives."""
-    own, tokenizer.pre_tokenizer = tokenizer.pre_tokenizer, split
-    trainer = trainers.BpeTrainer(
-        vocab_size=900,
-        special_tokens=list(special),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.pre_tokenizer = own or split
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def trained():
-    """One tokenizer a kind. All have merges across digits and blanks, learnt by GPT-2's rule."""
-    split, special = published("gpt-2").pre_tokenizer, ("<|end|>", "<|turn|>")
-    return {kind: train(published(kind), split, special) for kind in KINDS}
+    """One tokenizer a kind."""
+    return {kind: published(kind) for kind in KINDS}
 
 
 def read(path, metadata):
@@ -162,8 +140,7 @@ def test_text_is_split_as_in_llama_cpp(name, merged_anywhere, tmp_path):
 @pytest.fixture(scope="module")
 def merged_anywhere():
     """A tokenizer.json whose merges know nothing of words."""
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return train(Tokenizer(models.BPE()), split).to_str()
+    return train_byte_level(TEXTS, 900, words=False).to_str()
 
 
 @pytest.mark.parametrize("said", [None, ""])

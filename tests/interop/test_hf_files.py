@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.formats.torch_writer import save_torch
-from medusa_jax.interop import hf, hf_writer, hub, tensors
+from medusa_jax.interop import hf, hf_writer, tensors
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf import BaseFiles
 from medusa_jax.interop.hf_config import read_config
@@ -318,22 +318,6 @@ def test_hub_offline(tmp_path):
     done = run(sys.executable, "-c", code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     said = "UserError: some-owner/some-model is no local directory, and the hub"
     assert said in done.stderr.splitlines()[-1]
-
-
-def test_hub_prefers_safetensors(monkeypatch, tmp_path):
-    import huggingface_hub
-
-    asked = []
-
-    def download(repo, *, revision, allow_patterns, ignore_patterns):
-        asked.append(allow_patterns[-1])
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve("some/model") == str(tmp_path)
-    (tmp_path / "model.safetensors").touch()
-    hub.resolve("some/model")
-    assert asked == ["*.safetensors", "pytorch_model*.bin", "*.safetensors"]
 
 
 def weights_in(path):

@@ -298,6 +298,15 @@ def test_from_the_hub_only_what_is_needed(tmp_path, monkeypatch):
     write(tmp_path, medusa_state(3), "medusa_lm_head.pt", V13)
     assert open_heads("owner/heads").heads.n_heads == 3
     assert "medusa_lm_head.pt" in asked[-1] and "*.safetensors" not in asked[-1]
+    # A whole model, whose .bin is asked for where nothing else came.
+    (tmp_path / "medusa_lm_head.pt").unlink()
+    for name, tried in (
+        ("pytorch_model.bin", ["*.safetensors", "pytorch_model*.bin"]),
+        ("model.safetensors", ["medusa_lm_head.pt", "*.safetensors"]),
+    ):
+        write(tmp_path, eagle_state(), name, EAGLE)
+        assert open_heads("owner/heads").heads.drafter == "eagle"
+        assert all(a in patterns for a, patterns in zip(tried, asked[-2:], strict=True))
 
 
 def test_other_things_are_no_heads(tmp_path):
