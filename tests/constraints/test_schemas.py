@@ -161,7 +161,7 @@ def check(model, name, constraints, obeys, rows):
     Args:
       obeys: whether a text is allowed by the value of a constraint.
     """
-    rng, ended, steps, tokens, refused = random.Random(len(constraints)), 0, 0, 0, 0
+    rng, ended, steps, tokens = random.Random(len(constraints)), 0, 0, 0
     made = [(given, usable(model, given)) for given in constraints]
     refused = sum(one is None for _, one in made)
     made = [pair for pair in made if pair[1]]

@@ -82,6 +82,8 @@ HYDRA = {"n_layers": 3, "tie_layers": True, "skip": "random", "dropout": 0.0, "r
 EAGLE = {"drafter": "eagle"} | SHARED
 EAGLE3 = {"drafter": "eagle3"}
 NEWER = EAGLE3 | {"fc_norm": True, "norm_output": True}
+NARROW_BLOCK = {"drafter": "dspark", "tap_layers": "1", "markov_rank": 6, "lm_head": "own"}
+NARROW_BLOCK |= {"draft_vocab": 9}
 LAYOUTS = ("tgi", "vllm", "tensorrt_llm", "merged")
 CASES = [
     *((to, {"n_layers": n}, kind) for to, n, kind in zip(LAYOUTS, (1, 3, 2, 4), TYPES * 2)),
@@ -210,6 +212,7 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
         + [{"drafter": "amphista"}, {"drafter": "eagle", "fc_bias": False} | SHARED]
         + [{"drafter": "eagle"} | SHARED, {"drafter": "eagle3", "draft_vocab": 9}]
         + [{"drafter": "eagle3", "tap_layers": "1,0"}, {"drafter": "hydra"} | SHARED]
+        + [{"drafter": "dflash", "tap_layers": "1"}, NARROW_BLOCK]
     ):
         stored = write_heads(tmp_path / f"{n}", base, heads_of(**fields), n)
         able, unable = engines_for(stored.heads, LLAMA)

@@ -118,24 +118,23 @@ def hydra_files():
 def eagle_files():
     """One layer for all depths; the copy of the embedding and the rotary table are left. EAGLE-3's layer has
     separate sizes and rotation, over some tokens or all; speculators says its tapped layers."""
-    for name in ("pytorch_model.bin", "model.safetensors"):
-        bias = name.endswith("bin")
+    for name, bias in (("pytorch_model.bin", True), ("model.safetensors", False)):
         state = eagle_state(bias)
         said = {"drafter": "eagle", "n_layers": 1, "fc_bias": bias} | SHARED
         want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD)
         yield state, name, EAGLE | {"bias": bias}, said, want
-        for narrow, flags in VERSIONS:
-            state, fields = eagle3_version(narrow, flags)
-            copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
-            want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3 | flags, DEPTH)
-            said = {"drafter": "eagle3", "n_layers": 1, "lm_head": "own"}
-            said |= {"draft_vocab": len(IDS) if narrow else 0}
-            for config, tensors, taps in (
-                (EAGLE3, state, ""),
-                (SPECULATORS, renamed(state), "0,0,1"),
-            ):
-                told = said | {"tap_layers": taps}
-                yield tensors | copied, name, config | fields, told, want
+    for narrow, flags in VERSIONS:
+        state, fields = eagle3_version(narrow, flags)
+        copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
+        want = eagle3_logits(state, STREAMS, FOLLOWING, EAGLE3 | flags, DEPTH)
+        said = {"drafter": "eagle3", "n_layers": 1, "lm_head": "own"}
+        said |= {"draft_vocab": len(IDS) if narrow else 0}
+        for config, tensors, taps in (
+            (EAGLE3, state, ""),
+            (SPECULATORS, renamed(state), "0,0,1"),
+        ):
+            told = said | {"tap_layers": taps}
+            yield tensors | copied, "model.safetensors", config | fields, told, want
 
 
 # What trainers add to config.json that changes nothing, and how else they name and store tensors.
