@@ -10,21 +10,31 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import PRINTABLE, write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
 from medusa_jax.constraints.grammars import KEPT
-from medusa_jax.decoding.masks import words
 from medusa_jax.interop.tokenizer import load_tokenizer
+
+
+def made_for(path, more=0, **options):
+    """Grammars of a tiny tokenizer, for a model with more tokens than it; the tokenizer."""
+    size = write_tokenizer(path, **options)
+    tokenizer = load_tokenizer(str(path))
+    return Grammars(tokenizer, size + more), tokenizer
 
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    size = write_tokenizer(path)
-    tokenizer = load_tokenizer(str(path))
-    return Grammars(tokenizer, size + 30), tokenizer
+    return made_for(tmp_path_factory.mktemp("tokenizer"), more=30)
+
+
+@pytest.fixture(scope="module")
+def printable(tmp_path_factory):
+    """A vocabulary that can write JSON."""
+    return made_for(tmp_path_factory.mktemp("printable"), characters=PRINTABLE)
 
 
 def allowed(guide, tokenizer):
@@ -33,22 +43,6 @@ def allowed(guide, tokenizer):
     guide.fill(bits)
     ids = [i for i in range(32 * len(bits)) if bits[i >> 5] >> (i & 31) & 1]
     return sorted(tokenizer.decode([i], skip_special=False) for i in ids)
-
-
-def test_a_guide_knows_what_may_follow(grammars):
-    made, tokenizer = grammars
-    guide = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
-    assert len(guide.first_W) == words(made._vocab_size)
-    assert allowed(guide, tokenizer) == ["a", "ab", "abc", "t", "th", "the"]
-    guide.advance(tokenizer.encode("the"))
-    assert allowed(guide, tokenizer) == [" ", "r"]
-    guide.advance(tokenizer.encode("r"))
-    guide.advance(tokenizer.encode("e"))
-    assert allowed(guide, tokenizer) == ["</s>"] and guide.consumed == 3
-    guide.advance([2])
-    # Another text begins anew.
-    again = made.guide(constraint_of({"choice": ["abc", "the end", "there"]}), [2])
-    assert "abc" in allowed(again, tokenizer)
 
 
 def test_forbidden_drafts_are_replaced(grammars):
@@ -97,7 +91,7 @@ def test_a_dead_end_in_a_tree_spoils_nothing_else(grammars):
 def test_special_tokens_are_no_part_of_a_text(grammars):
     """A grammar that names one is refused."""
     made, _ = grammars
-    with pytest.raises(UserError, match='unknown special token: "<s>"'):
+    with refused('unknown special token: "<s>"'):
         made.guide(constraint_of({"grammar": 'start: "c" (<s> | "d")'}), [2])
 
 
@@ -113,7 +107,7 @@ def test_special_tokens_are_no_part_of_a_text(grammars):
     ],
 )
 def test_what_is_no_constraint(given, about):
-    with pytest.raises(UserError, match=re.escape(about)):
+    with refused(re.escape(about)):
         Options(constraint=given)
 
 
@@ -153,9 +147,7 @@ def bounded(seconds, megabytes):
     """The block takes less, and the peak of the memory (where the system tells) grows by less."""
     start, before = time.perf_counter(), 0
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # the peak so far is what there is now
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
         before = peak_megabytes()
     yield
     assert time.perf_counter() - start < seconds
@@ -170,9 +162,9 @@ def peak_megabytes():
 
 @pytest.mark.parametrize("given", HOSTILE, ids=map(str, range(len(HOSTILE))))
 def test_what_cannot_be_is_one_sentence_soon(grammars, given):
-    with bounded(seconds=15, megabytes=100), pytest.raises(UserError) as error:
+    with bounded(seconds=15, megabytes=100), refused(r"\w") as error:
         grammars[0].guide(constraint_of(given), [2])
-    assert "\n" not in str(error.value) and 10 < len(str(error.value)) < 400
+    assert 10 < len(str(error.value)) < 400
 
 
 def whole(guide, tokenizer, text):
@@ -196,15 +188,6 @@ def named(n):
     return {"type": "object", "properties": {f"p{i}": {} for i in range(n)}}
 
 
-@pytest.fixture(scope="module")
-def printable(tmp_path_factory):
-    """A vocabulary that can write JSON."""
-    path = tmp_path_factory.mktemp("printable")
-    size = write_tokenizer(path, characters=PRINTABLE)
-    tokenizer = load_tokenizer(str(path))
-    return Grammars(tokenizer, size), tokenizer
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [(given, "w2499") for given in one_of([f"w{i}" for i in range(2500)])]
@@ -221,7 +204,7 @@ def test_many_alternatives(printable, given, text):
 
 
 @pytest.mark.parametrize(
-    ("grammar", "refused"),
+    ("grammar", "why"),
     [
         ('start: NAME "end"', 'NAME takes its longest match, so "end" never follows it'),
         ('start: "x" | one "end!"\none: NAME', "NAME takes"),
@@ -233,20 +216,17 @@ def test_many_alternatives(printable, given, text):
         ('start: /[a-z]{3}/ "end"', ""),
     ],
 )
-def test_terminals_that_never_end(printable, grammar, refused):
+def test_terminals_that_never_end(printable, grammar, why):
     """Refused instead of answered up to the limit."""
     given = constraint_of({"grammar": f"{grammar}\nNAME: /[a-z]+/"})
-    if refused:
-        with pytest.raises(UserError, match=re.escape(refused)):
-            printable[0].guide(given, [2])
-    else:
+    with refused(re.escape(why)) if why else contextlib.nullcontext():
         assert printable[0].guide(given, [2]).possible
 
 
 def test_alternatives_beyond_the_limit_are_refused(printable):
     """Not accepted, and their text ended before it is one of them."""
     words = [f"w{i}" for i in range(21000)]
-    with pytest.raises(UserError, match="Current row has 21001 items"):
+    with refused("Current row has 21001 items"):
         printable[0].guide(constraint_of(one_of(words)[2]), [2])
 
 
@@ -325,7 +305,7 @@ def test_schemas_that_are_served(printable, schema):
     ],
 )
 def test_schemas_that_are_refused(printable, schema, about):
-    with pytest.raises(UserError, match=re.escape(about)):
+    with refused(re.escape(about)):
         printable[0].guide(constraint_of({"json_schema": schema}), [2])
 
 
@@ -362,9 +342,8 @@ def test_masks_of_a_long_literal_are_cheap(grammars):
     bits = guide.first_W.copy()
     seen, true = [], tokenizer.encode
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            tokenizer, "encode", lambda text: seen.append(len(text)) or true(text)
-        )
+        spy = lambda text: seen.append(len(text)) or true(text)  # noqa: E731
+        patch.setattr(tokenizer, "encode", spy)
         assert guide.fill(bits)
     assert max(seen, default=0) < 1000
 
@@ -379,8 +358,8 @@ def test_few_compiled_constraints_are_kept(grammars):
 def test_ends_and_libraries_that_are_missing(grammars, monkeypatch):
     made, tokenizer = grammars
     fresh = Grammars(tokenizer, made._vocab_size)
-    with pytest.raises(UserError, match="eos_ids is empty"):
+    with refused("eos_ids is empty"):
         fresh.guide(Constraint("regex", "a"), [])
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UserError, match="needs llguidance: pip install"):
+    with refused("needs llguidance: pip install"):
         fresh.guide(Constraint("regex", "a"), [2])

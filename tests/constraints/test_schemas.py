@@ -5,14 +5,15 @@
 prints the figures of as many schemas and of a quarter as many regular expressions.
 """
 
+import json
 import os
 import random
 import re
 
 import jax
+import jsonschema
 import pytest
 import tiny
-from schemas import is_valid, random_regex, random_schema
 from served import load_model
 
 from medusa_jax import Options, Tree, UserError
@@ -24,6 +25,95 @@ pytestmark = pytest.mark.usefixtures("x64")
 PROMPTS = ["def parse(", "row = ", "{", "# a list of numbers\n", "class A:" * 9]
 MANY = int(os.environ.get("CONSTRAINTS", "200"))
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 0, 0], [-1], [-1, -1]])
+
+
+WORDS = ["name", "age", "kind", "a b", "é", 'q"', "x", "items"]
+PATTERNS = ["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]{3}-[a-z]+$", "^$|^z"]
+
+
+def random_schema(rng, depth=2):
+    """A schema of at most this many levels; `rng` is a `random.Random`."""
+    leaves = [
+        lambda: {"type": "string", "maxLength": rng.randint(0, 6)},
+        lambda: {"type": "string", "minLength": 2, "maxLength": 5},
+        lambda: {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": 9},
+        lambda: _bounded("integer", rng),
+        lambda: _bounded("number", rng),
+        lambda: {"type": "boolean"},
+        lambda: {"type": "null"},
+        lambda: {"enum": rng.sample(["on", "off", 3, -1.5, None, True, ["a"]], 3)},
+        lambda: {"const": rng.choice(["fixed", 7, False, {"k": [1, 2]}])},
+        lambda: {"type": ["integer", "null"], "minimum": 0, "maximum": 9},
+    ]
+    if depth == 0 or rng.random() < 0.2:
+        return rng.choice(leaves)()
+    deeper = [_object, _array, _choice, _shared]
+    return rng.choice(deeper)(rng, depth - 1)
+
+
+def _bounded(kind, rng):
+    low = rng.randint(-200, 200)
+    bounds = {"type": kind, "minimum": low, "maximum": low + rng.randint(0, 300)}
+    if kind == "number":
+        bounds["multipleOf"] = 0.25
+    return bounds
+
+
+def _object(rng, depth):
+    names = rng.sample(WORDS, rng.randint(0, 4))
+    return {
+        "type": "object",
+        "properties": {name: random_schema(rng, depth) for name in names},
+        "required": [name for name in names if rng.random() < 0.7],
+        "additionalProperties": False,
+    }
+
+
+def _array(rng, depth):
+    least = rng.randint(0, 2)
+    return {
+        "type": "array",
+        "items": random_schema(rng, depth),
+        "minItems": least,
+        "maxItems": least + rng.randint(0, 2),
+    }
+
+
+def _choice(rng, depth):
+    return {"anyOf": [random_schema(rng, depth) for _ in range(rng.randint(1, 3))]}
+
+
+def _shared(rng, depth):
+    """A list of what the root defines."""
+    if depth == 0:  # below the root
+        return _array(rng, depth)
+    of = {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 2}
+    return of | {"$defs": {"one": random_schema(rng, 0)}}
+
+
+def is_valid(text, schema):
+    """Whether a text is JSON that the schema allows."""
+    try:
+        jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+LEAVES = ["a", "b", "0", "xy", "-", r"\.", "[a-d]", "[^a-z ]", r"[0-9]", " "]
+
+
+def random_regex(rng, depth=3):
+    """A regular expression of Python and of llguidance, without an endless repetition."""
+    if depth == 0:
+        return rng.choice(LEAVES)
+    inner = [random_regex(rng, depth - 1) for _ in range(rng.randint(2, 3))]
+    kind = rng.randrange(4)
+    if kind == 0:
+        return "(" + "|".join(inner) + ")"
+    if kind == 1:
+        return f"({inner[0]})" + rng.choice(["?", "{2}", "{1,3}", "{0,2}"])
+    return "".join(inner)
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +138,12 @@ def options_of(rng, constraint):
     )
 
 
+KINDS = {
+    "json_schema": (random_schema, is_valid),
+    "regex": (random_regex, lambda text, regex: re.fullmatch(regex, text) is not None),
+}
+
+
 def usable(model, given):
     """The constraint; None if it is refused, which is one sentence."""
     try:
@@ -65,7 +161,7 @@ def check(model, name, constraints, obeys, rows):
     Args:
       obeys: whether a text is allowed by the value of a constraint.
     """
-    rng, ended, steps, tokens, refused = random.Random(len(constraints)), 0, 0, 0, 0
+    rng, ended, steps, tokens = random.Random(len(constraints)), 0, 0, 0
     made = [(given, usable(model, given)) for given in constraints]
     refused = sum(one is None for _, one in made)
     made = [pair for pair in made if pair[1]]
@@ -101,31 +197,17 @@ def check(model, name, constraints, obeys, rows):
     return ended / len(made)
 
 
-def schemas_of(n):
-    rng = random.Random(n)
-    return [{"json_schema": random_schema(rng)} for _ in range(n)]
-
-
-def matches(text, regex):
-    return re.fullmatch(regex, text) is not None
-
-
-def regexes_of(n):
-    rng = random.Random(n)
-    return [{"regex": random_regex(rng)} for _ in range(n)]
-
-
-@pytest.mark.wide
-def test_a_few(model):
-    few = schemas_of(8)
-    assert check(model, "schemas", few, is_valid, 8) > 0.7
-
-
-@pytest.mark.slow
-def test_many_schemas(model):
-    assert check(model, "schemas", schemas_of(MANY), is_valid, 32) > 0.8
-
-
-@pytest.mark.slow
-def test_many_regular_expressions(model):
-    assert check(model, "regular expressions", regexes_of(MANY // 4), matches, 32) > 0.9
+@pytest.mark.parametrize(
+    ("kind", "count", "rows", "least"),
+    [
+        pytest.param("json_schema", 8, 8, 0.7, marks=pytest.mark.wide),
+        pytest.param("json_schema", MANY, 32, 0.8, marks=pytest.mark.slow),
+        pytest.param("regex", MANY // 4, 32, 0.9, marks=pytest.mark.slow),
+    ],
+)
+def test_texts_obey(kind, count, rows, least, model):
+    """The share of the texts that end is no less than `least`."""
+    rng = random.Random(count)
+    make, obeys = KINDS[kind]
+    constraints = [{kind: make(rng)} for _ in range(count)]
+    assert check(model, kind, constraints, obeys, rows) > least

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from children import environment
+from files import read_lines, write_lines
+from refusals import refused
 from tiny import set_template, write_model
 
 from medusa_jax.commands import distill
@@ -16,7 +18,6 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
-from medusa_jax.errors import UserError
 from medusa_jax.interop import answers
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
@@ -75,7 +76,7 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     """Their numbers stay: an answer's draws depend on them."""
     file = tmp_path / "a.jsonl"
     lines = [
-        b"\xef\xbb\xbf" + b'{"prompt": "a"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
         b"",
         b"{",
         b'"\xfc"',
@@ -86,12 +87,10 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     seeds = read_seeds(str(file), "train", 0)
     assert [(s.number, s.prompt) for s in seeds if s.prompt] == [(0, "a"), (4, "b")]
     said = capsys.readouterr().err
-    reasons = (
-        "broken JSON, first in line 3; 1 x not UTF-8, first in line 4; 1 x nothing to ask"
-    )
-    assert f"3 of 5 records skipped (1 x {reasons}, first in line 5)" in said
+    reasons = "broken JSON, first in line 3; 1 x not UTF-8, first in line 4"
+    assert f"3 of 5 records skipped (1 x {reasons}; 1 x nothing to ask, first in" in said
     file.write_bytes(b"\n".join(lines[2:5]))
-    with pytest.raises(UserError, match=r"has no seeds: .*broken JSON, first in line 1"):
+    with refused(r"has no seeds: .*broken JSON, first in line 1"):
         read_seeds(str(file), "train", 0)
 
 
@@ -102,7 +101,7 @@ def test_modes():
     assert mode_for(talks, "auto") == "multi_turn"
     assert mode_for(prompts, "self_talk") == "self_talk"
     for seeds, mode in ((talks, "continue"), ([Seed(0, [4])], "multi_turn"), (talks, "x")):
-        with pytest.raises(UserError, match="--mode"):
+        with refused("--mode"):
             mode_for(seeds, mode)
 
 
@@ -114,10 +113,8 @@ class Script:
 
     def __call__(self, prompts, numbers, stops, take):
         for i, (ids, number) in enumerate(zip(prompts, numbers)):
-            stop = stops[i] if stops else ""
-            self.asked.append(
-                (number, self.tokenizer.decode(ids, skip_special=False), stop)
-            )
+            asked = self.tokenizer.decode(ids, skip_special=False)
+            self.asked.append((number, asked, stops[i] if stops else ""))
             text, finish = self.lines[number].pop(0)
             said = [*self.tokenizer.encode(text), *([2] if finish == "stop" else [])]
             result = {"token_ids": said, "text": text, "finish_reason": finish, "steps": 1}
@@ -131,9 +128,8 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
         found = {}
         given = tokenizer, context, "", self_talk, turns
         talks = [(seed.number, conversation.talk(seed, *given)) for seed in seeds]
-        conversation.converse(
-            talks, script, lambda line: found.update({line["seed"]: line})
-        )
+        keep = lambda line: found.update({line["seed"]: line})  # noqa: E731
+        conversation.converse(talks, script, keep)
         return [found[seed.number] for seed in seeds]
 
     return talk, script
@@ -144,11 +140,8 @@ def contents(record):
 
 
 def test_multi_turn_asks_the_seed_s_turns_over_its_own_answers(tokenizer):
-    lines = {
-        0: [("yes", "stop"), (" no ", "stop")],
-        1: [("ab", "length")],
-        3: [("", "stop")],
-    }
+    lines = {0: [("yes", "stop"), (" no ", "stop")], 1: [("ab", "length")]}
+    lines[3] = [("", "stop")]
     talk, script = converse(tokenizer, lines)
     seeds = [Seed(0, system="s", turns=("hi", "and")), Seed(1, turns=("abc", "more")),
              Seed(2), Seed(3, turns=("x",))]  # fmt: skip
@@ -206,11 +199,9 @@ def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
 )
 def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    seen = []
-    real = answers.tokenize
-    monkeypatch.setattr(
-        answers, "tokenize", lambda t, text: seen.append(text) or real(t, text)
-    )
+    seen, real = [], answers.tokenize
+    spy = lambda t, text: seen.append(text) or real(t, text)  # noqa: E731
+    monkeypatch.setattr(answers, "tokenize", spy)
     assert answers.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)
 
@@ -231,23 +222,22 @@ def flags_for(model, out, seeds, *more):
     ]  # fmt: skip
 
 
+WORDS = ["the", "cat", "in", "a", "bar", "is", "there", "and", "are", "abc"]
+
+
 @pytest.fixture(scope="module")
 def seeds(tmp_path_factory):
     """Forty conversations of one to three user turns, and one line that is broken."""
-    rng = np.random.default_rng(0)
-    words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "there", "are", "abc"]
-    lines = [
-        json.dumps({"turns": [" ".join(rng.choice(words, 3)) for _ in range(1 + i % 3)]})
-        for i in range(40)
-    ]
-    file = tmp_path_factory.mktemp("seeds") / "seeds.jsonl"
+    rng, file = np.random.default_rng(0), tmp_path_factory.mktemp("seeds") / "seeds.jsonl"
+    talks = [[" ".join(rng.choice(WORDS, 3)) for _ in range(1 + i % 3)] for i in range(40)]
+    lines = write_lines(file, ({"turns": turns} for turns in talks)).read_text().split("\n")
     file.write_text("\n".join([*lines[:20], "{broken", *lines[20:]]))
     return file
 
 
 def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, capsys):
     assert distill.main(flags_for(model, tmp_path, seeds)) == 0
-    lines = [json.loads(x) for x in (tmp_path / "messages.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "messages.jsonl")
     assert [line["seed"] for line in lines] == list(range(41))
     answers = [a for line in lines for a in line["answers"]]
     assert {a["finish"] for a in answers} >= {"stop", "length"}
@@ -273,15 +263,11 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
 def test_a_chat_model_answers_prompts_and_another_continues_them(
     model, directory, tmp_path, monkeypatch
 ):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
-    modes = []
-    monkeypatch.setattr(
-        distill, "answer", lambda flags, mode, seeds: modes.append(mode) or 0
-    )
+    prompts, modes = write_lines(tmp_path / "a.jsonl", [{"prompt": "the cat"}]), []
+    answer = lambda flags, mode, seeds: modes.append(mode) or 0  # noqa: E731
+    monkeypatch.setattr(distill, "answer", answer)
     for path in (model, directory):
-        assert (
-            distill.main(flags_for(path, tmp_path / "out", tmp_path / "prompts.jsonl")) == 0
-        )
+        assert distill.main(flags_for(path, tmp_path / "out", prompts)) == 0
     assert modes == ["multi_turn", "continue"]
 
 
@@ -290,9 +276,8 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
     """Stopped inside its second batch, the run goes on after the last answer, to the same file."""
     source, name = seeds, "messages.jsonl"
     if mode == "continue":
-        source, name = tmp_path / "prompts.jsonl", "samples.jsonl"
-        texts = ["the cat", "a bar", "in", "there", "abc", "and", "is", "are"]
-        source.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
+        prompts = ({"prompt": word} for word in WORDS)
+        source, name = write_lines(tmp_path / "prompts.jsonl", prompts), "samples.jsonl"
     whole, out = tmp_path / "whole", tmp_path / "out"
     more = ("--limit=8", f"--mode={mode}")
     assert distill.main(flags_for(model, whole, source, *more)) == 0
@@ -307,23 +292,21 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
     monkeypatch.setattr(Writer, "show", stop)
     assert distill.main(flags_for(model, out, source, *more)) == 130
     assert (out / name).read_bytes().count(b"\n") == 6
-    asked = []
     monkeypatch.setattr(Writer, "show", show)
-    answer = Writer.answer
-    monkeypatch.setattr(
-        Writer,
-        "answer",
-        lambda self, seeds, ended: asked.append(len(seeds)) or answer(self, seeds, ended),
-    )
+    answer, asked = Writer.answer, []
+
+    def count(self, seeds, ended):
+        asked.append(len(seeds))
+        return answer(self, seeds, ended)
+
+    monkeypatch.setattr(Writer, "answer", count)
     assert distill.main(flags_for(model, out, source, *more)) == 0
     assert asked == [2] and (out / name).read_bytes() == (whole / name).read_bytes()
 
 
 def test_continuations_are_counted_without_their_prompts():
-    lines = [
-        {"prompt_ids": [1, 2], "token_ids": [0, 3, 3]},
-        {"prompt_ids": [1], "token_ids": [2]},
-    ]
+    lines = [{"prompt_ids": [1, 2], "token_ids": [0, 3, 3]}]
+    lines += [{"prompt_ids": [1], "token_ids": [2]}]
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=5))
     counts = files.vocab_counts("continue", lines, model, "")
     assert counts.tolist() == [1, 0, 1, 2, 0]
@@ -360,10 +343,8 @@ def test_twenty_kills_at_random_moments(model, tmp_path, mode):
     A run that ended before its kill was due is compared, and the next one starts again.
     """
     rng = np.random.default_rng(0)
-    words = ["the", "cat", "in", "a", "bar", "is", "there", "and", "are", "abc"]
-    prompts = tmp_path / "prompts.jsonl"
-    texts = [" ".join(rng.choice(words, 3)) for _ in range(400)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    asked = ({"prompt": " ".join(rng.choice(WORDS, 3))} for _ in range(400))
+    prompts = write_lines(tmp_path / "prompts.jsonl", asked)
 
     def start(out):
         flags = [*flags_for(model, out, prompts), f"--mode={mode}", "--max_new_tokens=60"]
@@ -390,9 +371,8 @@ def test_twenty_kills_at_random_moments(model, tmp_path, mode):
             process.kill()
             process.wait(60)
             kills += 1
-            lines.append(
-                (out / name).read_bytes().count(b"\n") if (out / name).exists() else 0
-            )
+            there = (out / name).exists()
+            lines.append((out / name).read_bytes().count(b"\n") if there else 0)
             continue
         assert content(out) == whole
         finished += 1
@@ -417,8 +397,7 @@ def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"line {bad} is not the answer" in said and f"first {bad - 1} lines" in said
         assert path.read_bytes() == b"".join(written)
-    path.write_bytes(
-        b"".join([*lines[4:], *lines[:3], lines[3][:9]])
-    )  # the last one cut off
+    # In another order, the last one cut off.
+    path.write_bytes(b"".join([*lines[4:], *lines[:3], lines[3][:9]]))
     assert distill.main(flags) == 0
     assert path.read_bytes() == whole

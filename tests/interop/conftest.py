@@ -1,9 +1,10 @@
-"""Two tiny tokenizers, made here: sentencepiece with byte fallback, and byte-level BPE."""
+"""A tiny backbone, and two tiny tokenizers: sentencepiece with byte fallback, and byte-level BPE."""
 
 import json
 
 import pytest
-from pieces import train_sentencepiece
+from pieces import train_byte_level, train_sentencepiece
+from tokenizers import decoders, processors
 
 CORPUS = [
     "A chat between a curious user and an artificial intelligence assistant.",
@@ -12,6 +13,14 @@ CORPUS = [
     "def parse(text):\n    return [int(x) for x in text.split()]",
     "Two  blanks, a tab\tand the end.",
 ] * 4
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """The backbone of `our_heads`, on disk."""
+    from our_heads import write_base
+
+    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="session")
@@ -28,20 +37,9 @@ def sentencepiece_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def byte_level_dir(tmp_path_factory):
     """A directory with tokenizer.json, with Llama-3's and ChatML's special tokens in it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     names = "begin_of_text end_of_text eot_id start_header_id end_header_id im_start im_end"
-    special = [f"<|{name}|>" for name in names.split()]
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = train_byte_level(CORPUS, 400, [f"<|{name}|>" for name in names.split()])
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
     )
@@ -52,3 +50,8 @@ def byte_level_dir(tmp_path_factory):
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json(byte_level_dir):
+    return (byte_level_dir / "tokenizer.json").read_text()

@@ -1,25 +1,16 @@
 """DFlash and DSpark in the files of z-lab, SpecForge, DeepSpec and speculators: written, read, refused."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
+from engines import config_of
 from head_files import LLAMA, normal, write
-from our_heads import BASE
+from our_heads import BASE, exported, write_heads
+from refusals import refused
 from safetensors.numpy import load_file
-from tiny import write_tokenizer
 
-from medusa_jax.errors import UserError
-from medusa_jax.formats.engines import why_not
-from medusa_jax.formats.export import Export
-from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
-from medusa_jax.interop import own_heads
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.interop.stored_heads import abstract_heads
 
 D, V, H = LLAMA.d_model, LLAMA.vocab_size, LLAMA.head_dim
 DSPARK = DSparkConfig(
@@ -88,43 +79,37 @@ def state(markov=True, seed=0):
     return {key: normal(rng, *shape) for key, shape in shapes.items()}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("base")
-    write_tokenizer(path)
-    save_backbone(str(path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
-    return BaseFiles.open(str(path))
-
-
-@pytest.mark.parametrize("config", [SPECFORGE, DEEPSPEC], ids=["specforge", "deepspec"])
-def test_files_of_others(config, tmp_path):
-    """Fields in a table or not; a copy of the embedding is not read."""
+@pytest.mark.parametrize(
+    ("config", "confidence"),
+    [
+        (SPECFORGE, True),
+        (DEEPSPEC, True),
+        (DEEPSPEC | {"confidence_head_with_markov": False}, False),
+    ],
+    ids=["specforge", "deepspec", "another confidence"],
+)
+def test_files_of_others(config, confidence, tmp_path):
+    """Fields in a table or not; neither a copy of the embedding is read, nor a confidence that does not see the
+    token before."""
     there = state()
-    folder = write(tmp_path, there | {"embed_tokens.weight": normal(np.random, V, D)},
-                   "model.safetensors", config)  # fmt: skip
-    stored = open_heads(str(folder))
-    wanted = DSparkConfig(
-        n_heads=4, mask_token=3, tap_layers="0,1", markov_rank=6, attention_heads=2, kv_heads=1,
-        head_dim=H, d_ff=12, rope_theta=50.0, confidence=True,
-    )  # fmt: skip
-    assert stored.heads == wanted
-    arrays = stored.read(LLAMA)
-    assert len(arrays) == len(there)
     sure = there["confidence_head.proj.weight"]
-    np.testing.assert_array_equal(arrays["heads_0/confidence/kernel"], sure.T)
-    w2 = there["markov_head.markov_w2.weight"]
-    np.testing.assert_array_equal(arrays["heads_0/markov_w2/kernel"], w2.T)
-    w1 = there["markov_head.markov_w1.weight"]
-    np.testing.assert_array_equal(arrays["heads_0/markov_w1/embedding"], w1)
-    q = there["layers.1.self_attn.q_proj.weight"]
-    np.testing.assert_array_equal(arrays["heads_0/layers_1/self_attn/q_proj/kernel"], q.T)
-
-
-def test_a_confidence_without_the_token_before_is_not_read(tmp_path):
-    there = state() | {"confidence_head.proj.weight": np.zeros((1, D), np.float32)}
-    config = DEEPSPEC | {"confidence_head_with_markov": False}
-    stored = open_heads(str(write(tmp_path, there, "model.safetensors", config)))
-    assert not stored.heads.confidence and len(stored.read(LLAMA)) == len(there) - 2
+    copy = {"embed_tokens.weight": normal(np.random, V, D)}
+    copy |= {} if confidence else {"confidence_head.proj.weight": sure[:, :D]}
+    stored = open_heads(str(write(tmp_path, there | copy, "model.safetensors", config)))
+    assert stored.heads == DSparkConfig(
+        n_heads=4, mask_token=3, tap_layers="0,1", markov_rank=6, attention_heads=2, kv_heads=1,
+        head_dim=H, d_ff=12, rope_theta=50.0, confidence=confidence,
+    )  # fmt: skip
+    arrays, markov = stored.read(LLAMA), "markov_head.markov_"
+    assert len(arrays) == len(there) - (0 if confidence else 2)
+    for name, expected in {
+        "markov_w1/embedding": there[f"{markov}w1.weight"],
+        "markov_w2/kernel": there[f"{markov}w2.weight"].T,
+        "layers_1/self_attn/q_proj/kernel": there["layers.1.self_attn.q_proj.weight"].T,
+    }.items():
+        np.testing.assert_array_equal(arrays[f"heads_0/{name}"], expected)
+    if confidence:
+        np.testing.assert_array_equal(arrays["heads_0/confidence/kernel"], sure.T)
 
 
 def speculators_state(order=None):
@@ -156,50 +141,23 @@ def test_files_of_speculators(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"norm_output": True}, "not known to write: 'norm_output'"),
-        ({"speculators_model_type": "eagle3"}, "dflash or dspark is supported"),
-        ({"target_hidden_size": D + 1}, "target_hidden_size"),
-        ({"aux_hidden_state_layer_ids": None}, "does not say target_layer_ids"),
-        ({"markov_rank": 0}, "projector_type contradicts"),
-        ({"draft_vocab_size": V}, "draft_vocab_size"),
-    ],
-)
-def test_speculators_that_are_refused(change, message, tmp_path):
-    config = SPECULATORS | change
-    folder = write(tmp_path, speculators_state(), "model.safetensors", config)
-    with pytest.raises(UserError, match=message):
-        open_heads(str(folder))
-
-
-@pytest.mark.parametrize(
     "heads", [DFLASH, DSPARK, NARROW], ids=["dflash", "dspark", "narrow"]
 )
 def test_written_for_speculators(heads, base, tmp_path):
     """The same tensors and copies of what speculators would compute with NaN."""
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: normal(rng, *x.shape), abstract_heads(heads, LLAMA))
-    params |= {"draft_vocab": {"ids": np.array(IDS, np.int32)}} if heads.draft_vocab else {}
-    record = own_heads.base_record(LLAMA, base.fingerprint())
-    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=record, recipe={})
-    stored = open_heads(str(tmp_path / "own"))
-    out = tmp_path / "out"
-    convert(Export(stored, base, "owner/base"), "speculators", str(out))
-    raw, again = json.loads((out / "config.json").read_text()), open_heads(str(out))
-    found, told = again.read(LLAMA), stored.read(LLAMA)
-    lm_head = told.get("heads_0/lm_head/kernel", np.float32(BASE["lm_head"]["kernel"]))
-    np.testing.assert_array_equal(found.pop("heads_0/lm_head/kernel"), lm_head)
-    told.pop("heads_0/lm_head/kernel", None)
-    jax.tree.map(np.testing.assert_array_equal, found, told)
-    ids = np.arange(V) if again.ids is None else again.ids
-    assert len(ids) == raw["draft_vocab_size"]
+    stored = write_heads(tmp_path / "own", base, heads)
+    out = exported(stored, base, "speculators", tmp_path / "out")
+    raw, again, lm_head = config_of(out), open_heads(str(out)), "heads_0/lm_head/kernel"
+    told = {lm_head: np.float32(BASE["lm_head"]["kernel"])} | stored.read(LLAMA)
+    jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), told)
+    ids = np.arange(V) if stored.ids is None else stored.ids
+    np.testing.assert_array_equal(np.arange(V) if again.ids is None else again.ids, ids)
+    assert raw["draft_vocab_size"] == len(ids)
     known = SPECULATORS.keys() | {"torch_dtype"}
     assert known >= raw.keys() and raw["architectures"][0].endswith("Speculator")
     assert raw["sample_from_anchor"] == heads.root_guesses
-    assert raw["aux_hidden_state_layer_ids"] == [
-        int(i) for i in heads.tap_layers.split(",")
-    ]
+    taps = [int(i) for i in heads.tap_layers.split(",")]
+    assert raw["aux_hidden_state_layer_ids"] == taps
     embedding = load_file(out / "model.safetensors")["embed_tokens.weight"]
     np.testing.assert_array_equal(embedding, np.float32(BASE["embed_tokens"]["embedding"]))
 
@@ -207,16 +165,12 @@ def test_written_for_speculators(heads, base, tmp_path):
 @pytest.mark.parametrize("heads", [DFLASH, DSPARK], ids=lambda heads: heads.drafter)
 def test_written_and_read_back(heads, base, tmp_path):
     """The same tensors; every number that an engine reads; a whole LM head is an own one."""
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: normal(rng, *x.shape), abstract_heads(heads, LLAMA))
-    record = own_heads.base_record(LLAMA, base.fingerprint())
-    own_heads.save_heads(str(tmp_path / "own"), heads, params, base=record, recipe={})
-    stored = open_heads(str(tmp_path / "own"))
-    out = tmp_path / "out"
-    convert(Export(stored, base, "owner/base"), "dflash", str(out))
-    again = open_heads(str(out))
+    stored = write_heads(tmp_path / "own", base, heads)
+    out = exported(stored, base, "dflash", tmp_path / "out")
+    again, raw = open_heads(str(out)), config_of(out)
     jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
-    raw = json.loads((out / "config.json").read_text())
+    assert (again.heads.drafter, again.heads.n_heads) == (heads.drafter, heads.n_heads)
+    assert again.heads.n_layers == raw["num_hidden_layers"] == 2
     assert raw["block_size"] == 4 and raw["num_target_layers"] == 1
     dspark = heads.drafter == "dspark"
     assert raw["architectures"] == ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"]
@@ -224,44 +178,33 @@ def test_written_and_read_back(heads, base, tmp_path):
     assert table["mask_token_id"] == (3 if dspark else V - 1)
     assert table["target_layer_ids"] == ([-1, 0] if dspark else [0])
     assert raw.get("markov_rank") == table.get("markov_rank") == (6 if dspark else None)
-    full = load_file(out / "model.safetensors") | {"lm_head.weight": normal(rng, V, D)}
-    assert (
-        open_heads(str(write(tmp_path, full, "model.safetensors", raw))).heads.lm_head
-        == "own"
-    )
-    assert {k: v for k, v in vars(again.heads).items() if k in ("n_heads", "n_layers", "drafter")} == {
-        "n_heads": heads.n_heads, "n_layers": 2, "drafter": heads.drafter}  # fmt: skip
+    lm_head = {"lm_head.weight": normal(np.random, V, D)}
+    full = write(tmp_path, load_file(out / "model.safetensors") | lm_head, "model.safetensors", raw)  # fmt: skip
+    assert open_heads(str(full)).heads.lm_head == "own"
+
+
+def tabled(**change):
+    return SPECFORGE | {"dflash_config": PARTS | change}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("config", "message"),
     [
-        ({"projector_type": "domino"}, "projector_type 'domino' is not supported"),
-        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn' is not supported"),
-        ({"projector_type": "dflash"}, "projector_type contradicts the keys"),
-        ({"target_layer_ids": [1, 0]}, "ascending numbers"),
-        ({"mask_token_id": None}, "does not say mask_token_id"),
-        ({"block_size": 5}, "block_size is 4, and 5 in dflash_config"),
+        (tabled(projector_type="domino"), "projector_type 'domino' is not supported"),
+        (tabled(projector_type="dflash"), "projector_type contradicts the keys"),
+        (tabled(target_layer_ids=[1, 0]), "ascending numbers"),
+        (tabled(mask_token_id=None), "does not say mask_token_id"),
+        (tabled(block_size=5), "block_size is 4, and 5 in dflash_config"),
+        (SPECFORGE | {"layer_types": ["sliding_attention"] * 2}, "sliding attention"),
+        (SPECULATORS | {"norm_output": True}, "not known to write: 'norm_output'"),
+        (SPECULATORS | {"speculators_model_type": "eagle3"}, "dflash or dspark is supported"),
+        (SPECULATORS | {"target_hidden_size": D + 1}, "target_hidden_size"),
+        (SPECULATORS | {"markov_rank": 0}, "projector_type contradicts"),
+        (SPECULATORS | {"draft_vocab_size": V}, "draft_vocab_size"),
     ],
-)
-def test_tables_that_are_refused(change, message, tmp_path):
-    config = SPECFORGE | {"dflash_config": PARTS | change}
-    folder = write(tmp_path, state(), "model.safetensors", config)
-    with pytest.raises(UserError, match=message):
+)  # fmt: skip
+def test_what_is_refused(config, message, tmp_path):
+    tensors = state() if "dflash_config" in config else speculators_state()
+    folder = write(tmp_path, tensors, "model.safetensors", config)
+    with refused(message):
         open_heads(str(folder))
-
-
-def test_layers_that_are_refused(tmp_path):
-    for change, message in (
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding attention"),
-        ({"attention_bias": True}, "attention_bias True is not supported"),
-    ):
-        folder = write(tmp_path, state(), "model.safetensors", SPECFORGE | change)
-        with pytest.raises(UserError, match=message):
-            open_heads(str(folder))
-
-
-def test_heads_that_the_layout_cannot_hold():
-    assert "draft_vocab 9" in why_not(DSparkConfig(draft_vocab=9), "dflash")
-    assert "root_guesses True" in why_not(DFlashConfig(root_guesses=True), "dflash")
-    assert not why_not(DSparkConfig(), "dflash") and not why_not(DFlashConfig(), "dflash")

@@ -7,69 +7,47 @@ import shutil
 from pathlib import Path
 
 import engines
-import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from head_files import LLAMA, medusa_state, normal, write
-from our_heads import BASE, EMBEDDED, FOLLOWING, HIDDEN, STREAMS, load, our_logits
+from head_files import LLAMA, medusa_state, write
+from our_heads import (
+    EMBEDDED,
+    FOLLOWING,
+    HIDDEN,
+    STREAMS,
+    exported,
+    load,
+    our_logits,
+    write_base,
+    write_heads,
+)
+from refusals import refused
 from safetensors.numpy import load_file
-from tiny import random_params, write_tokenizer
+from tiny import random_params
 
-from medusa_jax.config import HeadsConfig
-from medusa_jax.errors import UserError
 from medusa_jax.formats.engines import ENGINES, engines_for, table, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.names import DRAFTERS
-from medusa_jax.heads.registry import whole_config
-from medusa_jax.interop import own_heads
+from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.interop.stored_heads import abstract_heads
 
 pytestmark = pytest.mark.usefixtures("x64")
 TYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """The backbone on disk, with a tokenizer."""
-    path = tmp_path_factory.mktemp("base")
-    write_tokenizer(path)
-    save_backbone(str(path), LLAMA, jax.tree.map(np.float32, BASE), "float32")
-    return BaseFiles.open(str(path))
-
-
-@pytest.fixture(scope="module")
 def facts(base):
     """config.json of the backbone and its LM head [V, D] as stored."""
-    config = json.loads((Path(base.source) / "config.json").read_text())
-    return config, np.float64(base.lm_head().T)
+    return engines.config_of(Path(base.source)), np.float64(base.lm_head().T)
 
 
-def random_heads(path, base, seed=0, dtype="float32", **fields):
-    """Random heads in the project's own format."""
-    general = {f.name for f in dataclasses.fields(HeadsConfig)} & fields.keys()
-    heads = HeadsConfig(**({"n_heads": 3, "rank": 5} | {f: fields[f] for f in general}))
-    heads = dataclasses.replace(whole_config(heads), **fields)
-    rng = np.random.default_rng(seed)
-    shapes = abstract_heads(heads, LLAMA)
-    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
-    if heads.draft_vocab:
-        ids = np.sort(rng.choice(LLAMA.vocab_size, heads.draft_vocab, replace=False))
-        params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
-    record = own_heads.base_record(LLAMA, base.fingerprint())
-    own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
-    return open_heads(str(path))
-
-
-def exported(stored, base, target, out, **fields):
-    convert(Export(stored, base, "owner/base", **fields), target, str(out))
-    return out
+def heads_of(drafter="medusa", **fields):
+    return drafter_class(drafter).Config(**({"n_heads": 3, "rank": 5} | fields))
 
 
 def engines_that_read(target, drafter, path, base, facts):
@@ -104,6 +82,8 @@ HYDRA = {"n_layers": 3, "tie_layers": True, "skip": "random", "dropout": 0.0, "r
 EAGLE = {"drafter": "eagle"} | SHARED
 EAGLE3 = {"drafter": "eagle3"}
 NEWER = EAGLE3 | {"fc_norm": True, "norm_output": True}
+NARROW_BLOCK = {"drafter": "dspark", "tap_layers": "1", "markov_rank": 6, "lm_head": "own"}
+NARROW_BLOCK |= {"draft_vocab": 9}
 LAYOUTS = ("tgi", "vllm", "tensorrt_llm", "merged")
 CASES = [
     *((to, {"n_layers": n}, kind) for to, n, kind in zip(LAYOUTS, (1, 3, 2, 4), TYPES * 2)),
@@ -125,7 +105,7 @@ CASES = [
 def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
     """The same first guess of each head, and logits as close as the stored type allows; read back, the export
     gives them as well, and in our format the same bits if it holds the same heads."""
-    stored = random_heads(tmp_path / "heads", base, dtype=dtype, **fields)
+    stored = write_heads(tmp_path / "heads", base, heads_of(**fields), dtype=dtype)
     heads, params, _ = load(tmp_path / "heads")
     want, ids = our_logits(heads, params), slice(None)
     if heads.draft_vocab:
@@ -156,8 +136,8 @@ def same_bits(folder, stored, base, out):
 
 def test_what_only_speculators_can_say(base, tmp_path):
     """Two layers and other tapped layers, there and back."""
-    fields = EAGLE3 | {"n_layers": 2, "tap_layers": "1,0"}
-    stored = random_heads(tmp_path / "heads", base, **fields)
+    heads = heads_of("eagle3", n_layers=2, tap_layers="1,0")
+    stored = write_heads(tmp_path / "heads", base, heads)
     out = exported(stored, base, "vllm", tmp_path / "out")
     assert engines.config_of(out)["eagle_aux_hidden_state_layer_ids"] == [1, 0]
     again = open_heads(str(out))
@@ -168,7 +148,7 @@ def test_what_only_speculators_can_say(base, tmp_path):
 @pytest.mark.parametrize("target", ["merged", "native"])
 def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, capsys):
     """Files of a tokenizer within the directory or the hub's cache are; those of heads are their tree."""
-    stored = random_heads(tmp_path / "heads", base)
+    stored = write_heads(tmp_path / "heads", base, heads_of())
     model, blobs = tmp_path / "hub" / "snapshots" / "1a2b", tmp_path / "hub" / "blobs"
     secret = tmp_path / "secret.json"
     shutil.copytree(base.source, model)
@@ -197,9 +177,8 @@ def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
     (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
     opened = BaseFiles.open(str(model))
     assert opened.config == base.config and opened.fingerprint() == base.fingerprint()
-    out = exported(
-        random_heads(tmp_path / "heads", base), opened, "merged", tmp_path / "out"
-    )
+    stored = write_heads(tmp_path / "heads", base, heads_of())
+    out = exported(stored, opened, "merged", tmp_path / "out")
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
     assert BaseFiles.open(str(out)).fingerprint() == base.fingerprint()
 
@@ -217,11 +196,12 @@ def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
         ("eagle3", {"drafter": "eagle3"} | SHARED, "these have LM head 'shared'"),
         ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
         ("eagle3", {"drafter": "eagle3", "tap_layers": "1,0"}, r"not \(1, 0\), since"),
+        ("dflash", {"drafter": "dspark", "draft_vocab": 9}, "and draft_vocab 9"),
+        ("dflash", {"drafter": "dflash", "root_guesses": True}, "root_guesses True"),
     ],
 )
 def test_a_layout_that_cannot_hold_the_heads(target, fields, match):
-    heads = whole_config(HeadsConfig(drafter=fields.get("drafter", "medusa")))
-    reason = why_not(dataclasses.replace(heads, **fields), target, LLAMA)
+    reason = why_not(heads_of(**fields), target, LLAMA)
     assert re.search(match, reason) and "\n" not in reason
 
 
@@ -232,18 +212,18 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
         + [{"drafter": "amphista"}, {"drafter": "eagle", "fc_bias": False} | SHARED]
         + [{"drafter": "eagle"} | SHARED, {"drafter": "eagle3", "draft_vocab": 9}]
         + [{"drafter": "eagle3", "tap_layers": "1,0"}, {"drafter": "hydra"} | SHARED]
+        + [{"drafter": "dflash", "tap_layers": "1"}, NARROW_BLOCK]
     ):
-        stored = random_heads(tmp_path / f"{n}", base, n, **fields)
+        stored = write_heads(tmp_path / f"{n}", base, heads_of(**fields), n)
         able, unable = engines_for(stored.heads, LLAMA)
-        assert able["medusa_jax"] == "native" and able.keys() | unable.keys() == set(
-            ENGINES
-        )
+        assert able["medusa_jax"] == "native"
+        assert able.keys() | unable.keys() == set(ENGINES)
         for name, engine in ENGINES.items():
             for target in engine.targets.get(stored.heads.drafter, ()):
                 out = tmp_path / f"{n}-{name[:3]}-{target}"
                 if reason := why_not(stored.heads, target, LLAMA):
                     assert able.get(name) != target
-                    with pytest.raises(UserError, match=re.escape(reason)):
+                    with refused(re.escape(reason)):
                         exported(stored, base, target, out)
                 else:
                     assert exported(stored, base, target, out).is_dir()
@@ -262,22 +242,14 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
 def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
     """Each engine has EAGLE-1 for some families of backbones."""
     llama = dataclasses.replace(LLAMA, **changes)
-    params = jax.tree.map(np.float32, random_params(llama, 0))
-    save_backbone(str(tmp_path / "base"), llama, params, "float32")
-    base = BaseFiles.open(str(tmp_path / "base"))
-    heads = EagleConfig(fc_bias=False)
-    params = jax.tree.map(
-        lambda x: np.ones(x.shape, np.float32), abstract_heads(heads, llama)
-    )
-    record = own_heads.base_record(llama, base.fingerprint())
-    own_heads.save_heads(str(tmp_path / "h"), heads, params, base=record, recipe={})
+    base = write_base(tmp_path / "base", llama, random_params(llama, 0))
+    stored = write_heads(tmp_path / "heads", base, EagleConfig(fc_bias=False))
     for engine, name in {"sglang": sglang, "vllm": vllm}.items():
-        stored = open_heads(str(tmp_path / "h"))
         if name:
             out = exported(stored, base, engine, tmp_path / engine)
             assert engines.config_of(out)["architectures"] == [name]
         else:
-            with pytest.raises(UserError, match="EAGLE-1 has"):
+            with refused("EAGLE-1 has"):
                 exported(stored, base, engine, tmp_path / engine)
 
 
@@ -287,15 +259,15 @@ def test_the_table_of_engines_is_in_the_page():
 
 
 def test_heads_of_another_model_and_a_directory_in_use(base, tmp_path):
-    random_heads(tmp_path / "heads", base)
+    write_heads(tmp_path / "heads", base, heads_of())
     file = tmp_path / "heads" / "heads.json"
     file.write_text(file.read_text().replace(base.fingerprint(), "0123"))
     stored = open_heads(str(tmp_path / "heads"))
-    with pytest.raises(UserError, match="trained on the model with fingerprint 0123"):
+    with refused("trained on the model with fingerprint 0123"):
         exported(stored, base, "tgi", tmp_path / "out")
     export = Export(stored, base, "owner/base"), "tgi", str(tmp_path / "out")
     convert(*export, allow_other_base=True)
-    with pytest.raises(UserError, match="is not empty: give --out a new directory"):
+    with refused("is not empty: give --out a new directory"):
         convert(*export, allow_other_base=True)
 
 
@@ -303,20 +275,16 @@ def test_mixed_types_are_stored_in_one_that_holds_them(base, tmp_path):
     state = medusa_state(2)
     state["0.1.weight"] = state["0.1.weight"].astype(np.float16)
     write(tmp_path / "heads", state, "medusa_lm_head.safetensors")
-    out = exported(open_heads(str(tmp_path / "heads")), base, "tgi", tmp_path / "out")
-    stored = load_file(out / "medusa_lm_head.safetensors")
-    assert {x.dtype.name for x in stored.values()} == {"float32"}
+    stored = open_heads(str(tmp_path / "heads"))
+    out = exported(stored, base, "tgi", tmp_path / "out")
+    written = load_file(out / "medusa_lm_head.safetensors")
+    assert {x.dtype.name for x in written.values()} == {"float32"}
     for key, x in state.items():
-        np.testing.assert_array_equal(stored[key], x)
-    out = exported(
-        open_heads(str(tmp_path / "heads")), base, "tgi", tmp_path / "half", dtype="float16"
-    )
-    config = json.loads((out / "config.json").read_text())
-    assert config["torch_dtype"] == "float16"
+        np.testing.assert_array_equal(written[key], x)
 
 
 def test_the_card_gives_the_measurements(base, tmp_path):
-    stored = random_heads(tmp_path / "heads", base)
+    stored = write_heads(tmp_path / "heads", base, heads_of())
     text = (exported(stored, base, "vllm", tmp_path / "a") / "README.md").read_text()
     assert text.startswith("---\nbase_model: owner/base\n") and "Nothing yet" in text
     assert "- heads: 3" in text and '"num_speculative_tokens": 3' in text

@@ -18,22 +18,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
 from gguf_files import tiny
 from head_files import FILES, LLAMA, medusa_state, write
-from tiny import random_params, write_tokenizer
+from our_heads import write_base
 
 from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf.convert import convert
-from medusa_jax.interop import hf, own_heads
+from medusa_jax.interop import hf, hf_writer, own_heads
 from medusa_jax.interop import tensors as tensor_files
 from medusa_jax.interop.chat import encode_prompt, shipped_template
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file
@@ -102,10 +100,9 @@ def read_tree(path):
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
+def targets(tmp_path_factory, sentencepiece_dir, tokenizer_json):
     """Small files of every kind that is read, each with its reader."""
     root = tmp_path_factory.mktemp("fuzz")
-    params = jax.tree.map(np.float32, random_params(LLAMA, 0))
     made = {}
 
     def add(name, file, read, path, **options):
@@ -128,8 +125,7 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     add("own-json", own / "heads.json", read_heads, own, same=False)
 
     base = root / "base"
-    write_tokenizer(base)
-    save_backbone(str(base), LLAMA, params, "float32")
+    write_base(base)
     add("model", base / "model.safetensors", read_model, base, weights=True)
     add("config", base / "config.json", read_base, base, same=False)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
@@ -148,14 +144,12 @@ def targets(tmp_path_factory, sentencepiece_dir, byte_level_dir):
     add("adapter", file, read_heads, adapter, weights=True)
 
     sharded = root / "sharded"
-    save_backbone(str(sharded), LLAMA, params, "float32")
-    (sharded / "model.safetensors").rename(sharded / "part.safetensors")
-    names = tensor_files.open_safetensors(str(sharded / "part.safetensors"))
-    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    add("index", sharded / "model.safetensors.index.json", read_model, sharded, same=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_writer, "SHARD_BYTES", 4000)
+        write_base(sharded)
+    add("index", sharded / hf_writer.INDEX, read_model, sharded, same=False)
 
-    file = tiny(root / "a.gguf", (byte_level_dir / "tokenizer.json").read_text())
+    file = tiny(root / "a.gguf", tokenizer_json)
     (root / "gguf").mkdir()
     add("gguf", file, read_gguf_file, Path(file), same=False, end=True)
 

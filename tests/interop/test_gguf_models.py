@@ -18,17 +18,18 @@ from gguf_files import (
     D,
     F,
     byte_level_metadata,
+    bytes_metadata,
     gguf,
     llama_tensors,
     shape_metadata,
     tiny,
     write,
 )
+from refusals import refused
 
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
-from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf import convert
 from medusa_jax.formats.gguf.convert import make_directory
 from medusa_jax.interop import hf
@@ -91,11 +92,6 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "medusa_jax" / "gguf"
 
 
-@pytest.fixture
-def tokenizer_json(byte_level_dir):
-    return (byte_level_dir / "tokenizer.json").read_text()
-
-
 def interleaved(array, heads):
     """Rows as llama.cpp orders them: of each head 0, H/2, 1, H/2 + 1, ..."""
     rows = np.arange(len(array)).reshape(heads, 2, -1)
@@ -135,7 +131,7 @@ def save_both(case, folder, tokenizer_json):
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
-        array = tensor.read(tuple(slice(None) for _ in tensor.shape))
+        array = whole(tensor)
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         if arch == "llama" and heads:
             array = interleaved(array, heads)
@@ -156,12 +152,13 @@ def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json
     directory, path = save_both(case, tmp_path, tokenizer_json)
     ours = make_directory(path)
     assert read_config(ours) == read_config(directory)
-    stored, expected = open_checkpoint(ours), open_checkpoint(directory)
+    assert_same_tensors(open_checkpoint(ours), open_checkpoint(directory))
+
+
+def assert_same_tensors(stored, expected):
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
-        everything = tuple(slice(None) for _ in tensor.shape)
-        found = stored[name].read(everything)
-        np.testing.assert_array_equal(found, tensor.read(everything), err_msg=name)
+        np.testing.assert_array_equal(whole(stored[name]), whole(tensor), err_msg=name)
 
 
 @pytest.mark.parametrize(("keys", "factor"), SCALED)
@@ -242,14 +239,8 @@ def test_what_ends_a_text_ends_it_in_llama_cpp(tokens, ids, ends, tmp_path, toke
 
 def test_ids_that_a_sentencepiece_file_does_not_say(tmp_path):
     """llama.cpp's: 1 begins a text, 2 ends it."""
-    tokens = ["<unk>", "<s>", "</x>", *(f"<0x{i:02X}>" for i in range(256)), "a"]
-    kinds = [2, 3, 3, *[6] * 256, 1]
-    said = {"model": "llama", "tokens": tokens, "token_type": kinds, "scores": [0.0] * 260}
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in said.items()}
-    path = write(
-        tmp_path / "a.gguf", metadata | shape_metadata("llama"), llama_tensors(260)
-    )
-    tokenizer = load_tokenizer(path)
+    metadata = bytes_metadata("</x>") | shape_metadata("llama")
+    tokenizer = load_tokenizer(write(tmp_path / "a.gguf", metadata, llama_tensors(259)))
     assert (tokenizer.bos_id, tokenizer.adds_bos, tokenizer.eos_ids) == (1, True, {2})
 
 
@@ -280,27 +271,19 @@ def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
     for part in map(str, parts):
         directory = resolve(part)
         assert directory == resolve(str(parts[0])) == make_directory(part)
-        stored = open_checkpoint(directory)
-        assert stored.keys() == expected.keys()
-        for name, tensor in expected.items():
-            np.testing.assert_array_equal(whole(stored[name]), whole(tensor), err_msg=name)
-        assert load_tokenizer(part).encode("fine, you") == load_tokenizer(one).encode(
-            "fine, you"
-        )
+        assert_same_tensors(open_checkpoint(directory), expected)
+        encoded = [load_tokenizer(path).encode("fine, you") for path in (part, one)]
+        assert encoded[0] == encoded[1]
         assert gguf_file(part) == str(parts[0])
     with open(as_float32(str(parts[1])), "rb") as file:
         assert b"split.count" not in file.read()
     parts[2].rename(tmp_path / "renamed.gguf")
-    with pytest.raises(
-        UserError, match=r"m-00003-of-00003\.gguf cannot be read: No such file"
-    ):
+    with refused(r"m-00003-of-00003\.gguf cannot be read: No such file"):
         resolve(str(parts[1]))
-    with pytest.raises(
-        UserError, match=r"renamed\.gguf is file 3 of 3 of a split model, which"
-    ):
+    with refused(r"renamed\.gguf is file 3 of 3 of a split model, which"):
         resolve(str(tmp_path / "renamed.gguf"))
     parts[2].symlink_to(tmp_path / "blobs" / "1")
-    with pytest.raises(UserError, match=r"00003\.gguf is file 2 of 3"):
+    with refused(r"00003\.gguf is file 2 of 3"):
         resolve(str(parts[0]))
 
 
@@ -328,7 +311,7 @@ def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, mo
 def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match="pip install gguf"):
+    with refused("pip install gguf"):
         make_directory(path)
 
 
@@ -367,18 +350,18 @@ def test_refused_files_are_named(
     said = {f"ggml.{key}": value for key, value in vocabulary.items()}
     arrays = {n: None if x is None else np.array(x, np.float32) for n, x in tensors.items()}
     tiny(path, tokenizer_json, shape, said, arrays)
-    with pytest.raises(UserError, match=message) as error:
+    with refused(message) as error:
         make_directory(str(path))
     assert str(path) in str(error.value)
     assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
 
 
 def test_files_that_are_no_model(tmp_path, tokenizer_json):
-    with pytest.raises(UserError, match=r"nowhere\.gguf cannot be read: No such file"):
+    with refused(r"nowhere\.gguf cannot be read: No such file"):
         resolve(str(tmp_path / "nowhere.gguf"))
     (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
-    with pytest.raises(UserError, match="is no little-endian GGUF file of version 2 or 3"):
+    with refused("is no little-endian GGUF file of version 2 or 3"):
         resolve(str(tmp_path / "text.gguf"))
     write(tmp_path / "bert.gguf", byte_level_metadata(tokenizer_json), {}, "bert")
-    with pytest.raises(UserError, match="architecture 'bert' is not supported"):
+    with refused("architecture 'bert' is not supported"):
         resolve(str(tmp_path / "bert.gguf"))

@@ -6,19 +6,28 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from gguf_files import byte_level_metadata, gguf, random_blocks, shape_metadata, write
+from gguf_files import (
+    SCALES,
+    byte_level_metadata,
+    gguf,
+    llama_shapes,
+    random_blocks,
+    shape_metadata,
+    write,
+)
+from refusals import refused
 
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
+from medusa_jax.formats.gguf.reader import read_gguf
 from medusa_jax.interop.hub import resolve
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
-D, F, HEADS, KV_HEADS = 256, 512, 4, 2
+D, F = 256, 512
 PROMPT = [5, 9, 4, 7, 12, 6, 8, 10, 11]
 
 
@@ -28,51 +37,49 @@ def blocks(kind, rows, inputs, rng):
         return (rng.standard_normal((rows, inputs)) / 20).astype(np.float32)
     stored = random_blocks(kind, rows, inputs, rng)
     # Scales as they are in models: otherwise one block of 60,000 is all that counts.
-    at = {"Q6_K": 208}.get(kind, 0)
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     each = stored.reshape(rows, -1, size)
     top = 0.2 / {"Q8_0": 128, "Q4_K": 900, "Q6_K": 4000}.get(kind, 15)
     halves = rng.uniform(-top, top, each.shape[:2]).astype(np.float16)
-    for place in [at] if kind in ("Q4_0", "Q5_0", "Q8_0", "Q6_K") else [0, 2]:
+    for place in SCALES.get(kind, (0,)):
         each[..., place : place + 2] = halves[..., None].view(np.uint8)
     return each.reshape(rows, -1), gguf.GGMLQuantizationType[kind]
 
 
+# The matrices of `CASES`, in their order.
+PARTS = ["token_embd", *(f"attn_{name}" for name in ("q", "k", "v", "output"))]
+PARTS += [f"ffn_{name}" for name in ("gate", "up", "down")]
+
+
 def model_file(path, tokenizer_json, kinds, tied=True):
-    """A llama file of two layers; `kinds` are the types of its tensors, the embedding's first."""
+    """A llama file of two layers; untied ones have biases of the attention.
+
+    Args:
+      kinds: the types of `PARTS`.
+    """
     rng = np.random.default_rng(0)
     metadata = byte_level_metadata(tokenizer_json)
-    vocab, K = len(metadata["tokenizer.ggml.tokens"]), D // HEADS * KV_HEADS
-    embedding, q, k, v, out, gate, up, down = kinds
-    tensors = {"token_embd.weight": blocks(embedding, vocab, D, rng)}
-    tensors["output_norm.weight"] = np.ones(D, np.float32)
+    shapes = llama_shapes(len(metadata["tokenizer.ggml.tokens"]), D, F)
+    tensors, kind_of = {}, dict(zip(PARTS, kinds))
+    for name, shape in shapes.items():
+        part = name.split(".")[-2]
+        if part in kind_of:
+            tensors[name] = blocks(kind_of[part], *shape, rng)
+        else:
+            tensors[name] = rng.uniform(0.5, 1, shape).astype(np.float32)
+        if not tied and "attn" in part and part in kind_of:
+            bias = rng.standard_normal(shape[0]).astype(np.float32)
+            tensors[name.replace("weight", "bias")] = bias
     if not tied:
-        tensors["output.weight"] = blocks("Q6_K", vocab, D, rng)
-    for i in range(2):
-        layer = {
-            "attn_q.weight": blocks(q, D, D, rng),
-            "attn_k.weight": blocks(k, K, D, rng),
-            "attn_v.weight": blocks(v, K, D, rng),
-            "attn_output.weight": blocks(out, D, D, rng),
-            "ffn_gate.weight": blocks(gate, F, D, rng),
-            "ffn_up.weight": blocks(up, F, D, rng),
-            "ffn_down.weight": blocks(down, D, F, rng),
-            "attn_norm.weight": rng.uniform(0.5, 1, D).astype(np.float32),
-            "ffn_norm.weight": rng.uniform(0.5, 1, D).astype(np.float32),
-        }
-        if not tied:  # as files with biases have them
-            for part, n in (("q", D), ("k", K), ("v", K), ("output", D)):
-                layer[f"attn_{part}.bias"] = rng.standard_normal(n).astype(np.float32)
-        tensors |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}
+        tensors["output.weight"] = blocks("Q6_K", *shapes["token_embd.weight"], rng)
     shape = {"embedding_length": D, "feed_forward_length": F}
     return write(path, metadata | shape_metadata("llama", **shape), tensors)
 
 
-@pytest.fixture
-def tokenizer_json(byte_level_dir, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
-    return (byte_level_dir / "tokenizer.json").read_text()
 
 
 CASES = {
@@ -97,9 +104,8 @@ def test_every_number_is_near_that_of_unpacked_weights(
 ):
     """Hidden states and logits, of one new token and of several, and the text, drafted or not."""
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES[case], tied)
-    stored, floats = (
-        medusa_jax.load(path, weights=weights) for weights in (None, "float32")
-    )
+    stored = medusa_jax.load(path)
+    floats = medusa_jax.load(path, weights="float32")
     assert (stored.storage.weights, floats.storage.weights) == ("stored", "")
     options = Options(24, temperature=1.0, eos_ids=())
     texts = [model.generate([PROMPT], options)[0] for model in (stored, floats)]
@@ -142,23 +148,20 @@ def test_where_blocks_are_not_read_they_are_unpacked(
     half = medusa_jax.load(path, dtype="bfloat16")
     types = {x.dtype.name for x in jax.tree.leaves(half.variables["backbone"])}
     assert types == {"bfloat16"}
-    with pytest.raises(UserError, match="stored need dtype float32"):
+    with refused("stored need dtype float32"):
         medusa_jax.load(path, weights="stored", dtype="bfloat16")
-    with pytest.raises(UserError, match="stored need a GGUF file"):
+    with refused("stored need a GGUF file"):
         medusa_jax.load(weights="stored")
 
 
 @native
 def test_a_scale_that_is_no_number(tmp_path, tokenizer_json):
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
-    from medusa_jax.formats.gguf.reader import read_gguf
-
     tensor = read_gguf(path).tensors["blk.1.ffn_down.weight"]
     with open(path, "r+b") as file:
         file.seek(tensor.start + 20)  # the second block's scale
         file.write(np.float16(np.inf).tobytes())
-    message = r"tensor 'blk.1.ffn_down.weight' contains NaN or infinity"
-    with pytest.raises(UserError, match=message):
+    with refused("tensor 'blk.1.ffn_down.weight' contains NaN or infinity"):
         medusa_jax.load(path)
 
 
@@ -166,7 +169,7 @@ def test_a_file_that_has_moved_is_followed(tmp_path, tokenizer_json):
     path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
     directory = resolve(path)
     (tmp_path / "model.gguf").rename(tmp_path / "other.gguf")
-    with pytest.raises(UserError, match="cannot be read"):
+    with refused("cannot be read"):
         medusa_jax.load(directory)
     assert resolve(str(tmp_path / "other.gguf")) == directory
     medusa_jax.load(directory)

@@ -3,9 +3,18 @@
 import time
 
 import pytest
-from gguf_files import byte_level_metadata, llama_tensors, shape_metadata, strings, write
+from gguf_files import (
+    byte_level_metadata,
+    llama_tensors,
+    sentencepiece_metadata,
+    shape_metadata,
+    strings,
+    write,
+)
+from pieces import train_byte_level
+from refusals import refused
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-from medusa_jax.errors import UserError
 from medusa_jax.formats.gguf.reader import read_gguf
 from medusa_jax.formats.gguf.vocabulary import (
     SPLITTINGS,
@@ -54,12 +63,10 @@ TEXTS = strings(300, HARD)
 
 
 def published(kind):
-    """An untrained tokenizer that splits as the published ones of its kind do."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE())
-    step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    steps = [step]
+    """A tokenizer that splits as the published ones of its kind do. All have merges across digits and blanks,
+    learnt by GPT-2's rule."""
+    tokenizer = train_byte_level(TEXTS, 900, ["<|end|>", "<|turn|>"])
+    steps = [step := tokenizer.pre_tokenizer]
     if kind == "smollm":
         steps = [pre_tokenizers.Digits(individual_digits=True), step]
     if kind in PATTERNS:
@@ -75,60 +82,29 @@ def published(kind):
 
 @pytest.fixture(scope="module")
 def trained():
-    """One tokenizer a kind. All have merges across digits and blanks, learnt by GPT-2's rule."""
-    from tokenizers import pre_tokenizers, trainers
-
-    def train(kind):
-        tokenizer = published(kind)
-        splitting, tokenizer.pre_tokenizer = (
-            tokenizer.pre_tokenizer,
-            published("gpt-2").pre_tokenizer,
-        )
-        trainer = trainers.BpeTrainer(
-            vocab_size=900,
-            special_tokens=["<|end|>", "<|turn|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator(TEXTS, trainer)
-        tokenizer.pre_tokenizer = splitting
-        return tokenizer
-
-    return {kind: train(kind) for kind in KINDS}
+    """One tokenizer a kind."""
+    return {kind: published(kind) for kind in KINDS}
 
 
 def read(path, metadata):
     return build_tokenizer(read_gguf(write(path, metadata, {})))
 
 
-def hostile(**keys):
-    """Metadata of a sentencepiece vocabulary."""
-    tokens = keys["tokens"]
-    scores, kinds = [0.0] * len(tokens), [1] * len(tokens)
-    keys = {"model": "llama", "scores": scores, "token_type": kinds} | keys
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-
-
 @pytest.mark.parametrize(
-    ("metadata", "why"),
+    ("tokens", "changes", "why"),
     [
-        (hostile(tokens=["a", "b"], scores=[0.0]), "the scores of 1"),
+        (["a", "b"], {"scores": [0.0]}, "the scores of 1"),
         # Every place to cut it at was tried: 35 seconds.
-        (hostile(tokens=["a", "b", "a" * 300_000]), "a token has 300000 characters"),
+        (["a", "b", "a" * 300_000], {}, "a token has 300000 characters"),
         # The library panics at a merge of something longer than its parts.
-        (
-            hostile(
-                model="gpt2", pre="gpt-2", tokens=["a", "aaa"], merges=["aaa a", "a aaa"]
-            ),
-            "does not fit together",
-        ),
+        (["a", "aaa"], {"model": "gpt2", "pre": "gpt-2", "merges": ["aaa a", "a aaa"]}, "does not fit together"),
     ],
-)
-def test_hostile_vocabularies_are_refused_soon(metadata, why, tmp_path):
+)  # fmt: skip
+def test_hostile_vocabularies_are_refused_soon(tokens, changes, why, tmp_path):
     start = time.monotonic()
-    with pytest.raises(UserError, match=why) as error:
-        read(tmp_path / "a.gguf", metadata)
-    assert time.monotonic() - start < 5 and "\n" not in str(error.value)
+    with refused(why):
+        read(tmp_path / "a.gguf", sentencepiece_metadata(tokens, **changes))
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,18 +140,7 @@ def test_text_is_split_as_in_llama_cpp(name, merged_anywhere, tmp_path):
 @pytest.fixture(scope="module")
 def merged_anywhere():
     """A tokenizer.json whose merges know nothing of words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=900, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    return tokenizer.to_str()
+    return train_byte_level(TEXTS, 900, words=False).to_str()
 
 
 @pytest.mark.parametrize("said", [None, ""])
@@ -221,57 +186,40 @@ def test_tokens_without_merges(kind, tokens, types, text, shown, trained, tmp_pa
     assert len(metadata["tokenizer.ggml.tokens"]) - 2 not in ours.encode("an xyzzyq").ids
 
 
-def sentencepiece_metadata(model, **changes):
-    pieces = range(model.get_piece_size())
-
-    def kind(i):
-        marks = (model.is_unknown(i), model.is_control(i), model.is_byte(i))
-        return {
-            (True, False, False): 2,
-            (False, True, False): 3,
-            (False, False, True): 6,
-        }.get(marks, 1)
-
-    return {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in pieces],
-        "tokenizer.ggml.scores": [model.get_score(i) for i in pieces],
-        "tokenizer.ggml.token_type": [kind(i) for i in pieces],
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        **changes,
-    }
-
-
 @pytest.fixture(scope="module")
-def sentencepiece_model(sentencepiece_dir):
+def sentencepiece(sentencepiece_dir):
+    """A model of sentencepiece, and its metadata."""
     spm = pytest.importorskip("sentencepiece")
-    return spm.SentencePieceProcessor(str(sentencepiece_dir / "tokenizer.model"))
+    model = spm.SentencePieceProcessor(str(sentencepiece_dir / "tokenizer.model"))
+    pieces = range(model.get_piece_size())
+    kinds = {2: model.is_unknown, 3: model.is_control, 6: model.is_byte, 1: lambda i: True}
+    return model, sentencepiece_metadata(
+        [model.id_to_piece(i) for i in pieces],
+        [next(kind for kind, fits in kinds.items() if fits(i)) for i in pieces],
+        [model.get_score(i) for i in pieces],
+        unknown_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
 
 
-def test_sentencepiece_is_sentencepiece(sentencepiece_model, tmp_path):
-    """Blanks, byte fallback, every text with its blank before it; special tokens as well."""
-    metadata = sentencepiece_metadata(sentencepiece_model)
+def test_sentencepiece_is_sentencepiece(sentencepiece, tmp_path):
+    """Blanks, byte fallback, every text with its blank before it, or none; special tokens as well."""
+    model, metadata = sentencepiece
     ours = read(tmp_path / "a.gguf", metadata)
     texts = [*TEXTS, "Hello, how are you?", "  two blanks", "polite  answers ", "▁"]
     for text in texts:
-        ids = sentencepiece_model.encode(text)
+        ids = model.encode(text)
         assert ours.encode(text).ids == ids
-        assert ours.decode(ids) == sentencepiece_model.decode(ids)
+        assert ours.decode(ids) == model.decode(ids)
     assert ours.encode("</s>").ids == [2]
+    without = metadata | {"tokenizer.ggml.add_space_prefix": False}
+    without = read(tmp_path / "b.gguf", without)
+    assert without.decode(without.encode(" a").ids) == " a"
+    assert without.encode(" user").ids == ours.encode("user").ids
 
 
-def test_sentencepiece_without_a_blank_before_the_text(sentencepiece_model, tmp_path):
-    metadata = sentencepiece_metadata(sentencepiece_model)
-    metadata["tokenizer.ggml.add_space_prefix"] = False
-    ours = read(tmp_path / "a.gguf", metadata)
-    assert ours.decode(ours.encode(" a").ids) == " a"
-    with_blank = read(tmp_path / "b.gguf", sentencepiece_metadata(sentencepiece_model))
-    assert ours.encode(" user").ids == with_blank.encode("user").ids
-
-
-def test_who_begins_with_the_bos(sentencepiece_model, trained, tmp_path):
+def test_who_begins_with_the_bos(sentencepiece, trained, tmp_path):
     """What the file says; else SentencePiece and Llama 3 do, others do not."""
 
     def adds(metadata, said=None):
@@ -279,8 +227,7 @@ def test_who_begins_with_the_bos(sentencepiece_model, trained, tmp_path):
         file = read_gguf(write(tmp_path / "a.gguf", metadata | more, {}))
         return tokenizer_settings(file)["add_bos_token"]
 
-    assert adds(sentencepiece_metadata(sentencepiece_model))
-    assert not adds(sentencepiece_metadata(sentencepiece_model), False)
+    assert adds(sentencepiece[1]) and not adds(sentencepiece[1], False)
     for kind, expected in (("llama-bpe", True), ("qwen2", False)):
         metadata = byte_level_metadata(trained[kind].to_str(), kind)
         assert adds(metadata) == expected

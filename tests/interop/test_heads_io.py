@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_files import WIDER as LLAMA
+from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
-from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, own_heads, tensors
+from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import make_mesh
@@ -48,9 +48,8 @@ def load(path, llama=LLAMA, **options):
 
 
 def fails(match, path, *args, **options):
-    with pytest.raises(UserError, match=match) as info:
+    with refused(match):
         load(path, *args, **options)
-    assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
@@ -110,24 +109,18 @@ def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
     np.testing.assert_array_equal(again[kernel], found)
 
 
-def test_deeper_heads_are_not_read(saved, monkeypatch):
+def test_deeper_heads_are_not_read(saved):
+    """They may even be damaged."""
     path, _, params = saved
-    names = []
-    inner = tensors.open_safetensors
-
-    def spy(file):
-        def wrap(name, t):
-            return dataclasses.replace(t, read=lambda i: names.append(name) or t.read(i))
-
-        return {name: wrap(name, t) for name, t in inner(file).items()}
-
-    monkeypatch.setattr(tensors, "open_safetensors", spy)
-    heads, loaded, _ = load(path, n_heads=2)
-    assert heads.n_heads == 2 and set(loaded) == {"heads_0", "heads_1"}
-    assert names and not any(name.startswith("heads_2/") for name in names)
-    np.testing.assert_array_equal(
-        loaded["heads_1"]["layers_0"]["kernel"], params["heads_1"]["layers_0"]["kernel"]
+    file = path / "heads.safetensors"
+    save_file(
+        load_file(file) | {"heads_2/layers_1/bias": np.full(32, np.nan, np.float32)}, file
     )
+    fails("'heads_2/layers_1/bias' contains NaN or infinity", path)
+    heads, loaded, _ = load(path, n_heads=2)
+    assert heads.n_heads == 2
+    few = {name: params[name] for name in ("heads_0", "heads_1")}
+    jax.tree.map(np.testing.assert_array_equal, loaded, few)
     fails("holds 3 heads, 4 were asked for", path, n_heads=4)
 
 
@@ -180,13 +173,3 @@ def test_descriptions_that_cannot_be_read(changes, match, saved):
         changes = {"heads": good["heads"] | fields}
     file.write_text(json.dumps(good | changes))
     fails(match, path)
-
-
-def test_files_that_are_missing_or_damaged(saved):
-    path, _, _ = saved
-    (path / "heads.safetensors").write_bytes(b"junk")
-    fails("cannot be read as safetensors", path)
-    (path / "heads.json").write_text("[")
-    fails(r"heads\.json is not valid JSON", path)
-    (path / "heads.json").unlink()
-    fails(r"heads\.json cannot be read", path)

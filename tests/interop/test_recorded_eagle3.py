@@ -9,24 +9,16 @@ its Triton kernel, speculators with its eager KL, on the directory that `convert
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from flax.traverse_util import unflatten_dict
 from head_files import EAGLE3, IDS, LLAMA, V, eagle3_state, write
 from numpy_layers import numpy_norm
+from our_heads import exported, load, logits_of, write_base
 from tiny import random_params
 
-from medusa_jax.formats.export import Export
-from medusa_jax.formats.export_heads import convert
-from medusa_jax.heads import vocabulary
-from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.model.llama import Llama
 
 pytestmark = pytest.mark.usefixtures("x64")
 LEVELS, B, T, D = 4, 2, 12, LLAMA.d_model
@@ -109,24 +101,12 @@ def directory(version, path):
 
 def our_logits(path):
     """Logits [levels, B, T, O] of the heads in a directory."""
-    stored = open_heads(str(path))
-    heads = unflatten_dict(
-        {k: np.float64(x) for k, x in stored.read(CONFIG).items()}, sep="/"
-    )
-    backbone = vocabulary.narrowed(
-        Backbone(Llama(CONFIG, dtype=jnp.float64), Inputs.params), jnp.asarray(IDS)
-    )
-    drafter = make_drafter(stored.heads, CONFIG).loss_view(LEVELS)
+    heads, params, _ = load(path, CONFIG)
+    drafter = make_drafter(heads, CONFIG).loss_view(LEVELS)
     # The engines have no stream after the last token, whose level-0 row no other row here reads.
     streams_BTE = np.concatenate([Inputs.streams_BTE, np.zeros((B, 1, 3 * D))], axis=1)
     hidden_BTE = np.concatenate([Inputs.final_BTD, streams_BTE], axis=-1)
-    positions_BT = np.broadcast_to(np.arange(T + 1), (B, T + 1))
-    rows = TextRows(hidden_BTE, Inputs.tokens_BT, positions_BT, np.ones((B, T + 1), int))
-    features_KBTD = drafter.features(heads, backbone, rows)
-    logits = [
-        drafter.head_logits(heads, backbone, k, features_KBTD[k]) for k in range(LEVELS)
-    ]
-    return np.asarray(jnp.stack(logits), np.float64)
+    return logits_of(drafter, params, Inputs.params, hidden_BTE, Inputs.tokens_BT)
 
 
 def check(recorded, logits_KBTO, tolerance):
@@ -153,11 +133,10 @@ def test_levels_and_losses_are_specforge_s(version, tmp_path):
 @pytest.mark.parametrize("version", SPECULATORS)
 def test_levels_and_losses_are_those_of_speculators(version, tmp_path):
     """Of the directory that `convert` writes for it."""
-    save_backbone(str(tmp_path / "base"), CONFIG, Inputs.params, "float64")
+    base = write_base(tmp_path / "base", CONFIG, Inputs.params, "float64")
     stored = open_heads(str(directory(version, tmp_path / "specforge")))
-    export = Export(stored, BaseFiles.open(str(tmp_path / "base")), "owner/base")
-    convert(export, "speculators", str(tmp_path / "out"))
-    recorded, logits_KBTO = SPECULATORS[version], our_logits(tmp_path / "out")
+    out = exported(stored, base, "speculators", tmp_path / "out")
+    recorded, logits_KBTO = SPECULATORS[version], our_logits(out)
     # Its teacher norms the last stream, which stands for `final_BTD`.
     normed_BTD = numpy_norm(np.ones(D), Inputs.final_BTD, LLAMA.rms_eps)
     teacher_BTO = (normed_BTD @ Inputs.head_DV / 2)[..., IDS]

@@ -29,9 +29,8 @@ def test_bytes_together_are_the_text(kind, request):
 def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(kind, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
     spelled = TokenBytes(tokenizer)
-    words = st.sampled_from(
-        ["assistant", " ", "  ", "é日😀", *tokenizer.special_texts.values()]
-    )
+    special = tokenizer.special_texts.values()
+    words = st.sampled_from(["assistant", " ", "  ", "é日😀", *special])
 
     @settings(max_examples=100, deadline=None, derandomize=True)
     @given(st.lists(words | st.text("aé日😀 \n\t\0", max_size=5)).map("".join))
@@ -58,35 +57,29 @@ def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
 
 
 def bpe(**more):
-    return models.BPE({"a": 0, "<unk>": 1}, [], **more)
+    return Backend(models.BPE({"a": 0, "<unk>": 1}, [], unk_token="<unk>", **more))
+
+
+def test_where_one_token_may_cover_anything_nothing_is_told():
+    """Words, and an unknown token for a text of any length."""
+    words = Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    for backend in (words, bpe(fuse_unk=True)):
+        assert TokenBytes(Tokenizer(backend)).longest is None
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("step", "how"),
     [
-        Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>")),
-        Backend(
-            bpe(unk_token="<unk>", fuse_unk=True)
-        ),  # one token for a text of any length
+        ("normalizer", normalizers.NFC()),
+        ("normalizer", normalizers.Replace("  ", "")),
+        ("pre_tokenizer", pre_tokenizers.Whitespace()),
+        ("pre_tokenizer", pre_tokenizers.Split(" ", "removed")),
     ],
 )
-def test_where_one_token_may_cover_anything_nothing_is_told(backend):
-    assert TokenBytes(Tokenizer(backend)).longest is None
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda b: setattr(b, "normalizer", normalizers.NFC()),
-        lambda b: setattr(b, "normalizer", normalizers.Replace("  ", "")),
-        lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Whitespace()),
-        lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Split(" ", "removed")),
-    ],
-)
-def test_where_a_text_may_shrink_nothing_is_told(spoil, byte_level_dir):
+def test_where_a_text_may_shrink_nothing_is_told(step, how, byte_level_dir):
     tokenizer = load_tokenizer(str(byte_level_dir))
     assert TokenBytes(tokenizer).longest
-    spoil(tokenizer.backend)
+    setattr(tokenizer.backend, step, how)
     assert TokenBytes(tokenizer).longest is None
 
 

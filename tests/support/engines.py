@@ -1,11 +1,10 @@
 """What other engines do with a directory of heads, re-implemented from their sources in NumPy.
 
 Strict where they are lax: a key that is unknown, missing or misshaped is an error here, since
-there it means random weights without a word. Nothing of the package is used.
+there it means random weights without a word. Nothing of the package is used but the reader of torch's files.
 """
 
 import json
-import pickle
 import zipfile
 
 import numpy as np
@@ -21,10 +20,12 @@ from head_files import (
     medusa_logits,
     medusa_state,
     renamed,
-    silu,
     vllm_names,
 )
 from safetensors.numpy import load_file
+
+from medusa_jax.formats.torch_files import open_torch
+from medusa_jax.interop.tensor import whole
 
 
 class WouldFailSilently(AssertionError):
@@ -97,10 +98,8 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
     n_heads, n_layers = speculative_tokens, config["num_hidden_layers"]
     if config["num_heads"] < n_heads:
         raise WouldFailSilently("heads without weights")
-    vocab, shared = (
-        sized(config, base)["truncated_vocab_size"],
-        config.get("original_lm_head"),
-    )
+    vocab = sized(config, base)["truncated_vocab_size"]
+    shared = config.get("original_lm_head")
     like = vllm_names(medusa_state(n_heads, n_layers, shared, vocab=vocab))
     if shared:
         like["lm_head.weight"] = np.zeros((vocab, D))
@@ -122,18 +121,11 @@ def vllm(path, base, speculative_tokens, hidden, remaps):
         if "lm_head" in name and token_map is not None and len(x) > len(token_map):
             state[name] = x[token_map]
     strict(state, like)
-    rows = []
-    for k in range(n_heads):
-        x = hidden
-        for j in range(n_layers):
-            layer = f"blocks.{k}.layers.{j}"
-            bias = np.float64(state.get(f"{layer}.bias", np.zeros(D)))
-            x = x + silu(np.float64(state[f"{layer}.weight"]) @ x + bias)
-        rows.append(
-            np.float64(state["lm_head.weight" if shared else f"lm_heads.{k}.weight"]) @ x
-        )
+    lm_head = state.pop("lm_head.weight", None)
+    authors = vllm_names({key: key for key in medusa_state(n_heads, n_layers, shared)})
+    rows = medusa_logits({authors[key]: x for key, x in state.items()}, hidden, lm_head)
     if token_map is None:
-        return np.stack(rows)
+        return rows
     logits = np.full((n_heads, base["vocab_size"]), -np.inf)
     logits[:, token_map] = rows
     return logits
@@ -149,41 +141,11 @@ def remapped(name, n_layers):
 
 
 def torch_state(path):
-    """The tensors of a .pt file as torch.load gives them, by Python's own unpickler."""
-    import ml_dtypes
-
-    kinds = {
-        "FloatStorage": "<f4",
-        "HalfStorage": "<f2",
-        "BFloat16Storage": ml_dtypes.bfloat16,
-    }
-
-    def rebuild(storage, offset, shape, strides, grad, hooks):
-        assert (offset, grad, hooks) == (0, False, {})
-        x = storage.reshape(shape)
-        assert tuple(s // x.itemsize for s in x.strides) == tuple(strides)
-        return x
-
+    """The tensors of a .pt file. `test_torch_files.py` compares reader and writer with torch's."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert archive.read("archive/version") == b"3\n"
-
-        class Reader(pickle.Unpickler):
-            def find_class(self, module, name):
-                if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-                    return rebuild
-                if (module, name) == ("collections", "OrderedDict"):
-                    return dict
-                assert module == "torch"
-                return np.dtype(kinds[name])
-
-            def persistent_load(self, pid):
-                tag, kind, key, where, size = pid
-                x = np.frombuffer(archive.read(f"archive/data/{key}"), kind)
-                assert (tag, where, size) == ("storage", "cpu", x.size)
-                return x
-
-        return Reader(archive.open("archive/data.pkl")).load()
+    return {name: whole(tensor) for name, tensor in open_torch(str(path)).items()}
 
 
 def tensorrt_llm(path, base, hidden):

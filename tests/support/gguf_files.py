@@ -104,9 +104,26 @@ def byte_level_metadata(tokenizer_json, pre="gpt-2", **changes):
     return {f"tokenizer.{key}": value for key, value in keys.items() if value is not None}
 
 
-def llama_tensors(vocab_size):
-    """Random tensors of a tied llama model of the test's sizes, by their GGUF names."""
-    rng = np.random.default_rng(0)
+def sentencepiece_metadata(tokens, kinds=None, scores=None, **changes):
+    """A vocabulary of sentencepiece, of usual tokens without scores if nothing else is said."""
+    keys = {
+        "model": "llama",
+        "tokens": tokens,
+        "token_type": kinds or [1] * len(tokens),
+        "scores": scores or [0.0] * len(tokens),
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+
+
+def bytes_metadata(end="</s>"):
+    """A vocabulary of bytes: token 3 + b is byte b, after <unk>, <s> and the end of a text."""
+    tokens = ["<unk>", "<s>", end, *(f"<0x{i:02X}>" for i in range(256))]
+    return sentencepiece_metadata(tokens, [2, 3, 3, *[6] * 256])
+
+
+def llama_shapes(vocab_size, D=D, F=F):
+    """Shapes of the tensors of a tied llama model, by their GGUF names."""
     K = D // HEADS * KV_HEADS
     shapes = {"token_embd.weight": (vocab_size, D), "output_norm.weight": (D,)}
     of_layer = {"attn_norm": (D,), "attn_q": (D, D), "attn_k": (K, D), "attn_v": (K, D)}
@@ -114,6 +131,13 @@ def llama_tensors(vocab_size):
     of_layer |= {"ffn_up": (F, D), "ffn_down": (D, F)}
     for i in range(LAYERS):
         shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def llama_tensors(vocab_size):
+    """Random tensors of a tied llama model of the test's sizes, by their GGUF names."""
+    rng = np.random.default_rng(0)
+    shapes = llama_shapes(vocab_size)
     return {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
 
 

@@ -243,7 +243,7 @@ def medusa_logits(state, hidden, lm_head=None, prefix=""):
         x, j = hidden, 0
         while f"{prefix}{k}.{j}.linear.weight" in state:
             layer = f"{prefix}{k}.{j}.linear"
-            x = x + silu(state[f"{layer}.weight"] @ x + state[f"{layer}.bias"])
+            x = x + silu(state[f"{layer}.weight"] @ x + state.get(f"{layer}.bias", 0))
             j += 1
         out = state[f"{prefix}{k}.{j}.weight"] if lm_head is None else lm_head
         rows.append(out @ x)

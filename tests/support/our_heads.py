@@ -1,15 +1,20 @@
-"""Heads as the package reads and runs them, after one text over a tiny random backbone."""
+"""Heads as the package writes, reads and runs them, after one text over a tiny random backbone."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from head_files import LLAMA, D, V
-from tiny import random_params
+from head_files import LLAMA, D, V, normal
+from tiny import random_params, write_tokenizer
 
+from medusa_jax.formats.export import Export
+from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io
+from medusa_jax.interop import heads_io, own_heads
+from medusa_jax.interop.hf import BaseFiles
+from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 
@@ -25,25 +30,54 @@ EMBEDDED = BASE["embed_tokens"]["embedding"][TOKENS[T : T + 3]]
 FOLLOWING = BASE["embed_tokens"]["embedding"][TOKENS[1:]]
 
 
-def load(path, **options):
+def write_base(path, llama=LLAMA, params=BASE, dtype="float32"):
+    """A backbone on disk, with a tokenizer."""
+    write_tokenizer(path)
+    save_backbone(str(path), llama, jax.tree.map(np.dtype(dtype).type, params), dtype)
+    return BaseFiles.open(str(path))
+
+
+def write_heads(path, base, heads, seed=0, dtype="float32"):
+    """Random heads in the project's own format, over random tokens if they have a draft vocabulary."""
+    rng, llama = np.random.default_rng(seed), base.config
+    shapes = abstract_heads(heads, llama)
+    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    if heads.draft_vocab:
+        ids = np.sort(rng.choice(llama.vocab_size, heads.draft_vocab, replace=False))
+        params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
+    record = own_heads.base_record(llama, base.fingerprint())
+    own_heads.save_heads(str(path), heads, params, base=record, recipe={}, dtype=dtype)
+    return heads_io.open_heads(str(path))
+
+
+def exported(stored, base, target, out, **fields):
+    """The directory that `convert` writes."""
+    convert(Export(stored, base, "owner/base", **fields), target, str(out))
+    return out
+
+
+def load(path, llama=LLAMA, **options):
     """Configuration, parameters and description, in float64."""
     options = {"dtype": "float64"} | options
-    return heads_io.load_heads(str(path), LLAMA, make_mesh(), **options)
+    return heads_io.load_heads(str(path), llama, make_mesh(), **options)
+
+
+def logits_of(drafter, params, base, hidden_BTE, tokens_BT):
+    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`."""
+    llama = Llama(drafter.llama, jnp.float64)
+    backbone = Backbone(llama, jax.tree.map(jnp.asarray, base))
+    if (vocab := params.get(vocabulary.GROUP)) is not None:
+        backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    rows = TextRows(hidden_BTE, tokens_BT, positions_BT, np.ones(tokens_BT.shape, np.int32))
+    features = drafter.features(params, backbone, rows)
+    heads = enumerate(features)
+    return np.stack([drafter.head_logits(params, backbone, k, x) for k, x in heads])
 
 
 def our_logits(heads, params):
     """[K, V] after position T - 1 of the hidden states, the later tokens as they are."""
-    backbone = Backbone(Llama(LLAMA, jnp.float64), jax.tree.map(jnp.asarray, BASE))
-    if (vocab := params.get(vocabulary.GROUP)) is not None:
-        backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
     drafter = make_drafter(heads, LLAMA)
-    n = len(TOKENS)
     given = np.concatenate([HIDDEN, STREAMS], -1)[:, : D * (1 + len(drafter.taps))]
-    hidden = jnp.zeros((1, n, given.shape[1])).at[0, :T].set(given)
-    rows = (TOKENS[None], np.arange(n)[None], np.ones((1, n), np.int32))
-    features = drafter.features(params, backbone, TextRows(hidden, *rows))[:, 0, T - 1]
-    logits = [
-        drafter.head_logits(params, backbone, k, features[k])
-        for k in range(drafter.n_heads)
-    ]
-    return np.asarray(jnp.stack(logits))
+    hidden = np.pad(given, ((0, len(TOKENS) - T), (0, 0)))
+    return logits_of(drafter, params, BASE, hidden[None], TOKENS[None])[:, 0, T - 1]

@@ -1,9 +1,28 @@
-"""A sentencepiece model trained here, and the small JSON files next to one."""
+"""Tokenizers trained here: a sentencepiece model with the small JSON files next to it; byte-level BPE."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+
+def train_byte_level(
+    texts: Sequence[str], vocab_size: int, special: Sequence[str] = (), words: bool = True
+) -> Tokenizer:
+    """Byte-level BPE with merges within the words of GPT-2's splitting, or anywhere."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.pre_tokenizer = split
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def train_sentencepiece(path: Path, text: str, vocab_size: int, **options: object) -> None:
