@@ -435,7 +435,7 @@ class Model:
           UserError: as `generate`.
         """
         if isinstance(prompts, str):
-            raise TypeError("prompts is a list; give [prompt] for a single one")
+            raise UserError("prompts is a list: give [prompt] for a single one")
         prompts = [prompts] if is_message(prompts) else prompts  # which `encode` refuses
         rows = [options] * len(prompts) if isinstance(options, Options) else list(options)
         if not rows or len(rows) != len(prompts):
