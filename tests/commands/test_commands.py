@@ -10,7 +10,7 @@ from files import PROMPTS
 import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.commands import bench, calibrate, distill
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.config import DataConfig
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
@@ -26,7 +26,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     code = calibrate.main(
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
+            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
             "--batches=1,2", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
@@ -88,7 +88,7 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
     directory, prompts = files
     arguments = [
         "race", f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
-        f"--drafters={directory}/heads,prompt_lookup@copy:2", "--trees=chain:2,cartesian:2x2",
+        f"--drafters={directory}/heads,prompt_lookup@copy:2,", "--trees=chain:2,cartesian:2x2,",
         "--limit=2", "--max_new_tokens=20", "--repeats=1",
     ]  # fmt: skip
     assert bench.main(arguments) == 0
@@ -129,7 +129,7 @@ def test_a_flag_is_declared_once():
         Flags(out="a", names=["b", "c"], limit=0.5, quick=True, rows=3),
         Flags(out="a"),
     ]
-    text = main.parser().format_help()
+    text = parser_of(main.kind, main.name).format_help()
     assert "rows of a batch (default: 3)" in text and "What it does." in text
     assert "at most\n" in text
     for wrong in ("--rows=0", "--names=b"):  # too few; no --out

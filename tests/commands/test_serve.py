@@ -40,29 +40,17 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
     names = [serve_run.name_of(str(path)) for path in paths]
     assert names == ["llama", "llama", "a.gguf", "a.gguf", "llama", "llama"]
     hub = "owner/name@main"
-    assert [serve_run.name_of(n) for n in (None, "smollm2", hub)] == [
-        "demo",
-        "smollm2",
-        hub,
-    ]
+    names = [serve_run.name_of(name) for name in (None, "smollm2", hub)]
+    assert names == ["demo", "smollm2", hub]
 
 
 @pytest.fixture
 def process(tmp_path):
     """`serve` with two slots on a free port."""
     write_model(tmp_path)
-    flags = (
-        f"--port 0 --slots 2 --model {tmp_path} --drafter {tmp_path}/heads --tree chain:2"
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "medusa_jax",
-        "serve",
-        *flags.split(),
-        "--warm_up",
-        "0",
-    ]
+    flags = f"--model {tmp_path} --drafter {tmp_path}/heads --tree chain:2 --warm_up 0"
+    words = f"-m medusa_jax serve --port 0 --slots 2 {flags}"
+    command = [sys.executable, *words.split()]
     options = {"stderr": subprocess.PIPE, "text": True, "env": children.environment()}
     with subprocess.Popen(command, **options) as started:
         yield started
