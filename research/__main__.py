@@ -57,6 +57,9 @@ COMMANDS = {
     "prefill_cost": Command(
         "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
     ),
+    "confidence": Command(
+        "papers", "research.confidence", "whether DSpark's confidences should choose trees"
+    ),
     "constrained": Command(
         "costs", "research.constrained", "speed and waiting time of constrained decoding"
     ),

@@ -1,0 +1,71 @@
+"""The study of DSpark's confidences: replays with planted signals, and the whole command."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from files import PROMPTS, write_lines
+from tiny import write_model
+
+from medusa_jax.heads.dflash import DSparkConfig
+from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.interop import own_heads
+from medusa_jax.interop.fingerprint import fingerprint
+from medusa_jax.model.llama import Llama
+from medusa_jax.tree.tree import Tree
+from research import confidence
+
+COSTS = np.array([1.0, 1.5])
+
+
+def test_a_signal_that_tells_right_guesses_reaches_the_bound_and_noise_gains_nothing():
+    rng = np.random.default_rng(0)
+    gain = [1 + np.stack([np.zeros(300), rng.integers(0, 2, 300)], 1) for _ in range(8)]
+    told = [np.stack([own[:, 1:] - 1, rng.random((300, 1))], -1) for own in gain]
+    found = confidence.compare(gain, told, COSTS)
+    # A right draft: 2 tokens in 1.5, a wrong one: 1 in 1, each time as good as it can be.
+    assert found["confidences"] == pytest.approx(found["bound"], rel=1e-6)
+    assert found["bound"] > 1.1 * found["one tree"]
+    assert found["probabilities"] == pytest.approx(found["one tree"], rel=0.05)
+
+
+def test_gains_follow_the_true_path():
+    trees = [Tree.none(), Tree.from_choices([(0,), (0, 1)]), Tree.chain(2)]
+    ranks_PK = np.array([[0, 1], [0, 2], [1, 0]])
+    assert confidence.gains(ranks_PK, trees).tolist() == [[1, 3, 2], [1, 2, 2], [1, 1, 1]]
+
+
+def test_separation_is_the_share_of_ordered_pairs():
+    signal, right = np.array([0.1, 0.4, 0.3, 0.9]), np.array([False, True, True, False])
+    # Pairs (right, wrong): (.4, .1) and (.3, .1) are in order, the two with .9 are not.
+    assert confidence.separates(signal, right) == 0.5
+
+
+@pytest.mark.wide
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config, params = write_model(tmp_path / "model")
+    heads = DSparkConfig(
+        n_heads=2, n_layers=1, markov_rank=4, confidence=True, tap_layers="1"
+    )
+    write_lines(tmp_path / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
+    for name, one in (
+        ("sure", heads),
+        ("unsure", dataclasses.replace(heads, confidence=False)),
+    ):
+        drafter = make_drafter(one, config)
+        own = drafter.init(jax.random.key(0), Backbone(Llama(config), params))
+        base = own_heads.base_record(config, fingerprint(config, params))
+        own_heads.save_heads(str(tmp_path / name), one, own, base=base, recipe={})
+    flags = (
+        "--model model --prompts prompts.jsonl --sizes 1,2,3 --rounds 1 --max_new_tokens 24"
+    )
+    assert confidence.main(f"{flags} --drafter sure --out out".split()) == 0
+    assert "| bound |" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "confidence.json").read_text())
+    assert found["speed"].keys() == {"one tree", "confidences", "probabilities", "bound"}
+    assert confidence.main(f"{flags} --drafter unsure".split()) == 2
+    assert "have no confidence" in capsys.readouterr().err
