@@ -37,9 +37,8 @@ def model(directory):
     """In float64, where identity is exact."""
     before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
-    yield medusa_jax.load(
-        str(directory[0]), str(directory[0] / "heads"), tree=TREE, dtype="float64"
-    )
+    path = directory[0]  # no text: load takes paths as well
+    yield medusa_jax.load(path, path / "heads", tree=TREE, dtype="float64")
     jax.config.update("jax_enable_x64", before)
 
 
@@ -151,6 +150,8 @@ def test_a_conversation_is_answered_as_its_rendered_text(talker, monkeypatch):
     assert asked.token_ids == talker.chat(said[2:], options).token_ids
     with pytest.raises(UserError, match="last turn has to be the user's"):
         talker.chat(said[:2])
+    with pytest.raises(UserError, match="with Options"):
+        talker.chat(said, {"max_new_tokens": 3})
 
 
 def test_a_model_without_a_template_does_not_chat(model):
@@ -364,6 +365,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)
     with pytest.raises(UserError, match="no_repeat_ngram_size must be 0"):
         load(no_repeat_ngram_size=-1)
+    with pytest.raises(UserError, match="batch is a whole number"):
+        load(batch=0)
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
@@ -397,6 +400,9 @@ HOT = Options(temperature=1.0)
     [
         ([5, 6], None, {}, NO_PROMPT),
         ("the", None, {}, r"\[prompt\]"),
+        (5, None, {}, "prompts is a list"),
+        (["a"], {"max_new_tokens": 3}, {}, "options is Options"),
+        (["a"], None, {"tree": [[0]]}, "a tree is a Tree or text"),
         ([[1.5]], None, {}, NO_PROMPT),
         ([[SAID]], None, {}, TALK),
         (SAID, None, {}, TALK),

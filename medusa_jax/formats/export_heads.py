@@ -120,9 +120,9 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     stored, base = export.stored, export.base.config
     drafter = stored.heads.drafter
     target = TARGETS[target].instead.get(drafter, target)
-    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+    if not out or (os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out))):
         # Engines load every file of weights in the directory.
-        raise UserError(f"{out} is not empty: give --out a new directory")
+        raise UserError(f"{out!r} is not empty: give --out a new directory")
     fingerprint = None if allow_other_base else export.base.fingerprint()
     check_base(stored, base, fingerprint, allow_other_base)
     if reason := why_not(stored.heads, target, base):

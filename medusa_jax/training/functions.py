@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
-from medusa_jax.config import TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows

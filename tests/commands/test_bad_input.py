@@ -77,9 +77,14 @@ ROWS = {
         ("--drafter none", "give --drafter"),
     ],
     "distill": [("--ask -2", "0 or more, not -2"), ("--out {m}", "config.json of a model")],
-    "convert": [("--drafter hydra", "is for medusa heads"), ("--out {m}", "is not empty")],
+    "convert": [
+        ("--drafter hydra", "is for medusa heads"),
+        ("--out {m}", "is not empty"),
+        ("--out ''", "is not empty"),
+    ],
     "serve": [
         ("--port {taken}", "cannot listen"),
+        ("--host ''", "--host is empty"),
         ("--api_key_file {t}/none", "--api_key_file"),
         ("--api_key_file {f}", "holds no key", " \n"),
         ("--chat vicnua --drafter none", "vicuna"),
