@@ -133,7 +133,7 @@ def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterato
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
         first = first or model
-        model.variables |= {"backbone": first.variables["backbone"]}
+        model.variables = model.variables | {"backbone": first.variables["backbone"]}
         found = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, found)
 
