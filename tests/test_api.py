@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from cases import wide
-from children import output_of
 from closeness import assert_close
 from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
@@ -35,11 +34,9 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(directory):
     """In float64, where identity is exact."""
-    before = jax.config.jax_enable_x64
     jax.config.update("jax_enable_x64", True)
-    path = directory[0]  # no text: load takes paths as well
-    yield medusa_jax.load(path, path / "heads", tree=TREE, dtype="float64")
-    jax.config.update("jax_enable_x64", before)
+    path = directory[0]
+    return medusa_jax.load(path, path / "heads", tree=TREE, dtype="float64")
 
 
 def check_result(model, result, limit=NEW):
@@ -70,21 +67,9 @@ def test_greedy_text_is_the_argmax_of_the_model_on_disk(model, directory):
     assert sum(r.steps for r in results) < 3 * (NEW - 1)  # drafts were accepted
 
 
-@pytest.mark.parametrize("tree", ["none", *wide("chain:2", "cartesian:2,2"), TREE])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_tree_plays_no_part_in_the_text(model, tree, temperature):
-    options = Options(max_new_tokens=NEW, temperature=temperature, top_p=0.95, seed=7)
-    expected = model.generate(PROMPTS, options)
-    got = model.generate(PROMPTS, options, tree=tree)
-    assert [r.token_ids for r in got] == [r.token_ids for r in expected]
-    for result in got:
-        check_result(model, result)
-
-
 def test_streamed_pieces_join_to_the_text(model):
     rows = [
-        Options(max_new_tokens=n, temperature=t, seed=3)
-        for n, t in ((24, 0), (9, 1), (17, 1))
+        Options(n, temperature, seed=3) for n, temperature in ((24, 0), (9, 1), (17, 1))
     ]
     expected = model.generate(PROMPTS, rows)
     shown, final = ["", "", ""], None
@@ -118,40 +103,34 @@ def test_a_stream_of_one_prompt_is_an_iterator_of_text(model):
         next(model.stream([[99999]]))
 
 
-@pytest.fixture
-def talker(model, monkeypatch):
-    """The model, with a chat template."""
+def test_a_conversation_is_answered_as_its_rendered_text(model, monkeypatch):
     template = (
         "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}."
         "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
     )
     monkeypatch.setattr(model.tokenizer, "chat_template", template)
-    return model
-
-
-def test_a_conversation_is_answered_as_its_rendered_text(talker, monkeypatch):
     said = [
         {"role": "user", "content": "in"},
         {"role": "assistant", "content": "the hat"},
         {"role": "user", "content": "a cat"},
     ]
-    rendered = talker.encode("uin.athe hat.ua cat.a")
+    rendered = model.encode("uin.athe hat.ua cat.a")
     options = Options(max_new_tokens=NEW)
-    [whole] = talker.generate([rendered], options)
+    [whole] = model.generate([rendered], options)
     end = whole.token_ids[9]
-    monkeypatch.setattr(talker.tokenizer, "eos_ids", frozenset({end}))
+    monkeypatch.setattr(model.tokenizer, "eos_ids", frozenset({end}))
     length = whole.token_ids.index(end) + 1
-    for got in (talker.chat(said, options), talker.stream(said, options).result):
+    for got in (model.chat(said, options), model.stream(said, options).result):
         assert got.prompt_tokens == len(rendered) and got.finish_reason == "stop"
         assert got.token_ids == whole.token_ids[:length]
     free = dataclasses.replace(options, eos_ids=())
-    assert talker.chat(said, free).token_ids == whole.token_ids
-    asked = talker.chat("a cat", options, tree="none")
-    assert asked.token_ids == talker.chat(said[2:], options).token_ids
+    assert model.chat(said, free).token_ids == whole.token_ids
+    asked = model.chat("a cat", options, tree="none")
+    assert asked.token_ids == model.chat(said[2:], options).token_ids
     with pytest.raises(UserError, match="last turn has to be the user's"):
-        talker.chat(said[:2])
+        model.chat(said[:2])
     with pytest.raises(UserError, match="with Options"):
-        talker.chat(said, {"max_new_tokens": 3})
+        model.chat(said, {"max_new_tokens": 3})
 
 
 def test_a_model_without_a_template_does_not_chat(model):
@@ -262,9 +241,8 @@ def test_the_models_own_eos_outlives_another_tokenizer(directory, tmp_path):
     (path / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     write_tokenizer(tmp_path / "elsewhere")
-    load = partial(
-        medusa_jax.load, str(path), "none", tokenizer=str(tmp_path / "elsewhere")
-    )
+    elsewhere = str(tmp_path / "elsewhere")
+    load = partial(medusa_jax.load, str(path), "none", tokenizer=elsewhere)
     assert load().eos_ids == (2, 7, 9)
     assert load(eos_ids=[5, -1, 10**6]).eos_ids == (5,)  # the others never come
 
@@ -290,27 +268,6 @@ def test_the_context_ends_in_mid_generation(model):
     plain, _ = model.generate(["the " * 20, "in"], rows, tree="none")
     assert long.token_ids == plain.token_ids
     check_result(model, long, CONTEXT)
-
-
-@pytest.mark.wide
-def test_int8_weights_are_a_model_of_their_own(directory):
-    """Lossless against plain decoding with the same weights, whose kernels take a quarter."""
-    path = str(directory[0])
-    heads = path + "/heads"
-    model, small = (
-        medusa_jax.load(path, heads, dtype="float32", weights=weights)
-        for weights in (None, "int8")
-    )
-    whole, codes = (
-        m.variables["backbone"]["layers_0"]["mlp"]["down_proj"]["kernel"]
-        for m in (model, small)
-    )
-    assert codes.codes.nbytes == whole.nbytes / 4
-    options = Options(max_new_tokens=NEW)
-    drafted, plain = (
-        small.generate(PROMPTS, options, tree=tree) for tree in ("chain:2", "none")
-    )
-    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
 def test_compiling_is_timed_once(model):
@@ -340,11 +297,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     shutil.copytree(directory[0], path)
     (path / "generation_config.json").write_text('{"no_repeat_ngram_size": 1}')
 
-    def load(**given):
-        return medusa_jax.load(
-            str(path), str(path / "heads"), tree=TREE, dtype="float64", **given
-        )
-
+    files = str(path), str(path / "heads")
+    load = partial(medusa_jax.load, *files, tree=TREE, dtype="float64")
     barred, free = load(), load(no_repeat_ngram_size=0)
     assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
     assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
@@ -357,9 +311,7 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
         text = barred.encode(prompt)
-        for token, place in zip(
-            tokens, one.drafted.top_logprobs
-        ):  # what is barred has none
+        for token, place in zip(tokens, one.drafted.top_logprobs):  # of none that is barred
             assert {i for i, _ in place} == {*range(barred.config.vocab_size)} - {*text}
             text.append(token)
         assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)
@@ -370,7 +322,7 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
-    [result] = model.generate([""], Options(max_new_tokens=4))
+    [result] = medusa_jax.generate(model, [""], Options(max_new_tokens=4))
     assert result.prompt_tokens == 1 and result.new_tokens == 4
     write_tokenizer(tmp_path, bos=False)
     path = str(directory[0])
@@ -438,12 +390,11 @@ WRONG |= {"eos_ids": [(3, -1), 5, "27"], "stop_sequences": [((),), ((1, -2),), (
 WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, 5]}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]]
-)
-def test_options_out_of_range(name, value):
-    with pytest.raises(UserError, match=name):
-        Options(**{name: value})
+@pytest.mark.parametrize("name", WRONG)
+def test_options_out_of_range(name):
+    for value in WRONG[name]:
+        with pytest.raises(UserError, match=name):
+            Options(**{name: value})
 
 
 def test_options_take_numbers_of_numpy_and_lists():
@@ -456,11 +407,9 @@ def test_options_take_numbers_of_numpy_and_lists():
 
 
 def test_names_of_the_package():
-    """All are there, listed and documented, and importing the package imports no JAX."""
+    """All are there, listed and documented."""
     assert medusa_jax.Tree is Tree
     for name in medusa_jax.__all__:
         assert getattr(medusa_jax, name).__doc__ and name in dir(medusa_jax)
-    code = "import sys, medusa_jax; dir(medusa_jax); sys.exit('jax' in sys.modules)"
-    output_of(code)
     with pytest.raises(AttributeError, match="nothing_here"):
         _ = medusa_jax.nothing_here

@@ -60,9 +60,7 @@ def load(directory, drafter="", **more):
 def test_text_does_not_depend_on_the_trees(directory, drafter, free):
     """Greedy and sampled rows together, over a cache that grows; whole texts and streams."""
     model = load(directory, drafter, dtype="float32")
-    rows = [
-        dataclasses.replace(OPTIONS, max_new_tokens=150, temperature=t) for t in (0.0, 0.9)
-    ]
+    rows = [Options(150, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
     plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
     for rate in (0.05, 0.9):
         model.automatic.learned(2, "sampled").acceptance_rate = rate

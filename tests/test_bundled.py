@@ -19,6 +19,8 @@ from medusa_jax.tree.files import load_tree_file
 from medusa_jax.tree.tree import Tree
 
 OF_DEMO = bundled_heads(None)
+# One row each; at temperature 0 sampling is greedy decoding.
+GREEDY_AND_SAMPLED = [Options(max_new_tokens=40, temperature=t) for t in (0.0, 0.8)]
 OF_MODELS = [(name, drafter) for name in NAMES for drafter in bundled_heads(name)]
 
 
@@ -36,16 +38,11 @@ def prompts() -> list[list[int]]:
     return [json.loads(line)["prompt_ids"] for line in lines]
 
 
-def greedy_and_sampled(n: int) -> list[Options]:
-    """One row each; at temperature 0 sampling is greedy decoding."""
-    return [Options(max_new_tokens=n, temperature=t) for t in (0.0, 0.8)]
-
-
 @cache
 def plain_texts() -> list[list[int]]:
     """What plain decoding gives for two prompts."""
     model = medusa_jax.load(drafter="none", dtype="float64", tree="none")
-    return [r.token_ids for r in model.generate(prompts()[3:5], greedy_and_sampled(40))]
+    return [r.token_ids for r in model.generate(prompts()[3:5], GREEDY_AND_SAMPLED)]
 
 
 @pytest.mark.wide
@@ -60,7 +57,7 @@ def plain_texts() -> list[list[int]]:
 )
 def test_drafts_are_accepted_and_the_text_is_that_of_plain_decoding(name, tree, least):
     model = medusa_jax.load(drafter=name, dtype="float64", tree=tree)
-    results = model.generate(prompts()[3:5], greedy_and_sampled(40))
+    results = model.generate(prompts()[3:5], GREEDY_AND_SAMPLED)
     assert [r.token_ids for r in results] == plain_texts()
     for result in results:
         assert (result.new_tokens - 1) / result.steps > least

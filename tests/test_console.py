@@ -150,9 +150,8 @@ def test_caches_are_in_absolute_places(xdg, home, where, temporary, monkeypatch,
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 @pytest.mark.parametrize("part", ["", "native"])
-def test_what_another_user_put_into_a_cache_is_not_used(
-    part, temporary, monkeypatch, tmp_path
-):
+def test_a_cache_of_another_user(part, temporary, monkeypatch, tmp_path):
+    """What it holds is not used."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ours = tmp_path / "medusa_jax" / "native"
     assert console.cache_directory("native") == str(ours)
@@ -168,15 +167,9 @@ def test_what_another_user_put_into_a_cache_is_not_used(
     assert path.startswith(str(temporary))
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """Seconds, set by the test."""
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_lines_where_there_is_no_terminal(clock, capsys):
+def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     with Progress("timing trees", 10, "run") as bar:
         bar.update()
         assert not capsys.readouterr().err  # too soon

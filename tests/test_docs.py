@@ -14,9 +14,8 @@ from research.__main__ import COMMANDS as RESEARCH
 ROOT = Path(__file__).parents[1]
 SITE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *SITE, ROOT / "medusa_jax" / "demo" / "README.md"]
-LOG = sorted(
-    (ROOT / "research" / "log").glob("*.md")
-)  # of its day: only its links are checked
+# Of its day: only its links are checked.
+LOG = sorted((ROOT / "research" / "log").glob("*.md"))
 # As pages call them: `python -m research family`.
 ALL = COMMANDS | {f"research {name}": command for name, command in RESEARCH.items()}
 CALL = r"(?:python[\w./]* )(-m\s+(?:medusa_jax|research)\s+\w+|\w+\.py)([^\n`|]*)"
@@ -62,9 +61,8 @@ def test_documented_calls_are_understood(page, name, flags, help_of, capsys):
 def test_every_command_is_listed(capsys):
     assert main([]) == 2
     listed = capsys.readouterr().out
-    assert all(
-        f"  {name} " in listed and COMMANDS[name].what in listed for name in COMMANDS
-    )
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in listed and command.what in listed
     assert main(["decoed"]) == 2
     assert "'decode'" in capsys.readouterr().err
 
@@ -79,9 +77,8 @@ def test_files_that_pages_name_exist(page):
         places = [ROOT / path, ROOT / "medusa_jax" / path, ROOT / "docs" / path]
         found = [place for place in places if place.exists()]
         assert found, f"{page.name} names {path}"
-        defined = not name or re.search(
-            rf"^ *(def |class |){name}\b", found[0].read_text(), re.M
-        )
+        definition = rf"^ *(def |class |){name}\b"
+        defined = not name or re.search(definition, found[0].read_text(), re.M)
         assert defined, f"{page.name} names {path}: {name}"
 
 

@@ -30,10 +30,9 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config, params = write_model(path)
     heads = drafter_class("hydrapp").Config(n_heads=3)
-    drafter = make_drafter(heads, config)
-    tree = jax.tree.map(
-        np.float32, random_heads(drafter, Backbone(Llama(config), params), 1)
-    )
+    backbone = Backbone(Llama(config), params)
+    random = random_heads(make_drafter(heads, config), backbone, 1)
+    tree = jax.tree.map(np.float32, random)
     base = own_heads.base_record(config, fingerprint(config, params))
     own_heads.save_heads(str(path / "heads"), heads, tree, base=base, recipe={})
     return path

@@ -8,7 +8,6 @@ from tiny import random_params
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.interop import hf_writer
-from medusa_jax.interop.hf_writer import save_backbone
 
 # 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
 CONFIG = LlamaConfig(
@@ -22,16 +21,11 @@ import gc, json, math, sys, tracemalloc
 import jax
 
 import medusa_jax
-from live import live_bytes, on_a_device, shard_bytes
+from live import Peak, on_a_device, shard_bytes
 from medusa_jax.interop import tensors
 from medusa_jax.model import placing
 
-most = on_host = 0
-
-
-def look():
-    global most
-    most = max(most, live_bytes())
+on_host = 0
 
 
 def host_bytes():
@@ -46,38 +40,32 @@ def watched_open(path):
 
         def read(index):
             global on_host
-            look()
             before.append(host_bytes())
             # Parts of this tensor that were read before and have not left the host.
             on_host = max(on_host, (before[-1] - before[0]) / (4 * math.prod(t.shape)))
             return t.read(index)
 
-        return tensors.Tensor(t.file, t.shape, t.dtype, read)
+        return tensors.Tensor(t.file, t.shape, t.dtype, peak.watching(read))
 
     return {name: watched(t) for name, t in open_file(path).items()}
 
 
-def watched_prepare(part, *options):
-    out = prepare(part, *options)
-    look()
-    return out
-
-
 open_file, tensors.open_safetensors = tensors.open_safetensors, watched_open
-prepare, placing._prepared = placing._prepared, watched_prepare
+prepare = placing._prepared
 tracemalloc.start()
 
 
 def loaded(mesh):
-    global most, on_host
+    global on_host, peak
     gc.collect()  # the model on another mesh
-    most = on_host = 0
+    on_host, peak = 0, Peak()
+    placing._prepared = peak.watching(prepare)
     mesh = tuple(map(int, mesh.split(",")))
     model = medusa_jax.load(sys.argv[1], drafter="none", mesh=mesh, dtype="float32")
     leaves = jax.tree.leaves(model.variables["backbone"])
     return {
         "share": shard_bytes(leaves) / sum(x.nbytes for x in leaves),
-        "most": most / shard_bytes(leaves),
+        "most": peak.bytes / shard_bytes(leaves),
         "on host": on_host,
     }
 
@@ -87,28 +75,16 @@ print(json.dumps({mesh: loaded(mesh) for mesh in sys.argv[2:]}))
 MESHES = {"1,8,1": 1 / 8, "2,2,2": 1 / 4}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("large")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_writer, "SHARD_BYTES", 20 * 10**6)
-        save_backbone(str(path), CONFIG, random_params(CONFIG, 0), "float32")
-    assert len(list(path.glob("*.safetensors"))) > 3
-    return path
-
-
-@pytest.fixture(scope="module")
-def found(directory):
-    """What a child process with eight devices saw, mesh by mesh."""
-    return json.loads(output_of(WATCHED, directory, *MESHES, xla_flags=devices(8)))
-
-
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES)
-def test_no_device_and_not_the_host_holds_a_whole_parameter(found, mesh):
+def test_no_device_and_not_the_host_holds_a_whole_parameter(tmp_path, monkeypatch):
     """As stored, fused for decoding, or on the way from one to the other."""
-    seen, share = found[mesh], MESHES[mesh]
-    assert seen["share"] == pytest.approx(share, rel=0.01)
-    # Beside its share a device has a layer twice, or the embedding that is being read.
-    assert 1 <= seen["most"] < 1.4
-    assert seen["on host"] <= share + 0.01  # of the tensor that is read
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 20 * 10**6)
+    hf_writer.save_backbone(str(tmp_path), CONFIG, random_params(CONFIG, 0), "float32")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    found = json.loads(output_of(WATCHED, tmp_path, *MESHES, xla_flags=devices(8)))
+    for mesh, share in MESHES.items():
+        seen = found[mesh]
+        assert seen["share"] == pytest.approx(share, rel=0.01)
+        # Beside its share a device has a layer twice, or the embedding that is being read.
+        assert 1 <= seen["most"] < 1.4
+        assert seen["on host"] <= share + 0.01  # of the tensor that is read

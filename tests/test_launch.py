@@ -86,14 +86,13 @@ def submit(tmp_path):
 def test_a_job_goes_back_into_the_queue_where_that_helps(submit, status):
     """Not where it is done, a mistake would come again, or it came back often enough."""
     start, asked = submit
-    job = start(f"#!/bin/sh\nexit {status}\n", "--workdir=somewhere", SLURM_JOB_ID="17")
+    args = f"#!/bin/sh\nexit {status}\n", "--workdir=somewhere"
+    job = start(*args, SLURM_JOB_ID="17")
     said = job.communicate(timeout=60)[0]
     assert job.returncode == status, said
     assert asked.read_text() == ("requeue 17\n" if status > 2 else "")
     asked.write_text("")
-    job = start(
-        f"#!/bin/sh\nexit {status}\n", "--workdir=somewhere", SLURM_RESTART_COUNT="20"
-    )
+    job = start(*args, SLURM_RESTART_COUNT="20")
     job.communicate(timeout=60)
     assert job.returncode == status and not asked.read_text()
 
@@ -143,10 +142,8 @@ def test_pods_start_again_by_what_training_ends_with():
         if rule.get("onExitCodes", {}).get("containerName") == container["name"]
         for status in rule["onExitCodes"]["values"]
     }
-    again = dict.fromkeys(
-        (hosts.LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM), "Ignore"
-    )
-    assert by_status == dict.fromkeys((1, 2), "FailJob") | again
+    again = (hosts.LOST, 128 + signal.SIGABRT, 128 + signal.SIGTERM)
+    assert by_status == dict.fromkeys((1, 2), "FailJob") | dict.fromkeys(again, "Ignore")
     program, *flags = container["command"][1:]
     assert container["command"][0] == "python" and (ROOT / program).exists()
     config, workdir = (flag.partition("=")[2] for flag in flags)

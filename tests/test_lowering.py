@@ -1,13 +1,20 @@
-"""Programs for accelerators, made where there is none: every drafter's steps lower for TPU and CUDA."""
+"""Programs for accelerators, made where there is none: every drafter's steps lower for TPU and CUDA, and
+float32 means float32.
+
+GPUs multiply float32 in TF32, TPUs in bfloat16, unless a product asks for `Precision.HIGHEST`. Programs
+are traced and lowered, none is compiled.
+"""
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import thinned
+from cases import thinned, wide
 
-from medusa_jax.api.weightless import abstract_state, abstract_variables
+from medusa_jax.api.weightless import abstract_state, abstract_variables, prefill_arguments
 from medusa_jax.config import (
     Config,
     DataConfig,
@@ -16,11 +23,14 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, decoding_config
+from medusa_jax.model.lora import merge
+from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree
 
@@ -28,11 +38,51 @@ PLATFORMS = ("tpu", "cuda")
 ARCH = LlamaConfig(64, 32, 2, 4, 2, 8, 48, max_position=256)
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1]])
 SLOTS = 128
+NAMES = sorted(DRAFTERS)
 
 
-def heads_of(name):
+def heads_of(name, **fields):
     few = 16 if name in ("medusa", "eagle3") else 0  # of the vocabulary
-    return drafter_class(name).Config(drafter=name, n_heads=2, draft_vocab=few)
+    fields = {"n_heads": 2, "draft_vocab": few, "rank": 8} | fields
+    return drafter_class(name).Config(drafter=name, **fields)
+
+
+def decoding(heads, dtype, tree=TREE, arch=ARCH, weights="", batch=1):
+    """A decode step and the prefill before it, each with its arguments."""
+    llama = Llama(decoding_config(arch), dtype, shards=1)
+    drafter = make_drafter(heads, decoding_config(arch))
+    engine = Engine(llama, drafter, tree, "sampled")
+    variables = abstract_variables(arch, drafter, dtype, Storage(weights=weights))
+    state = abstract_state(engine, variables, 8, batch)
+    assert state.cache.slots == SLOTS
+    depth_only, slots, *prompts = prefill_arguments(engine, variables, batch, 8)
+    yield partial(decode_step, engine), variables, state
+    yield partial(prefill, depth_only, slots), *prompts
+
+
+def training(cfg):
+    shapes = dry.step_shapes(cfg)
+    return shapes.step, shapes.state, shapes.frozen, shapes.batch
+
+
+def config_of(heads, dtype, **train):
+    small = {"batch_size": 2, "loss_chunk": 16, "remat": False, "steps": 2, "dtype": dtype}
+    return Config(
+        model=ModelConfig(arch=ARCH, param_dtype=dtype),
+        heads=heads,
+        data=DataConfig(seq_len=32),
+        optim=OptimConfig(name="adamw"),
+        train=TrainConfig(**small | train),
+        mesh=(1, 1, 1),
+        dry_run=True,
+    )
+
+
+def adapted(cfg):
+    """Adapters with heads, recomputed, against the teacher."""
+    cfg.train.stage, cfg.train.backbone_loss, cfg.train.remat = "medusa2", "kl", True
+    cfg.lora.rank = 4
+    return cfg
 
 
 def lowered(function, *shapes):
@@ -52,34 +102,19 @@ def what_would_be_slow(text):
     return {what for what, sign in signs.items() if re.search(sign, text)}
 
 
-@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydrapp", "medusa"))
+@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
 def test_the_decode_step_lowers(name):
-    llama = Llama(decoding_config(ARCH), jnp.bfloat16, shards=1)
-    drafter = make_drafter(heads_of(name), decoding_config(ARCH))
-    engine = Engine(llama, drafter, TREE, "sampled")
-    variables = abstract_variables(ARCH, drafter, jnp.bfloat16)
-    state = abstract_state(engine, variables, 8)
-    assert state.cache.slots == SLOTS
-    text = lowered(lambda v, s: decode_step(engine, v, s), variables, state)
-    assert what_would_be_slow(text) == set()
+    step, _ = decoding(heads_of(name), jnp.bfloat16)
+    assert what_would_be_slow(lowered(*step)) == set()
 
 
-@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "medusa"))
+@pytest.mark.parametrize("name", thinned(NAMES, "medusa"))
 def test_the_training_step_lowers(name):
-    cfg = Config(
-        model=ModelConfig(arch=ARCH, param_dtype="bfloat16"),
-        heads=heads_of(name),
-        data=DataConfig(seq_len=32),
-        optim=OptimConfig(name="adamw8bit" if name == "medusa" else "adamw"),
-        train=TrainConfig(batch_size=2, loss_chunk=16, remat=False, steps=2),
-        mesh=(1, 1, 1),
-    )
-    if name == "medusa":  # the whole: adapters with heads, recomputed, against the teacher
-        cfg.train.stage, cfg.train.backbone_loss, cfg.train.remat = "medusa2", "kl", True
-        cfg.lora.rank, cfg.dry_run = 4, True
-    shapes = dry.step_shapes(cfg)
-    text = lowered(shapes.step, shapes.state, shapes.frozen, shapes.batch)
-    assert what_would_be_slow(text) == set()
+    cfg = config_of(heads_of(name), "bfloat16")
+    if name == "medusa":
+        cfg = adapted(cfg)
+        cfg.optim.name = "adamw8bit"
+    assert what_would_be_slow(lowered(*training(cfg))) == set()
 
 
 def test_what_would_be_slow_is_seen():
@@ -92,3 +127,64 @@ def test_what_would_be_slow_is_seen():
     assert what_would_be_slow(text) == {"host callback", "transpose of a cache"}
     assert what_would_be_slow("tensor<4x?xf32>") == {"dynamic shape"}
     assert what_would_be_slow("tensor<4x2xf64>") == {"float64"}
+
+
+def products(jaxpr):
+    """Every float32 product of a program: (where it is written, its precision)."""
+    for equation in jaxpr.eqns:
+        is_product = equation.primitive.name == "dot_general"
+        if is_product and equation.invars[0].aval.dtype == jnp.float32:
+            yield equation.source_info.traceback, equation.params["precision"]
+        inside = list(equation.params.values())
+        for inner in jax.tree.leaves(inside, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
+
+
+def check_products(function, *shapes):
+    """All products of a program are exact ones, and there are some."""
+    found = list(products(jax.make_jaxpr(function)(*shapes).jaxpr))
+    assert found
+    for where, precision in found:
+        assert precision == (jax.lax.Precision.HIGHEST,) * 2, f"{precision}\n{where}"
+
+
+@pytest.mark.parametrize("weights", ["", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tree", "batch"), [(Tree.none(), 1), (TREE, 2)])
+def test_decoding_multiplies_exactly(tree, batch, tied, weights):
+    arch = replace(ARCH, tie_embeddings=tied)
+    for program in decoding(heads_of("medusa"), jnp.float32, tree, arch, weights, batch):
+        check_products(*program)
+
+
+@pytest.mark.parametrize("weights", ["", "int8"])
+@pytest.mark.parametrize("lm_head", [*wide("shared", "own"), "low_rank"])
+@pytest.mark.parametrize("name", NAMES)
+def test_drafters_multiply_exactly(name, lm_head, weights):
+    heads = heads_of(name, lm_head=lm_head)
+    for program in decoding(heads, jnp.float32, weights=weights):
+        check_products(*program)
+    if not weights:
+        check_products(*training(config_of(heads, "float32")))
+
+
+@pytest.mark.parametrize("stage", ["backbone", "native", "medusa1", "medusa2"])
+def test_losses_multiply_exactly(stage):
+    """medusa1 with a teacher and noise; medusa2 with adapters on a quantised backbone, its loss the KL."""
+    cfg = config_of(heads_of("medusa", lm_head="low_rank"), "float32", stage=stage)
+    cfg.model.arch = replace(ARCH, tie_embeddings=stage == "backbone")
+    if stage == "medusa1":
+        cfg.train.teacher_weight = cfg.train.hidden_noise = 1.0
+    if stage == "medusa2":
+        cfg = adapted(cfg)
+        cfg.lora.dropout, cfg.model.path, cfg.model.quantise = 0.1, "somewhere", "nf4"
+    check_products(*training(cfg))
+
+
+def test_adapters_are_merged_exactly():
+    cfg = adapted(config_of(heads_of("medusa"), "float32"))
+    shapes = dry.step_shapes(cfg)
+    given = shapes.frozen["backbone"], shapes.state.params["lora"]
+    check_products(lambda *parts: merge(ARCH, *parts, cfg.lora)[1], *given)

@@ -1,7 +1,6 @@
-"""The wide comparison: every kind of mesh against one device, in float64, training and decoding.
+"""Training on every kind of mesh against one device, in float64; the thin comparison is `training/test_devices.py`.
 
-The thin ones are `test_sharding.py` and `training/test_devices.py`. Each test is one child process
-with eight simulated CPU devices.
+Each test is one child process with eight simulated CPU devices.
 """
 
 import json
@@ -111,58 +110,16 @@ report = {
 print(json.dumps(report))
 """
 
-DECODING = r"""
-import json, sys
-import jax
-import medusa_jax
-from medusa_jax import Options, Tree
-
-jax.config.update("jax_enable_x64", True)
-# Steps copy, or draft the spares, as the rows of all devices decide.
-tree = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1]], [[2], [0, 1]])
-texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
-found = {}
-for shape in ((1, 1, 1), (8, 1, 1), (1, 1, 8)):
-    model = medusa_jax.load(
-        sys.argv[1], sys.argv[1] + "/heads", tree=tree, dtype="float64", mesh=shape
-    )
-    found[str(shape)] = [
-        [r.token_ids for r in model.generate(
-            texts[:rows],
-            [Options(max_new_tokens=12 + 2 * i, temperature=t, seed=3) for i in range(rows)],
-        )]
-        for rows in (1, 8)
-        for t in (0, 0.8)
-    ]
-print(json.dumps(found))
-"""
-
-
-def child(script, *args):
-    return json.loads(output_of(script, *args, xla_flags=devices(8)).splitlines()[-1])
-
 
 @pytest.mark.parametrize("kind", ["lora", "full", "amphista", "eagle3", "dspark"])
 def test_training_is_that_of_one_device(kind, tmp_path):
     """Adapters, all parameters, heads with attention, levels that feed each other: twenty steps."""
     support = Path(__file__).parent / "support"
-    report = child(TRAINING, support, write_tokens(tmp_path / "tokens"), kind)
+    given = TRAINING, support, write_tokens(tmp_path / "tokens"), kind
+    report = json.loads(output_of(*given, xla_flags=devices(8)).splitlines()[-1])
     accumulation = {"(8, 1, 1)": 2, "(1, 8, 1)": 2, "(1, 1, 8)": 16, "(2, 2, 2)": 4}
     assert {
         shape: found.pop("accumulation") for shape, found in report.items()
     } == accumulation
     for shape, found in report.items():
         assert found["losses"] < 1e-9 and found["params"] < 1e-9, (shape, found)
-
-
-def test_decoded_tokens_are_those_of_one_device(tmp_path):
-    """Greedy and sampled, one row and eight ragged ones; `test_sharding.py` has the meshes of several axes."""
-    from tiny import write_model
-
-    write_model(tmp_path, n_heads=8, n_kv_heads=8, d_ff=24)
-    found = child(DECODING, tmp_path)
-    expected = found.pop("(1, 1, 1)")
-    assert [len(texts) for texts in expected] == [1, 1, 8, 8]
-    assert len({len(tokens) for tokens in expected[2]}) == 8
-    for shape, texts in found.items():
-        assert texts == expected, shape

@@ -100,15 +100,14 @@ def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
     alone(*args, "--out", str(tmp_path / "alone"))
     together = [*args, "--mesh", "4,1,2", "--out", str(out)]
     processes = two(*together)
-    while (
-        not (out / "samples.jsonl").exists() or not (out / "samples.jsonl").stat().st_size
-    ):
+    samples = out / "samples.jsonl"
+    while not samples.exists() or not samples.stat().st_size:
         assert all(p.poll() is None for p in processes), ended(processes)
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
     said = ended(processes)
     assert [p.returncode for p in processes] == [143, 143], said
-    there = len((out / "samples.jsonl").read_text().splitlines())
+    there = len(samples.read_text().splitlines())
     assert 8 <= there < 80 and there % 8 == 0
     assert f"stopped by SIGTERM after {there} of 80 seeds" in said[0]
     assert not (out / "tokens.npy").exists()

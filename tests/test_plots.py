@@ -47,9 +47,8 @@ def test_draw_tree(tmp_path, values):
 
 
 def test_draw_curves_marks_the_best_size(tmp_path):
-    path = plots.draw_curves(
-        [1, 8, 64], [1.0, 2.0, 3.0], [0.001, 0.0011, 0.004], path=tmp_path / "curves.svg"
-    )
+    curves = [1, 8, 64], [1.0, 2.0, 3.0], [0.001, 0.0011, 0.004]
+    path = plots.draw_curves(*curves, path=tmp_path / "curves.svg")
     # Matplotlib writes each drawn string as a comment next to its outline.
     text = path.read_text()
     assert "2 at 8" in text and "1818 at 8" in text
@@ -75,11 +74,9 @@ def test_text_colours_and_places(tmp_path):
     assert rects == ["g", "d1", "d2", "d6", "c", "d1", "d2", "d3", "d4", "d5", "d6", "c"]
     texts = {t.text: t for t in root.iter(SVG + "text")}
     assert {"def", "(", "):", "pass", "f", "6+", "copied from the text"} <= set(texts)
-    column = {
-        k: (float(t.get("x")) - text._MARGIN) / text._ADVANCE for k, t in texts.items()
-    }
-    assert column["("] == pytest.approx(5, abs=0.02)
-    assert column["pass"] == pytest.approx(4, abs=0.02)
+    for word, column in (("(", 5), ("pass", 4)):
+        at = (float(texts[word].get("x")) - text._MARGIN) / text._ADVANCE
+        assert at == pytest.approx(column, abs=0.02)
     assert float(texts["pass"].get("y")) - float(texts["("].get("y")) == text._LINE
 
 

@@ -24,19 +24,17 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model import placing
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.tree.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
 )
-from live import Peak, shard_bytes
 from tiny import tiny_arch
 
 model_dir = sys.argv[1]
 report = {"devices": len(jax.devices()), "errors": {}}
-report |= {name: {} for name in ("decoded", "streamed", "compiled", "keys", "loaded")}
+report |= {name: {} for name in ("decoded", "streamed", "compiled", "keys")}
 
 # Everything is where the table says, created there or placed there.
 config = tiny_arch(vocab_size=24, n_heads=4, n_kv_heads=4, d_ff=24)
@@ -66,21 +64,19 @@ event = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 monitoring.register_event_duration_secs_listener(
     lambda name, seconds, **more: made.append(seconds) if name == event else None
 )
-prepared = placing._prepared
+# Steps copy, or draft the spares, as the rows of all devices decide.
+tree = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1]], [[2], [0, 1]])
 texts = ["the cat and", "in", "abc", "the", "cab", "a b", "and", "er"]
 temperatures = (0, 0, 0.9, 0, 0, 0.7, 0, 0)
-everything = [Options(max_new_tokens=20, temperature=t, seed=2) for t in temperatures]
+everything = [Options(12 + 2 * i, t, seed=2) for i, t in enumerate(temperatures)]
 for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
-    peak = Peak()
-    placing._prepared = peak.watching(prepared)
     heads = "/few" if shape == (2, 2, 2) else "/heads"  # with a draft vocabulary of 20 of 40
     model = medusa_jax.load(
-        model_dir, model_dir + heads, tree="cartesian:2,1", dtype="float64", mesh=shape
+        model_dir, model_dir + heads, tree=tree, dtype="float64", mesh=shape
     )
     if heads == "/few":
         columns = model.variables["heads"]["draft_vocab"]["lm_head"]["kernel"]
         report["columns"] = [columns.shape, columns.addressable_shards[0].data.shape]
-    report["loaded"][str(shape)] = [peak.bytes, shard_bytes(model.variables)]
     loop.MIN_SLOTS = 16 if shape == (2, 2, 2) else 128  # there the cache grows on its way
     rows = 3 if shape == (1, 8, 1) else 8  # three are not divided, each device has all
     prompts, options = texts[:rows], everything[:rows]
@@ -143,9 +139,10 @@ def test_parameters_lie_where_the_table_says(report):
 
 
 def test_decoding_over_devices_gives_the_same_tokens(report):
-    """Greedy rows and sampled ones; over 2 x 2 x 2 devices in a cache that grows."""
+    """Greedy rows and sampled ones, each to its own limit; over 2 x 2 x 2 devices in a cache that grows."""
     expected = report["decoded"]["(1, 1, 1)"]
-    assert len(report["decoded"]) == 3 and max(map(len, expected)) == 20
+    assert len(report["decoded"]) == 3
+    assert len({len(tokens) for tokens in expected}) == 8
     for texts in (report["decoded"], report["streamed"]):
         for shape, tokens in texts.items():
             assert tokens == expected[: len(tokens)], shape
@@ -162,12 +159,6 @@ def test_rows_and_key_value_heads_lie_over_the_devices(report):
     """Eight rows of four heads; three rows where eight devices do not divide them."""
     shards = {"(1, 1, 1)": [8, 4], "(2, 2, 2)": [2, 2], "(1, 8, 1)": [3, 4]}
     assert report["keys"] == shards
-
-
-def test_loading_onto_a_mesh_takes_the_shards_and_one_layer(report):
-    """Half a model more would be one of its two layers and all other parts."""
-    for shape, (most, held) in report["loaded"].items():
-        assert 0.7 * held < most < 1.5 * held, shape
 
 
 def test_a_decode_step_sends_what_megatron_s_layout_does(report):

@@ -1,10 +1,13 @@
 """What a start does not do: trace layers again and again, import what it does not need."""
 
+import resource
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import output_of
+from children import run
 from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
@@ -67,11 +70,32 @@ def test_shapes_of_parameters_come_from_one_layer(traced):
     assert shapes == whole and list(shapes) == list(whole)
 
 
-def test_a_start_imports_no_more_than_it_needs():
-    """transformers takes half a second; training and pictures have their libraries."""
-    dear = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torch"
-    code = (
-        "import sys, medusa_jax.commands.decode_run, medusa_jax.api; "
-        f"print([name for name in {dear.split()!r} if name in sys.modules])"
-    )
-    assert output_of(code).strip() == "[]"
+RUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_path('{}.py', run_name='__main__')"
+# transformers takes half a second; training and pictures have their libraries.
+DEAR = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torch"
+
+
+@pytest.mark.parametrize(
+    ("code", "unneeded", "words"),
+    [
+        ("import medusa_jax.commands.decode_run, medusa_jax.api", DEAR, ""),
+        ("import medusa_jax; dir(medusa_jax)", "jax", ""),
+        (RUN.format(["--help"], "decode"), "jax", "--show_drafts"),
+        (RUN.format(["--help"], "train"), "jax", "--config"),
+        (
+            RUN.format(["--prompt", "a", "--model", "nope"], "decode"),
+            "jax",
+            "'nope' is not",
+        ),
+    ],
+)
+def test_a_start_imports_no_more_than_it_needs(code, unneeded, words):
+    """CPU seconds, so that a busy machine plays no part."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    end = f"print([name for name in {unneeded.split()!r} if name in sys.modules])"
+    code = f"import atexit, sys; atexit.register(lambda: {end}); {code}"
+    done = run(sys.executable, "-c", code)
+    assert words in done.stdout + done.stderr and done.stdout.endswith("[]\n"), done
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 0.5 or unneeded == DEAR

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from live import compilations
 from tiny import CONTEXT, write_chat_model
 
 from medusa_jax.api import Options, load
@@ -20,6 +21,11 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     write_chat_model(path)
     return path
+
+
+def flags_of(directory):
+    given = ["--model", str(directory), "--drafter", str(directory / "heads")]
+    return [*given, "--tree", "chain:2", "--max_new_tokens", "6", "--chat"]
 
 
 @pytest.fixture
@@ -49,9 +55,7 @@ def talk(directory, capsys, monkeypatch):
         monkeypatch.setattr(Dialogue, "stream", chunks)
         monkeypatch.setattr(builtins, "input", listen)
         capsys.readouterr()
-        given = ["--model", str(directory), "--drafter", str(directory / "heads")]
-        given += ["--tree", "chain:2", "--max_new_tokens", "6", "--chat", *flags]
-        status = main(given)
+        status = main([*flags_of(directory), *flags])
         return status, *capsys.readouterr(), prompts
 
     return run
@@ -151,25 +155,16 @@ def test_a_kept_cache_changes_no_text(directory, rule):
 def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
     """Its prompt is of another size, and the conversation longer, than the first one's."""
     jax.clear_caches()
-    compiled, by_turn = [], []
+    by_turn = []
     script = iter(["in", "the cat and the other cat in the hat"])
 
     def listen(_=""):
         by_turn.append(len(compiled))
         return next(script, "/exit")
 
-    def told(name, *_, **__):
-        if name == "/jax/core/compile/backend_compile_duration":
-            compiled.append(name)
-
     monkeypatch.setattr(builtins, "input", listen)
-    jax.monitoring.register_event_duration_secs_listener(told)
-    try:
-        given = ["--model", str(directory), "--drafter", str(directory / "heads")]
-        given += ["--tree", "chain:2", "--max_new_tokens", "6", "--chat"]
-        assert main(given) == 0
-    finally:
-        jax.monitoring.unregister_event_duration_listener(told)
+    with compilations() as compiled:
+        assert main(flags_of(directory)) == 0
     _, second, end = by_turn
     assert end == second > 0, by_turn
 

@@ -1,4 +1,4 @@
-"""calibrate, distill and bench on a tiny model: files, figures, resuming, bad input."""
+"""calibrate, distill, bench and convert: files, figures, resuming; how flags are declared."""
 
 import dataclasses
 import json
@@ -9,11 +9,14 @@ from files import PROMPTS
 
 import medusa_jax
 from medusa_jax import Options, progress
-from medusa_jax.commands import bench, calibrate, distill
+from medusa_jax.api import find_heads
+from medusa_jax.commands import bench, calibrate, convert, distill
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.config import DataConfig
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
+from medusa_jax.formats import export_heads
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Order, Tree
@@ -156,9 +159,8 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     found = fitting.rank_texts(model, PROMPTS, options, keep)
     assert written == [2, 2, 2]
     whole = fitting.rank_texts(model, PROMPTS, options)
-    assert [one.ranks_PK.tolist() for one in found] == [
-        one.ranks_PK.tolist() for one in whole
-    ]
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_array_equal(one.ranks_PK, other.ranks_PK)
     fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 7
 
@@ -183,9 +185,29 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
     assert sorted(set(timed)) == [1, 2, 3, 4, 5]  # two slower ones end it
     rows = fitting.figures_of(rounds, tokens)
     assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and fitting.fastest(rows) == 3
-    assert (
-        fitting.fastest([{"nodes": 2, "speedup": 2.0}, {"nodes": 4, "speedup": 2.03}]) == 2
-    )
-    assert (
-        fitting.fastest([{"nodes": 2, "speedup": 1.01}]) == 1 and fitting.fastest([]) == 1
-    )
+    for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
+        rows = [{"nodes": n, "speedup": speedup} for n, speedup in speedups.items()]
+        assert fitting.fastest(rows) == fastest
+
+
+def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
+    ours, out = find_heads(None, "medusa").heads, tmp_path / "tgi"
+    flags = f"--drafter medusa --to tgi --out {out} --dtype float16 --base_name owner/name"
+    assert convert.main(flags.split()) == 0
+    assert "medusa_jax, 4 heads" in capfd.readouterr().err
+    config = json.loads((out / "config.json").read_text())
+    assert config["base_model_name_or_path"] == "owner/name"
+    assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
+    there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
+    assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
+
+
+def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "made" / "tgi"
+    monkeypatch.setattr(export_heads, "write_text", full)
+    assert convert.main(["--drafter", "medusa", "--to", "tgi", "--out", str(out)]) == 2
+    assert f"{out} could not be written" in capfd.readouterr().err
+    assert not any(out.parent.iterdir())

@@ -3,18 +3,15 @@
 import io
 import json
 import re
-import resource
 import shutil
 import sys
 
-import children
 import pytest
 from tiny import write_chat_model
 
 from medusa_jax import Options
 from medusa_jax.commands.decode import main
-from medusa_jax.commands.requests import read_requests, read_stdin, shared_options
-from medusa_jax.commands.turn_input import TurnInput
+from medusa_jax.commands.requests import read_requests, shared_options
 
 NEW = "20"
 FIELDS = dict.fromkeys(
@@ -42,23 +39,26 @@ def decode(directory, capsys):
     return run
 
 
-def test_text_and_one_line_of_measurements(decode):
-    status, out, err = decode("--prompt", "the cat")
-    assert status == 0 and out.startswith("the cat") and out.endswith("\n")
-    line = err.splitlines()[-1]
-    assert re.match(
-        r"20 tokens in \d+ steps, mean accepted length \d\.\d\d, \d+ tokens/s "
-        r"\(raw text, medusa, 4 nodes, greedy, lossless, float32, cpu.*\), first token after \d",
-        line,
-    ), err
-    facts = json.loads(decode("--prompt", "the cat", "--json")[1])
-    assert out == "the cat" + facts["text"] + "\n"
+@pytest.fixture
+def refused(decode):
+    """The one line that a bad call prints, without "error: "."""
+
+    def run(*flags, **options):
+        status, out, err = decode(*flags, **options)
+        assert status == 2 and out == ""
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        return err[len("error: ") :]
+
+    return run
 
 
-def test_json_has_the_documented_fields(decode):
+def test_text_and_json_with_the_documented_fields(decode):
+    status, text, err = decode("--prompt", "the cat")
+    assert status == 0 and "20 tokens in " in err and ", medusa, 4 nodes, greedy, " in err
     status, out, _ = decode("--prompt", "the cat", "--json", "--seed", 4, "--compare")
     assert status == 0 and out.count("\n") == 1
     facts = json.loads(out)
+    assert text == "the cat" + facts["text"] + "\n"
     for name, kind in FIELDS.items():
         assert type(facts[name]) is kind, name
     assert facts["new_tokens"] == len(facts["token_ids"]) == 20
@@ -110,8 +110,8 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
 
-def test_a_model_without_a_tokenizer_takes_and_gives_ids(directory, decode, tmp_path):
-    """The same tokens as with one, and text where there is none is refused."""
+def test_a_model_without_a_tokenizer(directory, decode, refused, tmp_path):
+    """It takes ids and gives the same tokens as with one, and text where there is none is refused."""
     bare = tmp_path / "bare"
     shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     file = tmp_path / "prompts.jsonl"
@@ -130,38 +130,14 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids(directory, decode, tmp_
 
 
 def test_stop_and_standard_input(decode, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat"))
+    """Whose byte order mark is no part of the prompt."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffthe cat"))
     whole = json.loads(decode("--prompt", "-", "--json")[1])
     stop = whole["text"][6:9]
-    facts = json.loads(
-        decode("--prompt", "the cat", "--json", "--stop", "@", "--stop", stop)[1]
-    )
+    stops = ("--stop", "@", "--stop", stop)
+    facts = json.loads(decode("--prompt", "the cat", "--json", *stops)[1])
     assert facts["text"] == whole["text"][: whole["text"].index(stop)]
     assert facts["finish_reason"] == "stop"
-
-
-# Bad input that takes more than flags and a file; the rest is in test_bad_input.py.
-
-
-@pytest.mark.parametrize(
-    ("program", "given", "words"),
-    [
-        ("decode", ["--help"], "--show_drafts"),
-        ("train", ["--help"], "--config"),
-        ("decode", ["--prompt", "a", "--model", "nope"], "'nope' is not a directory"),
-    ],
-)
-def test_help_and_errors_are_quick_and_import_no_jax(program, given, words):
-    """CPU seconds, so that a busy machine plays no part."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    code = (
-        "import atexit, runpy, sys; atexit.register(lambda: print('jax' in sys.modules)); "
-        f"sys.argv[1:] = {given!r}; runpy.run_path('{program}.py', run_name='__main__')"
-    )
-    done = children.run(sys.executable, "-c", code)
-    assert words in done.stdout + done.stderr and done.stdout.endswith("False\n")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
@@ -230,12 +206,6 @@ def test_constraints_from_files(tmp_path):
         flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
         found = shared_options(main.parse(flags))
         assert found == Options(constraint={kind: text})
-
-
-def test_standard_input_without_its_byte_order_mark(monkeypatch):
-    for read in (read_stdin, lambda: TurnInput().read()):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffgrüße"))
-        assert read() == "grüße"
 
 
 def test_lines_of_a_file(tmp_path):

@@ -36,21 +36,22 @@ def test_clients_do_not_learn_where_a_model_is(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "a.gguf").write_bytes(b"")
     monkeypatch.chdir(folder)
-    paths = (folder, f"{folder}/", folder / "a.gguf", "a.gguf", ".", "../llama")
-    names = [serve_run.name_of(str(path)) for path in paths]
-    assert names == ["llama", "llama", "a.gguf", "a.gguf", "llama", "llama"]
-    hub = "owner/name@main"
-    names = [serve_run.name_of(name) for name in (None, "smollm2", hub)]
-    assert names == ["demo", "smollm2", hub]
+    for path in (str(folder), f"{folder}/", ".", "../llama"):
+        assert serve_run.name_of(path) == "llama"
+    for path in (str(folder / "a.gguf"), "a.gguf"):
+        assert serve_run.name_of(path) == "a.gguf"
+    assert serve_run.name_of(None) == "demo"
+    for name in ("smollm2", "owner/name@main"):
+        assert serve_run.name_of(name) == name
 
 
 @pytest.fixture
 def process(tmp_path):
     """`serve` with two slots on a free port."""
     write_model(tmp_path)
-    flags = f"--model {tmp_path} --drafter {tmp_path}/heads --tree chain:2 --warm_up 0"
-    words = f"-m medusa_jax serve --port 0 --slots 2 {flags}"
-    command = [sys.executable, *words.split()]
+    flags = f"--port 0 --slots 2 --warm_up 0 --model {tmp_path}"
+    flags += f" --drafter {tmp_path}/heads --tree chain:2"
+    command = [sys.executable, "-m", "medusa_jax", "serve", *flags.split()]
     options = {"stderr": subprocess.PIPE, "text": True, "env": children.environment()}
     with subprocess.Popen(command, **options) as started:
         yield started

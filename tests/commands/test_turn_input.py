@@ -90,7 +90,7 @@ def test_lines_that_come_at_once_are_one_turn(typed, term):
 
 
 def test_a_file_says_a_turn_a_line(monkeypatch, tmp_path, capsys):
-    (tmp_path / "turns").write_text("one\n two \n\nthree")
+    (tmp_path / "turns").write_text("\ufeffone\n two \n\nthree")
     with open(tmp_path / "turns") as stream:
         monkeypatch.setattr(sys, "stdin", stream)
         turns = TurnInput()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from planted import planted, planted_params
+from planted import drafted, plain_texts, texts_of
 from tiny import random_heads, random_params, tiny_arch
 from trees import random_tree
 
@@ -199,24 +199,17 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
 def test_texts_are_equal_bit_for_bit(model, rule):
     """With a tree and without, in float32: no mismatch, and none explained. Sampled from all tokens,
     from a nucleus, and through every filter at once."""
-    llama, backbone = model
-    rng = np.random.default_rng(0)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     request = loop.Request(prompts, [120] * 3)
     if rule == "sampled":
         filters = {"top_p": [1.0, 0.9, 0.8], "top_k": [0, 0, 30], "min_p": [0.0, 0.0, 0.02]}
         request = loop.Request(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
-
-    def text(tree, texts):
-        variables = {"backbone": backbone, "heads": planted_params(texts, 70, 0)}
-        engine = loop.Engine(llama, planted(CONFIG), tree, rule)
-        return loop.generate(engine, variables, request)
-
-    plain = np.asarray(text(Tree.none(), prompts).tokens_BO)
-    texts = [[*prompt, *row] for prompt, row in zip(prompts, plain[:, :120].tolist())]
-    drafted = text(random_tree(rng, 12, 4), texts)
-    np.testing.assert_array_equal(np.asarray(drafted.tokens_BO)[:, :120], plain[:, :120])
-    assert np.asarray(drafted.histogram_BL)[:, 1:].sum() > 0
+    given = CONFIG, (None, *model), request
+    plain = plain_texts(*given, rule)
+    tree = random_tree(np.random.default_rng(0), 12, 4)
+    progress = drafted(*given, plain, tree, 0, rule)
+    assert texts_of(progress) == plain
+    assert np.asarray(progress.histogram_BL)[:, 1:].sum() > 0
 
 
 @pytest.mark.parametrize("name", ["hydrapp", "amphista", "eagle", "eagle3"])

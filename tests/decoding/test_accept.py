@@ -1,6 +1,5 @@
 """Acceptance rules against slow, plain references."""
 
-import itertools
 import math
 
 import jax
@@ -50,7 +49,6 @@ def padded(tree, nodes):
 
 # Sizes are fixed so that one compilation serves all examples.
 traced_walk = jax.jit(walk)
-traced_accept = jax.jit(accept_targets)
 
 
 @SETTINGS
@@ -67,31 +65,6 @@ def test_walk_finds_the_longest_path_that_matches(tree, seed, p):
             assert np.asarray(path_BL)[row].tolist() == padded(tree, nodes)
             assert int(n_B[row]) == len(nodes) - 1
             assert int(best_B[row]) == nodes[-1]
-
-
-@SETTINGS
-@given(trees(10, 3), st.integers(0, 2**20))
-def test_accepting_targets_is_walking_down_one_token_at_a_time(tree, seed):
-    """Three tokens only: siblings with equal tokens and accidental matches abound."""
-    rng = np.random.default_rng(seed)
-    nodes, targets = rng.integers(0, 3, (2, 4, 10)).astype(np.int32)
-    got = traced_accept(nodes, targets, TreeArrays.of(tree))
-    for row in range(4):
-        # Equal siblings make several walks possible, so follow all of them.
-        ends = {0}
-        while deeper := {
-            child
-            for child in range(1, 10)
-            if (parent := tree.parent_M[child]) in ends
-            and nodes[row, child] == targets[row, parent]
-        }:
-            ends = deeper
-        n = int(got.n_B[row])
-        path = np.asarray(got.path_BL)[row]
-        assert n == tree.depth_M[min(ends)] and path[n] == min(ends)
-        assert int(got.bonus_B[row]) == targets[row, path[n]]
-        for parent, child in itertools.pairwise(path[: n + 1]):
-            assert tree.parent_M[child] == parent
 
 
 @jax.jit
@@ -117,16 +90,6 @@ def test_a_cpu_computes_target_tokens_of_the_accepted_path_alone(tree, seed):
     outcomes = both_ways(nodes, logits, TreeArrays.of(tree), sampling, np.arange(4))
     for at_once, down in zip(*outcomes):
         np.testing.assert_array_equal(at_once, down)
-
-
-def test_best_token_is_argmax_even_of_strange_rows():
-    inf, nan = np.inf, np.nan
-    rows = np.array(
-        [[1, 3, 3, 0], [-inf, -inf, -inf, -inf], [-inf, 2, inf, inf], [0, 0, 0, 0]]
-    )
-    assert best_token(rows).tolist() == rows.argmax(-1).tolist() == [1, 0, 2, 0]
-    assert best_token(rows).dtype == jnp.int32
-    assert 0 <= int(best_token(np.array([nan, 1, nan, 0]))) < 4
 
 
 def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
@@ -212,9 +175,12 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
     assert got.n_B.tolist() == [1, 0, 0, 1]
 
 
-@pytest.mark.parametrize("V", [4 * BLOCK, 9 * BLOCK // 4, 1000])
-def test_best_token_is_the_first_of_equals_in_different_blocks(V):
+@pytest.mark.parametrize("V", [4, 4 * BLOCK, 9 * BLOCK // 4, 1000])
+def test_best_token_is_the_first_of_equals_even_of_strange_rows(V):
     rows = np.random.default_rng(V).integers(0, 4, (2, 8, V)).astype(np.float32)
     rows[0, 0] = -np.inf
     rows[0, 1, [V // 2, V - 1]] = 9
+    rows[0, 2, [V // 2, V - 1]] = np.inf
     assert best_token(rows).tolist() == rows.argmax(-1).tolist()
+    rows[:, 3:, 0] = np.nan
+    assert best_token(rows).dtype == jnp.int32 and (best_token(rows) < V).all()

@@ -51,19 +51,6 @@ def test_what_followed_the_latest_longest_match_is_copied(text, after):
     assert got[1].tolist() == [max(matches, default=0)]
 
 
-def test_copies_lie_between_what_is_drafted():
-    tree = Tree.from_choices([[0], [0, 2], [-1], [-1, -1]])
-    assert tree.copied_C.tolist() == [1, 3]
-    assert tree.drafted == Tree.from_choices([[0], [0, 2]])
-    text_BS = np.array([[5, 6, 7, 5, 0, 0]])
-
-    drafted = {tree.drafted: Proposal(np.array([[5, 8, 9]]))}
-    (nodes_BM, _), filled = with_copies(
-        tree, drafted.get, text_BS, np.array([3]), np.array([True])
-    )
-    assert nodes_BM.tolist() == [[5, 6, 8, 7, 9]] and filled is tree
-
-
 @pytest.mark.parametrize(
     "texts, running, repeats",
     [
@@ -136,7 +123,7 @@ def test_copies_save_steps():
     """A small vocabulary, so that much repeats."""
     model = random_model(CONFIG, 3)
     request = loop.Request([[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33])
-    known = plain_texts(CONFIG, *model[1:], request)
+    known = plain_texts(CONFIG, model, request)
     steps = {}
     for tree in (TREE, SPARED, TREE.drafted):
         progress = drafted(CONFIG, model, request, known, tree, 5)
@@ -148,26 +135,13 @@ def test_copies_save_steps():
     assert max(steps[TREE], steps[SPARED]) < steps[TREE.drafted]
 
 
-def test_a_rule_that_needs_the_drafts_law_copies_nothing():
+def test_rules_that_read_the_drafts_copy_nothing_or_have_no_spares():
+    """Rejection needs the law of every draft. Rows decide together whether spares are used, and no text
+    may depend on other rows."""
     _, llama, _ = random_model(CONFIG, 3)
     engine = Engine(llama, planted(CONFIG), TREE, "rejection")
     assert engine.tree == TREE.drafted.dense and not engine.keeps_text
-
-
-def test_a_rule_whose_text_depends_on_the_drafts_has_no_spares():
-    """Rows decide together whether spares are used, and a text must not depend on other rows."""
-    _, llama, _ = random_model(CONFIG, 3)
     some = Tree.from_choices([[0], [1], [0, 0], [-1], [-1, -1], [2]])
     assert SPARED.in_every_step == some and TREE.in_every_step == TREE
-    assert Engine(llama, planted(CONFIG), SPARED, "typical").tree == SPARED.in_every_step
+    assert Engine(llama, planted(CONFIG), SPARED, "typical").tree == some
     assert Engine(llama, planted(CONFIG), SPARED).tree == SPARED
-
-
-def test_trees_of_one_depth_that_copy_share_what_is_not_a_step():
-    _, llama, _ = random_model(CONFIG, 3)
-
-    def apart(tree):
-        return Engine(llama, planted(CONFIG), tree).depth_only
-
-    assert apart(TREE) == apart(Tree.copies(3)) != apart(Tree.chain(3))
-    assert apart(TREE).keeps_text and not apart(Tree.chain(3)).keeps_text

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
-from planted import check_counts, planted, planted_params, texts_of
+from planted import check_counts, drafted, planted, planted_params, random_model, texts_of
+from planted import plain_texts as plainly
 from tiny import decoder, random_params, tiny_arch
 
 from medusa_jax.decoding import generate as loop
@@ -26,10 +26,7 @@ VOCAB, ROWS, NEW = 7, 16, 30
 CHAIN = Tree.chain(3)
 
 
-@cache
-def model():
-    config = tiny_arch(vocab_size=VOCAB)
-    return (config, *decoder(config, random_params(config, 1)))
+CONFIG = tiny_arch(vocab_size=VOCAB)
 
 
 def request_of(limits, stops=()):
@@ -46,38 +43,29 @@ def request_of(limits, stops=()):
 
 @cache
 def plain_texts():
-    config, llama, backbone = model()
-    engine = Engine(llama, planted(config), Tree.none(), "sampled")
-    progress = loop.generate(
-        engine, {"backbone": backbone, "heads": {}}, request_of([NEW] * ROWS)
-    )
-    check_counts(progress)
-    return texts_of(progress)
+    """Sixteen different texts, in which every token occurs: else the tests below would show little."""
+    texts = plainly(CONFIG, random_model(CONFIG, 1), request_of([NEW] * ROWS), "sampled")
+    assert len({tuple(t) for t in texts}) == ROWS
+    assert set().union(*texts) == set(range(VOCAB))
+    return texts
 
 
 def all_accepted(tree=CHAIN):
     """An engine and variables whose drafts along the chain are always right."""
-    config, llama, backbone = model()
+    _, llama, backbone = random_model(CONFIG, 1)
     heads = planted_params([[1, 2, 3, *t] for t in plain_texts()], VOCAB, 0)
     heads["pick_BS"][:] = 0.999  # the deepest node
     heads = jax.tree.map(jnp.asarray, heads)
-    engine = Engine(llama, planted(config), tree, "sampled")
+    engine = Engine(llama, planted(CONFIG), tree, "sampled")
     return engine, {"backbone": backbone, "heads": heads}
 
 
-def cut(text, eos=(), sequences=(), limit=NEW):
-    """Plain rule: up to the first EOS or completed sequence, both kept, and the limit."""
+def cut(text, sequences=(), limit=NEW):
+    """Plain rule: up to the first completed sequence, which is kept, and the limit."""
     for n in range(1, limit + 1):
-        ends = any(n >= len(s) and tuple(text[n - len(s) : n]) == s for s in sequences)
-        if text[n - 1] in eos or ends:
+        if any(n >= len(s) and tuple(text[n - len(s) : n]) == s for s in sequences):
             return text[:n], STOPPED
     return text[:limit], LIMIT
-
-
-def check_ends(progress, expected):
-    assert texts_of(progress) == [t for t, _ in expected]
-    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
-    check_counts(progress)
 
 
 def place(n):
@@ -85,42 +73,30 @@ def place(n):
     return "prefill" if n == 1 else ((n - 2) % 4 + 1 if (n - 2) % 4 < 3 else "bonus")
 
 
-def test_texts_are_diverse():
-    """Else the tests below would show little."""
-    texts = plain_texts()
-    assert len({tuple(t) for t in texts}) == ROWS
-    assert set().union(*texts) == set(range(VOCAB))
+EOS = ((0,), (3,), (5,))
+SEQUENCES = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
 
 
-@pytest.mark.parametrize("eos", [*wide(((5,),)), (0, 3, 5)])
-def test_eos_ends_a_row_wherever_it_comes(eos):
+@pytest.mark.parametrize(
+    ("sequences", "limits", "places"),
+    [
+        (EOS, [NEW] * ROWS, {"prefill", 1, 2, 3, "bonus"}),
+        # Ending at draft 1 means that the sequence began in an earlier step.
+        (SEQUENCES, [NEW] * ROWS, {1}),
+        # Inside a path, and of one token.
+        (EOS[2:], list(range(1, ROWS + 1)), set()),
+    ],
+)
+def test_a_row_ends_at_its_stops_and_its_limit(sequences, limits, places):
     engine, variables = all_accepted()
-    request = request_of([NEW] * ROWS, [(i,) for i in eos])
-    progress = loop.generate(engine, variables, request)
-    expected = [cut(t, eos) for t in plain_texts()]
-    check_ends(progress, expected)
-    places = {place(len(t)) for t, s in expected if s == STOPPED}
-    assert places == {"prefill", 1, 2, 3, "bonus"}
-
-
-def test_stop_sequences_are_found_across_steps_and_inside_paths():
-    sequences = ((3, 4), (5, 2, 0), (1, 1), (0, 6))
-    engine, variables = all_accepted()
-    progress = loop.generate(engine, variables, request_of([NEW] * ROWS, sequences))
-    expected = [cut(t, (), sequences) for t in plain_texts()]
-    check_ends(progress, expected)
-    ends = {place(len(t)) for t, s in expected if s == STOPPED}
-    # Ending at draft 1 means that the sequence began in an earlier step.
-    assert {1, 2, 3} & ends and 1 in ends
-
-
-def test_limits_inside_a_path_and_of_one_token():
-    limits = list(range(1, ROWS + 1))
-    engine, variables = all_accepted()
-    progress = loop.generate(engine, variables, request_of(limits, [(5,)]))
-    expected = [cut(t, (5,), (), limit) for t, limit in zip(plain_texts(), limits)]
-    check_ends(progress, expected)
-    assert np.asarray(progress.steps_B)[0] == 0
+    progress = loop.generate(engine, variables, request_of(limits, sequences))
+    expected = [cut(t, sequences, limit) for t, limit in zip(plain_texts(), limits)]
+    assert texts_of(progress) == [t for t, _ in expected]
+    assert np.asarray(progress.status_B).tolist() == [s for _, s in expected]
+    check_counts(progress)
+    assert {place(len(t)) for t, s in expected if s == STOPPED} >= places
+    if limits[0] == 1:
+        assert np.asarray(progress.steps_B)[0] == 0
 
 
 def test_whole_paths_are_accepted_when_every_draft_is_right():
@@ -170,13 +146,9 @@ def test_rows_ended_by_the_caller_stop_and_do_not_disturb_the_others():
     for row in range(ROWS):
         assert last[row] == expected[row][: 13 if wanted[row] else NEW]
     assert (np.asarray(seen[-1].status_B)[wanted] == STOPPED).all()
-
-
-def test_when_all_rows_are_ended_the_stream_ends():
-    engine, variables = all_accepted()
     chunks = loop.stream(engine, variables, request_of([NEW] * ROWS), chunk_steps=1)
     next(chunks)
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration):  # all of them
         chunks.send(np.ones(ROWS, bool))
 
 
@@ -198,24 +170,23 @@ def test_the_next_chunk_is_under_way_before_the_last_is_looked_at(monkeypatch):
 
 def test_the_cache_grows_under_the_text():
     """A prompt of 100 and 380 tokens more: 128, 256 and 512 slots, batch of two, ragged."""
-    config, llama, backbone = model()
+    _, llama, backbone = random_model(CONFIG, 1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
     request = loop.Request(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
-    plain = Engine(llama, planted(config), Tree.none(), "sampled")
+    plain = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
+    variables = {"backbone": backbone, "heads": {}}
     # The reference has all slots from the start.
-    state, ladder = loop.begin(plain, {"backbone": backbone, "heads": {}}, request)
+    state, ladder = loop.begin(plain, variables, request)
     assert ladder == [128, 256, 512]
     state = loop.grow(plain, 512, state)
-    _, progress = decode_loop(
-        plain, {"backbone": backbone, "heads": {}}, state, np.int32(10**6)
-    )
+    _, progress = decode_loop(plain, variables, state, np.int32(loop.FOREVER))
     expected = texts_of(progress)
     assert [len(t) for t in expected] == [380, 300]
     tree = Tree.from_choices([[0], [1], [0, 0], [1, 1], [1, 1, 0]])
-    engine = Engine(llama, planted(config), tree, "sampled")
+    engine = Engine(llama, planted(CONFIG), tree, "sampled")
     known = [p + t for p, t in zip(prompts, expected)]
-    variables = {"backbone": backbone, "heads": planted_params(known, VOCAB, 0, slots=512)}
+    variables["heads"] = planted_params(known, VOCAB, 0, slots=512)
     progress = loop.generate(engine, variables, request)
     assert texts_of(progress) == expected
     check_counts(progress)
@@ -255,7 +226,7 @@ def test_warming_up_compiles_all():
     chunks.send(np.arange(ROWS) == 0)
     list(chunks)
     assert before == [program._cache_size() for program in programs]
-    assert texts_of(progress) == [cut(t, (6,))[0] for t in plain_texts()]
+    assert texts_of(progress) == [cut(t, ((6,),))[0] for t in plain_texts()]
 
 
 def test_trees_of_one_depth_read_prompts_with_one_program():
@@ -269,6 +240,9 @@ def test_trees_of_one_depth_read_prompts_with_one_program():
     deeper, _ = all_accepted(Tree.chain(2))
     loop.begin(deeper, variables, request)
     assert loop.prefill._cache_size() == programs + 1
+    copying = Tree.copies(3), Tree.from_choices([[0], *Tree.copies(3).choices])
+    one, other = (all_accepted(tree)[0].depth_only for tree in copying)
+    assert one == other != engine.depth_only
 
 
 def test_requests_that_cannot_be_are_refused():
@@ -278,44 +252,34 @@ def test_requests_that_cannot_be_are_refused():
             loop.begin(engine, variables, loop.Request(prompts, limits))
 
 
+LOOKAHEAD = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), CONFIG)
+# Nodes of its tree, and rows in addition.
+MORE = 1 + 3 * 3 + 3 + 4 + 4
+
+
 @pytest.mark.parametrize(
-    ("longest", "needed", "native", "expected"),
+    ("longest", "needed", "native", "drafter", "expected"),
     [
-        (1, 40, False, [128]),
-        (120, 130, False, [128, 256]),
-        (100, 480, False, [128, 256, 512]),
-        (300, 310, False, [512]),
-        (1, 40, True, [512]),
-        (100, 520, True, [512, 1024]),
+        (1, 40, False, planted(CONFIG), [128]),
+        (120, 130, False, planted(CONFIG), [128, 256]),
+        (100, 480, False, planted(CONFIG), [128, 256, 512]),
+        (300, 310, False, planted(CONFIG), [512]),
+        (1, 40, True, planted(CONFIG), [512]),
+        (100, 520, True, planted(CONFIG), [512, 1024]),
+        (128 - MORE, 1, False, LOOKAHEAD, [128]),
+        (128 - MORE + 1, 1, False, LOOKAHEAD, [256]),
     ],
 )
-def test_slot_ladder(longest, needed, native, expected):
-    llama = SimpleNamespace(native=native, taps=())
-    engine = Engine(llama, planted(tiny_arch()), Tree.chain(3))
-    ladder = loop.slot_ladder(engine, longest, needed)
-    assert ladder == expected
-    assert ladder[0] >= longest + 4 and ladder[-1] >= needed
-
-
-def test_extra_rows_need_slots():
-    drafter = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), tiny_arch())
-    llama = SimpleNamespace(native=False, taps=())
-    engine = Engine(llama, drafter, drafter.default_tree)
-    tree, extra = 1 + 3 * 3, 3 + 4 + 4
-    assert engine.n_rows == tree + extra
-    assert loop.slot_ladder(engine, 128 - tree - extra, 1) == [128]
-    assert loop.slot_ladder(engine, 128 - tree - extra + 1, 1) == [256]
+def test_slot_ladder(longest, needed, native, drafter, expected):
+    tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
+    engine = Engine(SimpleNamespace(native=native, taps=()), drafter, tree)
+    assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
+    assert loop.slot_ladder(engine, longest, needed) == expected
 
 
 @pytest.mark.wide
 def test_bfloat16_runs():
     """No promise of identity there, but of whole, well-formed texts."""
-    config = tiny_arch(vocab_size=VOCAB)
-    llama, backbone = decoder(config, random_params(config, 1), jnp.bfloat16)
-    heads = planted_params([[1, 2, 3]], VOCAB, 0)
-    engine = Engine(llama, planted(config), CHAIN, "sampled")
-    progress = loop.generate(
-        engine, {"backbone": backbone, "heads": heads}, request_of([NEW])
-    )
+    model = None, *decoder(CONFIG, random_params(CONFIG, 1), jnp.bfloat16)
+    progress = drafted(CONFIG, model, request_of([NEW]), [[]], CHAIN, 0, "sampled")
     assert len(texts_of(progress)[0]) == NEW
-    check_counts(progress)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from laws import agrees, law_of, total_variation
-from planted import filtered_scores, sampling_of, texts_of
+from planted import filtered_scores, sampling_of
 from scipy.special import softmax
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
@@ -87,9 +87,19 @@ def joint_law(setting):
     return joint
 
 
-def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), baseline=None):
+def draws(
+    acceptance,
+    setting,
+    tree=TREE,
+    batches=BATCHES,
+    mark=0,
+    ids=(),
+    baseline=None,
+    seed=None,
+):
     """First three tokens of many rows, and how often drafts were accepted.
 
+    seed: of all rows; by default each has its own.
     mark: as many stops more that are never met, so that a patched function is compiled again.
     baseline: a drafter in the place of the heads.
     """
@@ -100,6 +110,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, mark=0, ids=(), basel
     tokens, histogram = [], 0
     for batch in range(batches):
         seeds = list(range(batch * ROWS, (batch + 1) * ROWS))
+        seeds = seeds if seed is None else [seed] * ROWS
         request = loop.Request(
             [PROMPT] * ROWS, [4] * ROWS, [stops] * ROWS, seed=seeds, **fields
         )
@@ -194,43 +205,11 @@ def test_without_drafts_rejection_is_plain_sampling_draw_for_draw():
 
 def test_rows_of_one_seed_draw_different_noise():
     """One seed for all rows: the request id alone makes rows differ, and the law holds."""
-    _, _, llama, drafter, variables = model()
     law = joint_law("temperature")
     for acceptance in ("sampled", "rejection"):
-        engine = Engine(llama, drafter, TREE, acceptance)
-        request = loop.Request(
-            [PROMPT] * ROWS, [4] * ROWS, temperature=[1.3] * ROWS, seed=[7] * ROWS
-        )
-        tokens = np.asarray(loop.generate(engine, variables, request).tokens_BO)[:, :3]
+        tokens, _ = draws(acceptance, "temperature", batches=1, seed=7)
         assert agrees(law_of(tokens, V), law)
         # Neighbours in the batch are independent: their first tokens fill all pairs.
         pairs = tokens[:, 0].reshape(-1, 2)
         first = law.sum((1, 2))
         assert agrees(law_of(pairs, V), np.outer(first, first))
-
-
-@pytest.mark.wide
-def test_a_row_of_rejection_does_not_depend_on_its_slot_or_its_batch_mates(monkeypatch):
-    """Rows of other prompts, limits and parameters in any order (sampled: test_exactness.py)."""
-    monkeypatch.setattr(loop, "MIN_SLOTS", 32)  # as many as all of them need: one program
-    _, _, llama, drafter, variables = model()
-    engine = Engine(llama, drafter, TREE, "rejection")
-    rows = {
-        "prompts": [PROMPT, [1], [0, 3, 3, 2, 1, 1]],
-        "limits": [9, 7, 8],
-        "temperature": [1.3, 0.0, 0.7],
-        "top_k": [0, 0, 3],
-        "top_p": [0.9, 1.0, 1.0],
-        "seed": [5, 5, 5],
-    }
-
-    def texts(order):
-        picked = {name: [column[row] for row in order] for name, column in rows.items()}
-        request = loop.Request(**picked, ids=list(order))
-        return texts_of(loop.generate(engine, variables, request))
-
-    together = texts([0, 1, 2])
-    for order in ([2, 0, 1], [1, 1, 2]):
-        assert texts(order) == [together[row] for row in order]
-    for row in range(3):
-        assert texts([row]) == [together[row]]

@@ -8,17 +8,17 @@ and over M tokens round differently: there texts may part only where the two bes
 to within that rounding, and the rate is printed.
 """
 
-import time
+from itertools import product
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from planted import drafted, filtered_scores, plain_texts, texts_of
+from planted import drafted, filtered_scores, plain_texts, sampling_of, texts_of
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import random_tree
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.sampling import Sampling, gumbel, row_keys
+from medusa_jax.decoding.sampling import gumbel, row_keys
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
 
@@ -38,22 +38,16 @@ TIE = 2e-4
 def is_tie(config, params, text, row, request, mode):
     """Whether float64 sees the two best scores, or a token and a filter's cut, as tied."""
     logits = jnp.asarray(forward_logits(config, params, text)[-1:])[None]
-    if "temperature" not in mode:
-        best = np.sort(np.asarray(logits)[0, 0])[-2:]
+    if not mode:
+        best = np.sort(logits[0, 0])[-2:]
         return best[1] - best[0] < TIE
-    one = lambda value, kind: jnp.asarray(np.array([value], kind))  # noqa: E731
-    key = row_keys(one(request.seed[row], np.uint32), one(row, np.int32))
     scores = []
-    for top_p in np.float32(mode.get("top_p", 1.0)) * np.array([1 - TIE, 1, 1 + TIE]):
-        sampling = Sampling(
-            one(mode["temperature"], np.float32),
-            one(0, np.int32),
-            one(min(top_p, 1.0), np.float64),
-            one(0.0, np.float32),
-            key,
-        )
+    for near in (1 - TIE, 1, 1 + TIE):
+        top_p = min(near * mode.get("top_p", 1.0), 1.0)
+        sampling = sampling_of(1, mode["temperature"], top_p=top_p)
         scores.append(np.asarray(filtered_scores(logits, sampling))[0, 0])
-    noise = np.asarray(gumbel(key, one(len(text), np.int32)[:, None], VOCAB, jnp.float64))
+    key = row_keys(np.uint32([request.seed[row]]), np.int32([row]))
+    noise = gumbel(key, np.array([[len(text)]]), VOCAB, jnp.float64)
     best = np.sort(scores[1] + noise[0, 0])[-2:]
     kept = [np.isfinite(s) for s in scores]
     return best[1] - best[0] < TIE or (kept[0] != kept[2]).any()
@@ -61,53 +55,38 @@ def is_tie(config, params, text, row, request, mode):
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
 def test_a_hundred_thousand_tokens(dtype):
-    config = tiny_arch(vocab_size=VOCAB)
-    rng = np.random.default_rng(0)
+    config, rng = tiny_arch(vocab_size=VOCAB), np.random.default_rng(0)
     shape = random_tree(rng, NODES, DEPTH)  # only its sizes matter: trees are traced
-    models = [random_params(config, seed) for seed in range(2)]
-    backbones = [decoder(config, params, dtype) for params in models]
-    tokens = parted = steps = 0
-    start = time.perf_counter()
-    for batch in BATCHES:
-        for name, mode in MODES.items():
-            acceptance = "sampled" if mode else "greedy"
-            done = runs = 0
-            histogram = np.zeros(DEPTH + 1, int)
-            while done < TOKENS / len(BATCHES) / len(MODES):
-                which = runs % len(models)
-                llama, backbone = backbones[which]
-                prompts = [
-                    rng.integers(0, VOCAB, n).tolist() for n in rng.integers(1, 16, batch)
-                ]
-                fields = {k: [v] * batch for k, v in mode.items()}
-                seeds = rng.integers(0, 2**31, batch).tolist()
-                request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
-                model = None, llama, backbone
-                expected = plain_texts(config, *model[1:], request, acceptance)
-                tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
-                progress = drafted(
-                    config, model, request, expected, tree, seed, acceptance, shape
-                )
-                histogram += np.asarray(progress.histogram_BL).sum(0)
-                for row, (got, want) in enumerate(zip(texts_of(progress), expected)):
-                    done += len(got)
-                    if got == want:
-                        continue
-                    assert dtype == jnp.float32, (name, batch, tree.choices, seeds[row])
-                    first = next(i for i, (a, b) in enumerate(zip(got, want)) if a != b)
-                    text = prompts[row] + want[:first]
-                    assert is_tie(config, models[which], text, row, request, mode)
-                    parted += 1
-                runs += 1
-            assert (histogram > 0.02 * histogram.sum()).all(), histogram
-            tokens += done
-            steps += histogram.sum()
-            print(
-                f"{jnp.dtype(dtype)} batch {batch} {name}: {done} tokens, {runs} trees, "
-                f"steps of 1..{DEPTH + 1} tokens {histogram.tolist()}"
-            )
-    print(
-        f"{jnp.dtype(dtype)}: {tokens} tokens in {steps} steps, {parted} divergences, all of them "
-        f"ties ({parted / tokens:.1e} per token), {time.perf_counter() - start:.0f} s"
-    )
+    stored = [random_params(config, seed) for seed in range(2)]
+    models = [(params, *decoder(config, params, dtype)) for params in stored]
+    tokens = parted = 0
+    for batch, (name, mode) in product(BATCHES, MODES.items()):
+        acceptance = "sampled" if mode else "greedy"
+        done, histogram = 0, np.zeros(DEPTH + 1, int)
+        while done < TOKENS / len(BATCHES) / len(MODES):
+            params, *_ = model = models[rng.integers(len(models))]
+            lengths = rng.integers(1, 16, batch)
+            prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+            fields = {k: [v] * batch for k, v in mode.items()}
+            seeds = rng.integers(0, 2**31, batch).tolist()
+            request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
+            expected = plain_texts(config, model, request, acceptance)
+            tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
+            given = config, model, request, expected
+            progress = drafted(*given, tree, seed, acceptance, shape)
+            histogram += np.asarray(progress.histogram_BL).sum(0)
+            for row, (got, want) in enumerate(zip(texts_of(progress), expected)):
+                done += len(got)
+                if got == want:
+                    continue
+                assert dtype == jnp.float32, (name, batch, tree.choices, seeds[row])
+                first = next(i for i, (a, b) in enumerate(zip(got, want)) if a != b)
+                text = prompts[row] + want[:first]
+                assert is_tie(config, params, text, row, request, mode)
+                parted += 1
+        assert (histogram > 0.02 * histogram.sum()).all(), histogram
+        tokens += done
+        steps = f"steps of 1..{DEPTH + 1} tokens {histogram.tolist()}"
+        print(f"{jnp.dtype(dtype)} batch {batch} {name}: {done} tokens, {steps}")
+    print(f"{jnp.dtype(dtype)}: {tokens} tokens, {parted} divergences, all of them ties")
     assert tokens >= TOKENS and (parted == 0 or dtype == jnp.float32)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from planted import planted, texts_of
-from tiny import decoder, random_params, tiny_arch
+from planted import planted, random_model, texts_of
+from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import rows
@@ -16,6 +16,7 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
+CONFIG = tiny_arch(vocab_size=7, n_layers=1)
 
 
 def test_rows_wait_for_their_turn_and_for_room():
@@ -23,9 +24,8 @@ def test_rows_wait_for_their_turn_and_for_room():
 
     One that has ended is never woken.
     """
-    config = tiny_arch(vocab_size=7, n_layers=1)
-    llama, backbone = decoder(config, random_params(config, 1))
-    engine = Engine(llama, planted(config), Tree.none(), "sampled")
+    _, llama, backbone = random_model(CONFIG, 1)
+    engine = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
     request = loop.Request(
         [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
@@ -59,9 +59,8 @@ def test_rows_wait_for_their_turn_and_for_room():
 
 def test_a_drafter_goes_on_from_where_texts_part():
     """What it keeps of a text is that of a row which read the whole prompt."""
-    config = tiny_arch(vocab_size=7, n_layers=1)
-    llama, backbone = decoder(config, random_params(config, 1))
-    drafter = make_drafter(PromptLookupConfig(tokens=2), config)
+    _, llama, backbone = random_model(CONFIG, 1)
+    drafter = make_drafter(PromptLookupConfig(tokens=2), CONFIG)
     engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
     request, _ = loop.begin(engine, variables, loop.Request([[0]], [9]))

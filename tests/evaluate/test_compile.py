@@ -40,9 +40,7 @@ SMALL = config_to_hf(LlamaConfig(64, 32, 3, 2, 1, 16, 64, 256))
 
 
 @pytest.mark.parametrize("form", ["plain", "native"])
-def test_compile_for_here_reports_the_program_of_this_device(
-    form, tmp_path, capsys, monkeypatch
-):
+def test_the_program_of_this_device(form, tmp_path, capsys, monkeypatch):
     if form == "native" and library() is None:
         pytest.skip("there is no compiler for the native kernels")
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", form)

@@ -42,6 +42,16 @@ class OneBackbone:
     def engine(self, **_):
         return self
 
+    def scores(self, text):
+        """Logits [V] after a text."""
+        return np.array(forward_logits(self.config, self.params, text)[-1])
+
+
+def check_gap(found, scores):
+    """It is that of the two best scores."""
+    best = np.sort(scores)[-2:]
+    assert_close(best[0] + found.gap, best[1])
+
 
 @pytest.fixture(scope="module")
 def exact():
@@ -58,13 +68,12 @@ def test_gap_and_position(exact, temperature):
     ours = [*theirs[:2], 9, 9]
     found = divergence.find_divergence(exact, prompt, ours, theirs, option, 6)
     assert (found.position, found.ours, found.theirs) == (2, 9, 7)
-    scores = forward_logits(exact.config, exact.params, TEXT[:5])[-1]
+    scores = exact.scores(TEXT[:5])
     if temperature:
         key = row_keys(jnp.array([4], jnp.uint32), jnp.array([6]))
         noise = gumbel(key, jnp.array([[5]]), 17, jnp.float64)
         scores = scores / np.float32(temperature) + np.asarray(noise)[0, 0]
-    best = np.sort(scores)[-2:]
-    assert_close(best[0] + found.gap, best[1])
+    check_gap(found, scores)
     assert divergence.find_divergence(exact, prompt, theirs, theirs, option, 6) is None
 
 
@@ -80,23 +89,21 @@ def test_the_gap_leaves_barred_tokens_out(exact, monkeypatch):
     """Every token of the text is barred."""
     monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
     found = divergence.find_divergence(exact, TEXT[:3], [0, 7, 9], [0, 7, 8], Options(), 0)
-    scores = np.array(forward_logits(exact.config, exact.params, TEXT[:5])[-1])
+    scores = exact.scores(TEXT[:5])
     scores[TEXT[:5]] = -np.inf
-    best = np.sort(scores)[-2:]
-    assert_close(best[0] + found.gap, best[1])
+    check_gap(found, scores)
 
 
 def test_the_gap_is_of_penalised_logits(exact):
     """One new token, 0, is counted; the prompt's only by `repetition_penalty`."""
     option = Options(frequency_penalty=1.5, repetition_penalty=2.0, logit_bias={3: -4.0})
     found = divergence.find_divergence(exact, TEXT[:3], [0, 7], [0, 8], option, 0)
-    scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
+    scores = exact.scores([*TEXT[:3], 0])
     scores[3] -= 4.0
     for token in {*TEXT[:3], 0}:
         scores[token] *= 2.0 if scores[token] < 0 else 0.5
     scores[0] -= 1.5
-    best = np.sort(scores)[-2:]
-    assert_close(best[0] + found.gap, best[1])
+    check_gap(found, scores)
 
 
 def test_the_gap_is_between_tokens_that_the_constraint_allows(exact, monkeypatch):
@@ -108,15 +115,14 @@ def test_the_gap_is_between_tokens_that_the_constraint_allows(exact, monkeypatch
     monkeypatch.setattr(exact, "guides", [guide])
     monkeypatch.setattr(exact, "no_repeat_ngram_size", 1)
     found = divergence.find_divergence(exact, TEXT[:3], [0, 4], [0, 11], Options(), 0)
-    scores = np.array(forward_logits(exact.config, exact.params, [*TEXT[:3], 0])[-1])
-    best = np.sort(scores[[0, 4, 11]])[-2:]
-    assert_close(best[0] + found.gap, best[1])
+    scores = exact.scores([*TEXT[:3], 0])
+    check_gap(found, scores[[0, 4, 11]])
     assert text == [0]
 
 
 def test_the_three_passes_are_one_in_float64(exact):
     got = noise.three_passes(TREE, exact.backbone, padded(TEXT), np.int32(len(TEXT)))
-    expected = forward_logits(exact.config, exact.params, TEXT)[-1]
+    expected = exact.scores(TEXT)
     for logits_V in np.asarray(got):
         assert_close(logits_V, expected)
 

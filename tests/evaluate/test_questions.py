@@ -1,8 +1,7 @@
 """What a model reads of a question: published files, its own answers, templates, truncation."""
 
-import json
-
 import pytest
+from files import write_lines
 from tiny import write_model
 
 import medusa_jax
@@ -27,28 +26,17 @@ PUBLISHED = {
          "canonical_solution": "    return 1\n"},
         ["def f():\n"], "humaneval",
     ),
-    "gsm8k": (
-        {"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k",
-    ),
-    "xsum": (
-        {"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"
-    ),
-    "cnn_dm": (
-        {"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm",
-    ),
+    "gsm8k": ({"question": "1 + 1?", "answer": "two\n#### 2"}, ["1 + 1?"], "gsm8k"),
+    "xsum": ({"document": "long", "summary": "short", "id": "7"}, ["long"], "xsum"),
+    "cnn_dm": ({"article": "long", "highlights": "short", "id": "7"}, ["long"], "cnn_dm"),
     "own": ({"prompt": "x", "file": "a.py"}, ["x"], "a.py"),
 }  # fmt: skip
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_forms(name, tmp_path):
     record, turns, category = PUBLISHED[name]
-    (found,) = read_questions(write(tmp_path / "q.jsonl", [record]))
+    (found,) = read_questions(str(write_lines(tmp_path / "q.jsonl", [record])))
     assert (found["turns"], found["category"]) == (turns, category)
     assert found["question_id"] == record.get("question_id", 0)
     article = name in ("xsum", "cnn_dm")
@@ -67,7 +55,7 @@ def test_published_forms(name, tmp_path):
     ],
 )
 def test_prompts_that_ask_nothing(record, sentence, tmp_path):
-    path = write(tmp_path / "q.jsonl", [record])
+    path = str(write_lines(tmp_path / "q.jsonl", [record]))
     with pytest.raises(UserError, match=sentence):
         read_prompts(path, messages=True)
 
@@ -86,11 +74,8 @@ def test_a_limit_takes_from_all_categories():
         ('{"text": "x"}\n', "is in no known form; by fields of a record: all: turns;"),
         ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
         ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
-        ('{"turns": "a"}', "record 0 should ask text, not 'a'"),
         ('{"turns": []}', "record 0 asks nothing"),
-        ('{"turns": [], "prompt_ids": []}', "record 0 asks nothing"),
         ('{"instruction": 5}', "record 0 has other values in instruction"),
-        ('{"prompt": null}', r"record 0 should ask text, not \[None\]"),
         ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),
         ("[1]", "every record has to be a JSON object"),
         ("", "has no samples"),
@@ -101,6 +86,10 @@ def test_bad_files(text, sentence, tmp_path):
     (tmp_path / "q.jsonl").write_text(text)
     with pytest.raises(UserError, match=sentence):
         read_questions(str(tmp_path / "q.jsonl"))
+
+
+SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])
+MESSAGES = [{"role": role, "content": text} for role, text in SAID]
 
 
 @pytest.fixture(scope="module")
@@ -122,19 +111,11 @@ def read(model, *args):
 def test_the_second_turn_comes_after_the_model_s_own_answer(model):
     talk = question("the cat", "a b")
     ids, _ = turn_prompt(model, talk, [" an answer\n"], "vicuna", 999)
-    messages = [
-        {"role": "user", "content": "the cat"},
-        {"role": "assistant", "content": "an answer"},
-        {"role": "user", "content": "a b"},
-        {"role": "assistant", "content": "x"},
-    ]
-    whole, counted = encode_conversation(model.tokenizer, messages, "vicuna")
+    whole, counted = encode_conversation(model.tokenizer, MESSAGES, "vicuna")
     assert ids == whole[: len(ids)] and counted[len(ids) - 1 : len(ids) + 1] == [0, 1]
     assert read(model, talk, [], PLAIN, 999) == ("the cat", False)
-    assert read(model, talk, [" an answer\n"], PLAIN, 999) == (
-        "the cat\n\nan answer\n\na b",
-        False,
-    )
+    whole = "the cat\n\nan answer\n\na b"
+    assert read(model, talk, [" an answer\n"], PLAIN, 999) == (whole, False)
 
 
 def test_an_article_is_cut_at_its_end_and_keeps_its_frame(model):
@@ -160,20 +141,13 @@ def test_other_turns_keep_both_ends(model):
 
 
 def test_a_conversation_is_asked_up_to_its_last_question(model):
-    said = [
-        ("user", "the cat"),
-        ("assistant", "an answer"),
-        ("user", "a b"),
-        ("assistant", "x"),
-    ]
-    messages = [{"role": role, "content": text} for role, text in said]
-    ids = asked(model, {"messages": messages}, "vicuna")
+    ids = asked(model, {"messages": MESSAGES}, "vicuna")
     talk = question("the cat", "a b")
     assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
-    assert asked(model, {"messages": messages[:3]}, "vicuna") == ids
+    assert asked(model, {"messages": MESSAGES[:3]}, "vicuna") == ids
     assert asked(model, {"prompt": "a b"}, "vicuna") == "a b"
     first = turn_prompt(model, talk, [], "vicuna", 999)[0]
     assert asked(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
     assert asked(model, {"turns": ["the cat", "a b"]}) == "the cat"  # without a template
     with pytest.raises(UserError, match="without a user turn"):
-        asked(model, {"messages": messages[1:2]}, "vicuna")
+        asked(model, {"messages": MESSAGES[1:2]}, "vicuna")

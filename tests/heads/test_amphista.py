@@ -1,7 +1,5 @@
 """Amphista against its equations in plain numpy, its ablations, who sees whom, and its sizes."""
 
-from functools import cache
-
 import family
 import jax
 import jax.numpy as jnp
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from family import drafter_of, numpy_lm_head, stored_base
+from family import numpy_lm_head, problem
 from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
@@ -30,13 +28,6 @@ ABLATIONS = {
     "without sampled token": {"sampled_token": False},
     "eq. 5 as printed": {"plain_attention": True, "stage_norm": False, "stage_d_ff": 12},
 }
-
-
-@cache
-def problem(ablation="whole", **fields):
-    backbone = stored_base()
-    fields = {"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation] | fields
-    return backbone, *drafter_of(AmphistaConfig(**fields), backbone)
 
 
 def numpy_mix(params, drafter, contexts):
@@ -81,7 +72,8 @@ def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
 
 @pytest.mark.parametrize("ablation", thinned(ABLATIONS, "whole", "alpha", "three stages"))
 def test_features_and_proposals_are_those_of_the_paper(ablation):
-    backbone, drafter, params = problem(ablation)
+    heads = AmphistaConfig(**{"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation])
+    backbone, drafter, params = problem(heads)
     hidden, tokens, *rest = family.random_rows(np.random.default_rng(0), T=7)
     rows = (hidden, tokens, *rest)
     n, root = [3, 6], np.array([tokens[0, 3], tokens[1, 6]])

@@ -16,7 +16,7 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.errors import UserError
 from medusa_jax.heads.draft_model import DraftModelConfig
-from medusa_jax.heads.drafter import Backbone, DraftRequest, Ranked
+from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.prompt_lookup import PromptLookup, PromptLookupConfig, TextState
 from medusa_jax.heads.registry import make_drafter
@@ -60,27 +60,15 @@ def draft_by_hand(text, tree, ngram):
     return [text[-1] if any(c) else chain[len(c) - 1] for c in tree.choices]
 
 
-def proposal(drafter, backbone, tree):
-    """(texts) -> drafted nodes; a text's last token is the root."""
-
-    @jax.jit
-    def run(text_BS, length_B, root_B):
-        state = TextState(length_B, text_BS)
-        return drafter.propose(
-            {}, backbone, state, DraftRequest(root_B, tree, lambda depth, x: Ranked(x, x))
-        ).nodes_BM
-
-    def of(texts, slots=40):
-        # After a text comes what must not count.
-        text_BS = np.full((len(texts), slots), 3, np.int32)
-        for row, text in enumerate(texts):
-            text_BS[row, : len(text) - 1] = text[:-1]
-        length_B = np.array([len(text) - 1 for text in texts], np.int32)
-        return np.asarray(
-            run(text_BS, length_B, np.array([t[-1] for t in texts], np.int32))
-        )
-
-    return of
+def drafted(drafter, tree, texts, slots=40):
+    """Nodes of a tree after each text, whose last token is the root; after a text comes what must not count."""
+    _, llama, backbone = model()
+    text_BS = np.full((len(texts), slots), 3, np.int32)
+    for row, text in enumerate(texts):
+        text_BS[row, : len(text) - 1] = text[:-1]
+    lengths, roots = np.array([(len(t) - 1, t[-1]) for t in texts], np.int32).T
+    propose = family.proposed_logits(drafter, Backbone(llama, backbone), tree)
+    return np.asarray(propose({}, TextState(lengths, text_BS), roots)[0])
 
 
 def random_texts(seed, rows=30, vocab=3):
@@ -93,13 +81,11 @@ def lookup(**fields):
 
 
 def test_prompt_lookup_drafts_the_first_of_the_longest_matches():
-    _, llama, backbone = model()
     filled = 0
     for seed, ngram in ((0, 3), (1, 1)):
         tree = random_tree(np.random.default_rng(seed), 12, 4, max_rank=2)
-        drafted = proposal(lookup(ngram=ngram), Backbone(llama, backbone), tree)
         texts = random_texts(seed)
-        for text, nodes in zip(texts, drafted(texts)):
+        for text, nodes in zip(texts, drafted(lookup(ngram=ngram), tree, texts)):
             expected = draft_by_hand(text, tree, ngram)
             assert nodes.tolist() == [text[-1], *expected], text
             filled += sum(t != text[-1] for t in expected)
@@ -112,11 +98,9 @@ def test_a_chain_is_what_transformers_looks_up(ngram):
     from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
     theirs = PromptLookupCandidateGenerator(None, 4, ngram, max_length=1000)
-    _, llama, backbone = model()
-    drafted = proposal(lookup(ngram=ngram), Backbone(llama, backbone), Tree.chain(4))
     texts = [text for text in random_texts(2, 60, vocab=6) if len(text) > 1]
     lengths = []
-    for text, nodes in zip(texts, drafted(texts)):
+    for text, nodes in zip(texts, drafted(lookup(ngram=ngram), Tree.chain(4), texts)):
         ids, _ = theirs.get_candidates(torch.tensor([text]))
         chosen = ids[0, len(text) :].tolist()
         # Theirs ends with the text, ours goes on.

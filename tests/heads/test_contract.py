@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
-from planted import check_counts, sampling_of, texts_of
-from tiny import decoder, random_params, tiny_arch
+from planted import check_counts, random_model, texts_of
+from planted import plain_texts as plainly
+from tiny import decoder, tiny_arch
 from trees import WILD
 
 from medusa_jax import model
-from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.heads import layers
 from medusa_jax.heads.draft_model import DraftState
@@ -223,12 +222,10 @@ WIDE = Tree.from_choices(
 PROMPTS, LIMITS = [[1, 2, 3, 1, 2], [5], [0, 0, 6]], [30, 17, 24]
 
 
-@cache
 def seven(tied=False):
     """A backbone of seven tokens, as stored and as it decodes."""
     config = tiny_arch(vocab_size=7, n_layers=1, tie_embeddings=tied)
-    params = random_params(config, 1)
-    return config, params, *decoder(config, params)
+    return config, *random_model(config, 1)
 
 
 def request_of(acceptance):
@@ -241,11 +238,9 @@ def request_of(acceptance):
 
 @cache
 def plain_texts(acceptance, tied=False, n_gram=0):
-    config, _, llama, backbone = seven(tied)
-    drafter = make_drafter(HeadsConfig(), config)
-    engine = Engine(llama, drafter, Tree.none(), acceptance, n_gram)
-    variables = {"backbone": backbone, "heads": {}}
-    return texts_of(loop.generate(engine, variables, request_of(acceptance)))
+    config, *model = seven(tied)
+    request = request_of(acceptance)
+    return plainly(config, model, request, acceptance, no_repeat_ngram_size=n_gram)
 
 
 @cache
@@ -281,21 +276,16 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
 
 def prefilled(engine, variables, monkeypatch, piece):
     """The state after ragged prompts, read in pieces of this many tokens."""
-    T, slots = 32, 80
+    slots, length = 80, np.array([20, 8, 1, 17])
     rng = np.random.default_rng(0)
-    prompt, length = (
-        rng.integers(0, 7, (4, T), np.int32),
-        np.array([20, 8, 1, 17], np.int32),
-    )
-    limit = jnp.full((4,), 30, jnp.int32)
+    prompts = [rng.integers(0, 7, n).tolist() for n in length]
+    request = loop.Request(prompts, [30] * 4, temperature=[1.0] * 4)
+    _, (_, prompt_BT, *rest) = loop.prefill_arguments(engine, variables, request)
+    after_BT = np.arange(prompt_BT.shape[1]) >= length[:, None]
+    prompt_BT = np.where(after_BT, rng.integers(0, 7, prompt_BT.shape), prompt_BT)
     monkeypatch.setattr(reading, "PIECE", piece)
-    read = jax.jit(
-        lambda variables: reading.prefill.__wrapped__(
-            engine, slots, variables, jnp.asarray(prompt), jnp.asarray(length), limit, limit,
-            jnp.asarray(pack_stops([()] * 4)), sampling_of(4), jnp.zeros((4, 64), jnp.int32),
-        )
-    )  # fmt: skip
-    state = read(variables)
+    read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
+    state = read(variables, prompt_BT.astype(np.int32), *rest)
 
     def visible(x):
         """Of a cache, and of a drafter's text, the slots that count."""

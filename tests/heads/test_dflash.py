@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 from closeness import assert_close
-from family import D, drafter_of, stored_base
+from family import D, problem
 from numpy_layers import numpy_norm, rope, silu
+from scipy.special import softmax
 from trees import WILD
 
 from medusa_jax.config import HeadsConfig, TrainConfig
@@ -68,8 +69,7 @@ def numpy_block(drafter, params, backbone, hidden_TE, root):
 def test_a_block_after_every_text(heads, monkeypatch):
     """In training, three blocks at a time; logits with the bias of the token before."""
     monkeypatch.setattr(dflash, "BLOCKS", 3)
-    backbone = stored_base()
-    drafter, params = drafter_of(heads, backbone)
+    backbone, drafter, params = problem(heads)
     rng = np.random.default_rng(0)
     rows = hidden, tokens, *_ = family.random_rows(rng, B=1, T=10, E=family.width(drafter))
     features, logits = family.features_and_logits(drafter, params, backbone, rows)
@@ -87,8 +87,7 @@ def test_a_block_after_every_text(heads, monkeypatch):
 
 def test_a_level_of_a_tree_is_ranked_after_its_parents():
     """The slot's logits plus the bias of each parent."""
-    backbone = stored_base()
-    drafter, params = drafter_of(DSPARK, backbone)
+    backbone, drafter, params = problem(DSPARK)
     rows = hidden, *_ = family.random_rows(
         np.random.default_rng(1), 1, 9, family.width(drafter)
     )
@@ -114,8 +113,7 @@ def test_layers_that_are_read():
 
 def test_the_text_of_a_block_is_not_written():
     """`propose` leaves the state as it is, so a block may be longer than the room after the text."""
-    backbone = stored_base()
-    drafter, params = drafter_of(DFLASH, backbone)
+    backbone, drafter, params = problem(DFLASH)
     rows = family.random_rows(np.random.default_rng(2), 1, 9, family.width(drafter))
     state = family.committed(drafter, backbone, params, rows, [9])
     full = jax.tree.map(lambda x: x[:, :, :9] if np.ndim(x) == 4 else x, state)
@@ -128,8 +126,7 @@ def test_the_text_of_a_block_is_not_written():
 def test_the_loss_at_drawn_anchors():
     """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2 + 0.2 smooth L1 of the features, in NumPy; only the
     head of the confidence learns it."""
-    backbone = stored_base()
-    drafter, params = drafter_of(replace(DSPARK, confidence=True), backbone)
+    backbone, drafter, params = problem(replace(DSPARK, confidence=True))
     rng = np.random.default_rng(3)
     T, E = 11, family.width(drafter)
     hidden, tokens, positions, segments = family.random_rows(rng, B=2, T=T, E=E)
@@ -182,11 +179,6 @@ def test_the_loss_at_drawn_anchors():
     assert np.abs(learnt["kernel"]).max() > 0
     assert np.abs(without["heads_0"].pop("confidence")["kernel"]).max() == 0
     jax.tree.map(assert_close, gradient, without)
-
-
-def softmax(x):
-    y = np.exp(x - x.max())
-    return y / y.sum()
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,22 @@
 tree, the loss of every level."""
 
 from dataclasses import replace
-from functools import cache
 
 import family
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from family import D, drafter_of, numpy_lm_head, stored_base
+from family import IDS, D, numpy_lm_head, problem, stored_base
 from numpy_layers import numpy_layer, numpy_norm, queries_keys_values, weight_of
+from scipy.special import log_softmax, softmax
 from test_hydra import numpy_tree
 from tiny import tiny_arch
 from trees import WILD
 
 from medusa_jax.config import HeadsConfig, TrainConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
@@ -30,7 +28,6 @@ from medusa_jax.training.losses import induction
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22], np.int32)
 
 EAGLE = EagleConfig(n_heads=4, n_layers=2, lm_head="shared", rank=5)
 SHALLOW = replace(EAGLE, n_layers=1)
@@ -47,15 +44,6 @@ def name_of(heads):
     """Of a test's case: the fields that are not the defaults."""
     fields = {n: x for n, x in vars(heads).items() if x != getattr(type(heads)(), n)}
     return " ".join([heads.drafter, *(f"{n}={x}" for n, x in fields.items())])
-
-
-@cache
-def problem(heads):
-    """The backbone as heads see it, with all tokens or those of IDS, the drafter, its weights."""
-    backbone = stored_base()
-    if heads.draft_vocab:
-        backbone = vocabulary.narrowed(backbone, jnp.asarray(IDS))
-    return backbone, *drafter_of(heads, backbone)
 
 
 def numpy_reader(params, drafter, backbone, hidden_TE, tokens_T):
@@ -176,10 +164,6 @@ def test_the_layers_that_are_read(n_layers, given, expected):
 TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
 
 
-def numpy_log_softmax(x):
-    return x - np.log(np.exp(x - x.max()).sum()) - x.max()
-
-
 @pytest.mark.parametrize("levels", [1, 3])
 def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch):
     """sum_k decay^k (3 smooth L1 to the hidden state + CE / 4 with text + CE / 2 with the backbone),
@@ -193,8 +177,7 @@ def test_the_loss_over_levels_and_its_gradient_through_them(levels, monkeypatch)
         for k, t, h, ids in family.level_pairs(rows, counted, levels):
             out, _ = numpy_reader(params, drafter, backbone, h[: t + 1], ids[: t + 1])
             x = out(ids[t + 1 : t + k + 2])
-            logp = numpy_log_softmax(x @ kernel)
-            teacher = np.exp(numpy_log_softmax(h[t + k + 1] @ kernel))
+            logp, teacher = log_softmax(x @ kernel), softmax(h[t + k + 1] @ kernel)
             apart = np.abs(x - h[t + k + 1])
             smooth = np.where(apart < 1, 0.5 * apart**2, apart - 0.5).mean()
             soft = -(teacher * logp).sum()
@@ -221,9 +204,7 @@ def test_eagle3_s_loss_of_every_level_and_its_gradient(heads, monkeypatch):
                 continue
             scores = numpy_reader(params, drafter, backbone, h[: t + 1], ids[: t + 1])[1]
             q = scores(ids[t + 1 : t + k + 2])
-            teacher = h[t + k + 1, :D] @ kernel
-            p = np.exp(teacher - teacher.max())
-            sums[k] -= p @ numpy_log_softmax(q) / p.sum()
+            sums[k] -= softmax(h[t + k + 1, :D] @ kernel) @ log_softmax(q)
         assert outside and sums.any()
         return 0.8 ** np.arange(1, 4) @ (sums / pairs)
 

@@ -1,6 +1,4 @@
-"""Hydra and Hydra++ against the papers' equations in plain numpy: heads, trees, the prefix layer's cache."""
-
-from functools import cache
+"""Medusa, Hydra and Hydra++ against the papers' equations in plain numpy: heads, trees, the prefix layer."""
 
 import family
 import jax
@@ -8,10 +6,13 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from family import drafter_of, numpy_lm_head, stored_base
+from family import numpy_lm_head
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy_layers import numpy_layer, numpy_norm, silu
-from trees import WILD
+from trees import WILD, TreeArrays, trees
 
+from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import DraftRequest, Ranked, TextRows
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
@@ -20,11 +21,8 @@ from medusa_jax.tree.tree import Tree
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@cache
 def problem(kind=HydraConfig, **fields):
-    backbone = stored_base()
-    heads = kind(**{"n_layers": 2, "rank": 5} | fields)
-    return backbone, *drafter_of(heads, backbone)
+    return family.problem(kind(**{"n_layers": 2, "rank": 5} | fields))
 
 
 def numpy_contexts(params, backbone, hidden_TD):
@@ -36,16 +34,19 @@ def numpy_contexts(params, backbone, hidden_TD):
 
 
 def numpy_features(params, k, context, tokens, backbone):
-    """Head k (0-based) for one position: b_t [D] and the k + 1 tokens after it."""
+    """Head k (0-based) for one position: b_t [D] and the k + 1 tokens after it, which Medusa does not read."""
     embedding = backbone.params["embed_tokens"]["embedding"]
     x = np.concatenate([context, *(embedding[t] for t in tokens)])
     head = params[f"heads_{k}"]
-    first = head["layers_0"]
-    wide = x @ first["linear"]["kernel"] + first["linear"]["bias"]
-    if "skip" in first:
-        context = x @ first["skip"]["kernel"] + first["skip"]["bias"]
-    x = context + silu(wide)
-    for j in range(1, sum(name.startswith("layers") for name in head)):
+    first, medusa = head["layers_0"], "kernel" in head["layers_0"]
+    if medusa:
+        x = context
+    else:
+        wide = x @ first["linear"]["kernel"] + first["linear"]["bias"]
+        if "skip" in first:
+            context = x @ first["skip"]["kernel"] + first["skip"]["bias"]
+        x = context + silu(wide)
+    for j in range(not medusa, sum(name.startswith("layers") for name in head)):
         x = x + silu(x @ head[f"layers_{j}"]["kernel"] + head[f"layers_{j}"]["bias"])
     return x
 
@@ -62,6 +63,7 @@ def numpy_tree(tree, logits_of, width):
 PLUS = {"kind": HydraPPConfig, "n_layers": 3, "lm_head": "low_rank"}
 KINDS = [("own", "identity"), ("shared", "fixed"), ("low_rank", "random")]
 HEADS = [PLUS, *({"lm_head": lm_head, "skip": skip} for lm_head, skip in KINDS)]
+HEADS += [{"kind": HeadsConfig, "lm_head": lm_head} for lm_head, _ in KINDS]
 TREES = [WILD, Tree.cartesian([2, 2, 1])]
 
 
@@ -123,6 +125,37 @@ def test_a_tree_is_drafted_along_its_paths(fields, tree):
 
         assert nodes[b].tolist() == numpy_tree(tree, noisy, root[b])
         assert_close(first[b, 0], logits_of([root[b]]))
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
+def test_proposals_for_any_tree_are_the_ranks_of_each_heads_scores(lm_head):
+    """Medusa's, with noise added to the scores of each depth."""
+    backbone, drafter, params = problem(HeadsConfig, lm_head=lm_head)
+    noise = np.random.default_rng(1).standard_normal((4, 2, 23))
+
+    @jax.jit
+    def propose(params, hidden, root, tree):
+        def rank(depth, logits):
+            return Ranked(logits, logits + noise[depth - 1])
+
+        request = DraftRequest(root, tree, rank)
+        return drafter.propose(params, backbone, hidden, request).nodes_BM
+
+    @settings(max_examples=15, deadline=None, derandomize=True)
+    @given(trees(9, 3), st.integers(0, 2**20))
+    def check(tree, seed):
+        hidden, root = np.random.default_rng(seed).standard_normal((2, 16)), [4, 0]
+        got = propose(params, hidden, np.array(root, np.int32), TreeArrays.of(tree))
+        for b in range(2):
+
+            def noisy(path, b=b):
+                x = numpy_features(params, len(path) - 1, hidden[b], path, backbone)
+                head = params[f"heads_{len(path) - 1}"]
+                return numpy_lm_head(head, backbone, x) + noise[len(path) - 1, b]
+
+            assert got[b].tolist() == numpy_tree(tree, noisy, root[b])
+
+    check()
 
 
 def test_tied_layers_are_one_layer_applied_again():

@@ -1,12 +1,8 @@
-"""How many parameters drafters have: papers' tables, published files, shipped configurations."""
-
-import re
-from pathlib import Path
+"""How many parameters drafters have: papers' tables and published files."""
 
 import pytest
 from family import parameters
 
-from medusa_jax.commands.train import load_config
 from medusa_jax.config import LlamaConfig
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
 from medusa_jax.heads.eagle import EagleConfig
@@ -42,11 +38,8 @@ def test_sizes_for_vicuna_are_those_of_the_papers(heads, billions):
         assert abs(n - expected) < max(0.01 * expected, 0.006)
 
 
-def test_what_amphistas_variants_save_and_add():
-    """Appendix A.2.5: "up to 45%" less."""
+def test_what_amphista_alpha_adds():
     full, width = parameters(AmphistaConfig(), VICUNA[0]), VICUNA[0].d_model
-    low = parameters(AmphistaConfig(lm_head="low_rank", rank=64), VICUNA[0])
-    assert 0.445 < 1 - low / full < 0.46
     assert parameters(AmphistaAlphaConfig(), VICUNA[0]) - full == 4 * width**2 + width
 
 
@@ -56,23 +49,3 @@ def test_eagle3_for_llama_8b():
     for depth in (1, 7):
         heads = Eagle3Config(n_heads=depth, draft_vocab=32000)
         assert parameters(heads, llama) == 424_689_664
-
-
-FILES = sorted((Path(__file__).parents[2] / "configs").glob("[!o]*.py"))
-DEMO = LlamaConfig(4096, 256, 8, 4, 2, 64, 704, max_position=1024, tie_embeddings=True)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_shipped_configurations(file):
-    cfg = load_config(str(file))
-    if cfg.train.stage != "medusa1":
-        return
-    if file.stem.startswith("demo_"):  # as bundled, in bfloat16
-        assert 2 * parameters(cfg.heads, DEMO) < 4_950_000
-        return
-    n = parameters(cfg.heads, cfg.model.arch)
-    if file.stem.startswith("smollm2_"):  # what its docstring says
-        said = re.search(r"([0-9.]+) M\s+parameters", file.read_text())
-        assert n / 1e6 == pytest.approx(float(said[1]), abs=0.05)
-    else:
-        assert n > 1e8

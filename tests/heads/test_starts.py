@@ -70,6 +70,17 @@ def test_every_head_starts_as_the_backbones_lm_head(heads, features, tied):
         assert_close(logits, backbone.lm_head(jnp.asarray(read)), dtype="float32")
 
 
+def test_low_rank_starts_as_the_best_approximation():
+    backbone = stored_base()
+    drafter, _ = drafter_of(HeadsConfig(lm_head="low_rank", rank=5), backbone)
+    start = family.start_of(drafter, backbone)["heads_0"]["lm_head"]
+    kernel = backbone.params["lm_head"]["kernel"]
+    error = np.linalg.norm(kernel - start["down"] @ start["up"])
+    singular = np.linalg.svd(kernel, compute_uv=False)
+    # The type of fresh parameters.
+    assert_close(error, np.sqrt((singular[5:] ** 2).sum()), dtype="float32")
+
+
 def test_hydra_may_start_at_random():
     backbone = stored_base()
     drafter, _ = drafter_of(HydraConfig(n_layers=2, skip="random"), backbone)

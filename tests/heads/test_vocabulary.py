@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import thinned, wide
 from closeness import assert_close
+from family import IDS
 from numpy_layers import numpy_norm
 from planted import check_counts, texts_of
 from safetensors.numpy import load_file, save_file
@@ -36,7 +37,6 @@ KINDS = ("own", "shared", "low_rank")
 EVERY = [(name, kind) for name in NAMES for kind in KINDS]
 # Every drafter once, every kind of LM head among them.
 ONCE = [(name, KINDS[i % 3]) for i, name in enumerate(NAMES)]
-IDS = np.array([0, 2, 3, 7, 8, 11, 12, 16, 17, 19, 22], np.int32)  # of family.V = 23
 
 
 def pair_of(name, lm_head, backbone, ids, seed=0):

@@ -1,19 +1,17 @@
 """Adapters: what they add, that they switch off, that merging changes no logit."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
+from tiny import adapted_logits as logits
 
 from medusa_jax.config import LlamaConfig, LoraConfig
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model import lora
 from medusa_jax.model.layers import Adapter
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.model.llama import init_params
 
 LORA = LoraConfig(rank=4, alpha=16.0, dropout=0.25)
 
@@ -30,14 +28,6 @@ def setup(tie, seed=0):
         lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), adapters
     )
     return config, params, adapters, moved
-
-
-@partial(jax.jit, static_argnums=0)
-def logits(config, params, adapters=None):
-    ids = jnp.arange(20).reshape(2, 10)
-    backbone = Backbone(Llama(config), params, adapters)
-    rows = (ids, jnp.broadcast_to(jnp.arange(10), (2, 10)), jnp.ones((2, 10), jnp.int32))
-    return backbone.lm_head(backbone.forward(*rows))
 
 
 def paths(tree):
@@ -87,13 +77,10 @@ def test_merging_gives_the_adapters_logits(tie):
     assert not merged_config.tie_embeddings
     assert_close(logits(merged_config, merged), adapted)
     # The scale alpha / rank = 4 is in there.
-    q = "layers_1", "self_attn", "q_proj"
-    kernel, adapter = merged, moved
-    original = params
-    for name in q:
-        kernel, adapter, original = kernel[name], adapter[name], original[name]
-    expected = original["kernel"] + 4 * adapter["a"] @ adapter["b"]
-    assert_close(kernel["kernel"], expected)
+    now, adapter, before = (
+        tree["layers_1"]["self_attn"]["q_proj"] for tree in (merged, moved, params)
+    )
+    assert_close(now["kernel"], before["kernel"] + 4 * adapter["a"] @ adapter["b"])
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean():

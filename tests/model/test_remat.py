@@ -1,5 +1,7 @@
 """Recomputation: the same gradients in less memory, on a CPU too, which drops barriers."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,58 +15,49 @@ from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.model.quantise import quantise_backbone
 
 
+def loss(config, remat, dropout, trained, frozen, tokens, key):
+    """Of hidden states; trained is the backbone, or adapters on the frozen one, whose inputs are dropped."""
+    variables = {"params": trained}
+    if frozen:
+        scaled = lora.scale(trained, LoraConfig(rank=4, alpha=8.0, dropout=dropout))
+        variables = {"params": frozen, "lora": lora.with_dropout(scaled, key)}
+    llama = Llama(config, jax.dtypes.canonicalize_dtype(float), remat=remat)
+    rows = tokens, tokens % tokens.shape[1], jnp.ones_like(tokens)
+    return jnp.sum(llama.apply(variables, *rows, method="forward") ** 3)
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("dropout", [0.5, *wide(0.0)])
-def test_adapters_on_a_quantised_backbone(dropout):
-    """The recomputed pass drops the same inputs and reads the same codes."""
+@pytest.mark.parametrize(
+    ("adapters", "dropout"), [(False, 0.0), (True, 0.5), *wide((True, 0.0))]
+)
+def test_gradients_are_the_same(adapters, dropout):
+    """Of adapters on a quantised backbone, too: the recomputed pass drops the same inputs and reads the same codes."""
     config = tiny_arch(d_model=64, d_ff=64)
     params = jax.tree.map(jnp.asarray, random_params(config, 4))
-    stored = quantise_backbone(params, "nf4")
-    cfg = LoraConfig(rank=4, alpha=8.0, dropout=dropout)
-    adapters = lora.init_lora(config, jax.random.key(0), 4)
-    adapters = jax.tree.map(lambda x: jnp.float64(x) + 0.1, adapters)
-    tokens = jnp.arange(12).reshape(2, 6)
-
-    def loss(adapters, remat):
-        given = lora.scale(adapters, cfg)
-        if dropout:
-            given = lora.with_dropout(given, jax.random.key(1))
-        variables = {"params": stored, "lora": given}
-        hidden = Llama(config, jnp.float64, remat=remat).apply(
-            variables, tokens, tokens % 6, jnp.ones_like(tokens), method="forward"
-        )
-        return jnp.sum(hidden**3)
-
-    grad = jax.jit(jax.grad(loss), static_argnums=1)
-    plain, again = grad(adapters, False), grad(adapters, True)
+    given = params, {}
+    if adapters:
+        fresh = lora.init_lora(config, jax.random.key(0), 4)
+        moved = jax.tree.map(lambda x: jnp.float64(x) + 0.1, fresh)
+        given = moved, quantise_backbone(params, "nf4")
+    given += jnp.arange(12).reshape(2, 6), jax.random.key(1)
+    again, plain = (
+        jax.jit(jax.grad(partial(loss, config, remat, dropout)))(*given)
+        for remat in (True, False)
+    )
     assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(plain)) > 0.1
     assert_close(again, plain, 1024)  # sums over all tokens, in other orders
 
 
 def temporaries(layers, remat, adapters):
-    """Bytes that a gradient of the sum of hidden states needs in addition to parameters and result.
-
-    Args:
-      adapters: of these, whose inputs are dropped; not of the backbone.
-    """
+    """Bytes that a gradient needs in addition to parameters and result."""
     config = tiny_arch(n_layers=layers, d_model=64, d_ff=256)
     key = jax.ShapeDtypeStruct((), jax.eval_shape(jax.random.key, 0).dtype)
-    params = jax.eval_shape(lambda k: init_params(config, k), key)
+    params = jax.eval_shape(partial(init_params, config), key)
     given = jax.eval_shape(lambda k: lora.init_lora(config, k, 4), key)
+    given = (given, params) if adapters else (params, {})
     tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
-
-    def loss(trained, frozen, tokens, key):
-        variables = {"params": trained}
-        if adapters:
-            scaled = lora.scale(trained, LoraConfig(rank=4, alpha=8.0, dropout=0.1))
-            variables = {"params": frozen, "lora": lora.with_dropout(scaled, key)}
-        hidden = Llama(config, remat=remat).apply(
-            variables, tokens, tokens, tokens, method="forward"
-        )
-        return jnp.sum(hidden**2)
-
-    trained, frozen = (given, params) if adapters else (params, {})
-    program = jax.jit(jax.grad(loss)).lower(trained, frozen, tokens, key).compile()
+    gradient = jax.jit(jax.grad(partial(loss, config, remat, 0.1)))
+    program = gradient.lower(*given, tokens, key).compile()
     return program.memory_analysis().temp_size_in_bytes
 
 

@@ -5,18 +5,11 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
+from trees import random_tree
 
 from medusa_jax.model import tpu
 from medusa_jax.model.attention import attend
 from medusa_jax.model.masks import tree_mask
-
-
-def random_tree(rng, T):
-    """The ancestor mask of a random tree of T nodes."""
-    mask_TT = np.eye(T, dtype=bool)
-    for node in range(1, T):
-        mask_TT[node] |= mask_TT[rng.integers(node)]
-    return mask_TT
 
 
 def inputs(rng, B, T, N, G, S, H=128):
@@ -40,7 +33,7 @@ def inputs(rng, B, T, N, G, S, H=128):
 def test_is_attend_for_random_trees_and_ragged_rows(B, T, N, G, S, window):
     rng = np.random.default_rng(T)
     q_BTNH, k_BGSH, v_BGSH, start_B = inputs(rng, B, T, N, G, S)
-    own_TT = random_tree(rng, T)
+    own_TT = random_tree(rng, T, 4).mask_MM
     mask_BTS = tree_mask(S, start_B, jnp.asarray(own_TT))
     if window:
         depth_T = own_TT.sum(axis=1)

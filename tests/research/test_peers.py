@@ -14,26 +14,25 @@ from research.asking import questions_of
 from research.peers import Setting, huggingface, llamacpp
 
 
-@pytest.fixture(scope="module")
-def model(directory):
-    heads = str(directory / "heads")
-    return medusa_jax.load(str(directory), heads, tree="chain:1", dtype="float32")
+@pytest.mark.parametrize(
+    ("peer", "model", "words"),
+    [
+        (llamacpp, "a.gguf", r"pip install 'medusa-jax\[llamacpp\]'"),
+        (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
+        (llamacpp, "some/directory", r"is no GGUF file, which llama\.cpp needs"),
+    ],
+)
+def test_what_is_missing_is_named(peer, model, words, monkeypatch):
+    for name in ("llama_cpp", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=words):
+        peer.contenders(Setting(model, 3, 40, 3, 0))
 
 
-def test_what_is_not_there_is_said_in_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"pip install 'medusa-jax\[llamacpp\]'"):
-        llamacpp.contenders(Setting("a.gguf", 3, 40, 3, 0))
-    with pytest.raises(UserError, match=r"pip install 'medusa-jax\[torch\]'"):
-        huggingface.contenders(Setting("somewhere", 6, 40, 2, 0))
-    for model in (None, "some/directory"):
-        with pytest.raises(UserError, match=r"is no GGUF file, which llama\.cpp needs"):
-            llamacpp.contenders(Setting(model, 3, 40, 3, 0))
-
-
-def test_plain_decoding_is_the_same_program_whatever_the_heads(model):
+def test_plain_decoding_is_the_same_program_whatever_the_heads(directory):
     """Hydra++ has a layer that every accepted position goes through; plain decoding has not."""
+    path = str(directory)
+    model = medusa_jax.load(path, f"{path}/heads", tree="chain:1", dtype="float32")
     heads = drafter_class("hydrapp").Config(n_heads=2)
     other = Model(
         model.config,

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from files import read_lines, write_lines
 from tiny import write_model
-from tokenizers import Tokenizer, processors
 
 from research import questions as bench
 
@@ -29,65 +28,36 @@ MT_BENCH = [
 ]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_model(path, max_position=128)
-    # As Llama's tokenizers are published: asked for ids, transformers puts the BOS in front.
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.save(str(path / "tokenizer.json"))
-    write_lines(path / "question.jsonl", QUESTIONS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def out(directory, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
-    assert bench.main(arguments(directory, out)) == 0
-    return out
-
-
-def arguments(directory, out, **flags):
-    flags = {
-        "model": directory, "drafters": directory / "heads", "trees": "chain:2",
-        "questions": directory / "question.jsonl", "max_new_tokens": 16, "repeats": 1,
-        "chat_template": "plain", "max_prompt_tokens": 60, "out": out,
-    } | flags  # fmt: skip
-    return [f"--{name}={value}" for name, value in flags.items()]
-
-
 def spec_bench_speed(answers, task):
     """Tokens per second and accepted length as `evaluation/speed.py` of Spec-Bench computes them."""
     speeds, lengths = [], []
     for line in read_lines(answers):
-        if task in ("overall", line["category"]) or (
-            task == "mt_bench" and line["category"] in MT_BENCH
-        ):
+        kind = "mt_bench" if line["category"] in MT_BENCH else line["category"]
+        if task in ("overall", line["category"], kind):
             choice = line["choices"][0]
             speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
             lengths.extend(choice["accept_lengths"])
     return np.mean(speeds), np.mean(lengths)
 
 
-def test_spec_bench_s_own_script_reads_the_answers(out):
-    rows = {
-        row["category"]: row
-        for row in json.loads((out / "results.json").read_text())["rows"]
-    }
+def test_spec_bench_s_own_script_reads_the_answers(tmp_path):
+    out = tmp_path / "out"
+    write_model(tmp_path, max_position=128)
+    flags = {
+        "model": tmp_path, "drafters": tmp_path / "heads", "trees": "chain:2",
+        "questions": write_lines(tmp_path / "question.jsonl", QUESTIONS), "out": out,
+        "max_new_tokens": 16, "repeats": 1, "chat_template": "plain", "max_prompt_tokens": 60,
+    }  # fmt: skip
+    assert bench.main([f"--{name}={value}" for name, value in flags.items()]) == 0
+    rows = json.loads((out / "results.json").read_text())["rows"]
+    lengths = {row["category"]: row["mean_accepted_length"] for row in rows}
     for task in ("mt_bench", "translation", "summarization", "overall"):
         speed, length = spec_bench_speed(out / "medusa, chain:2-3.jsonl", task)
-        assert speed > 0 and rows[task]["mean_accepted_length"] == pytest.approx(
-            length, rel=1e-9
-        )
+        assert speed > 0 and lengths[task] == pytest.approx(length, rel=1e-9)
         assert spec_bench_speed(out / "plain-1.jsonl", task)[1] == 1
     drafted, plain = (
-        read_lines(out / f"{n}.jsonl") for n in ("medusa, chain:2-3", "plain-1")
+        [line["choices"][0]["turns"] for line in read_lines(out / f"{name}.jsonl")]
+        for name in ("medusa, chain:2-3", "plain-1")
     )
-    for one, other in zip(drafted, plain, strict=True):
-        assert one["choices"][0]["turns"] == other["choices"][0]["turns"]
-        assert len(one["choices"][0]["turns"]) == len(
-            QUESTIONS[drafted.index(one)]["turns"]
-        )
+    assert drafted == plain
+    assert [len(turns) for turns in drafted] == [len(one["turns"]) for one in QUESTIONS]

@@ -9,7 +9,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.evaluate.fitting import GROWTH
+from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 from medusa_jax.tree.growth import order_by_steps
 from research import replay
 
@@ -33,16 +33,6 @@ def directory(tmp_path_factory):
     return path
 
 
-def run(directory, out, *more):
-    return replay.main(
-        [
-            f"--model={directory}", f"--drafters={directory / 'heads'}", f"--nodes={NODES}",
-            f"--questions={directory / 'questions.jsonl'}", f"--max_new_tokens={NEW}",
-            "--dtype=float64", "--chat_template=plain", f"--out={out}", *more,
-        ]
-    )  # fmt: skip
-
-
 def steps_of(result, n_heads):
     """Tokens and steps over the positions from which the deepest head still has its token."""
     ends = np.flatnonzero(np.array(result.draft_depths[1:]) == 0) + 1  # a bonus token each
@@ -53,8 +43,13 @@ def steps_of(result, n_heads):
 @pytest.mark.wide
 @pytest.mark.parametrize("temperature", [0.9, 0.0])
 def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys):
-    asked = f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}"
-    assert run(directory, tmp_path, *asked) == 0
+    flags = [
+        f"--model={directory}", f"--drafters={directory / 'heads'}", f"--nodes={NODES}",
+        f"--questions={directory / 'questions.jsonl'}", f"--max_new_tokens={NEW}",
+        "--dtype=float64", "--chat_template=plain", f"--out={tmp_path}",
+        f"--fit={directory / 'other.jsonl'}", f"--temperature={temperature}",
+    ]  # fmt: skip
+    assert replay.main(flags) == 0
     table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
     assert [cell.strip() for cell in table[0][:2]] == ["category", "turns"]
     rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in table[2:]}
@@ -64,8 +59,6 @@ def test_lengths_are_those_of_decoding(directory, tmp_path, temperature, capsys)
     heads = str(directory / "heads")
     model = medusa_jax.load(str(directory), heads, dtype="float64", tree="none")
     options = Options(max_new_tokens=NEW, temperature=temperature)
-    from medusa_jax.evaluate.fitting import rank_texts
-
     fitted = rank_texts(model, ["a hat", "the", "cat and"], options)
     tree = order_by_steps(fitted, GROWTH, copies=True).tree(NODES)
     assert tree.spares

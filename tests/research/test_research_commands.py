@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from files import write_lines
+from files import PROMPTS, write_lines
 from safetensors.numpy import load_file
 from tiny import write_model
 from training_setup import ROOT
@@ -82,8 +82,7 @@ def places(tmp_path, monkeypatch):
     ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
     tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
     (tmp_path / "model" / "heads" / "tree.json").write_text(json.dumps(tree))
-    prompts = ({"prompt": p} for p in ("the cat", "a b c", "in the", "abc"))
-    write_lines(tmp_path / "prompts.jsonl", prompts)
+    write_lines(tmp_path / "prompts.jsonl", ({"prompt": p} for p in PROMPTS))
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(SMALL)))
     rng = np.random.default_rng(0)
     pieces = [rng.integers(3, config.vocab_size, 30, dtype=np.int32) for _ in range(40)]

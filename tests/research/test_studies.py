@@ -24,6 +24,8 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
+from medusa_jax.training.checks import CHOICES
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree
 from research import draft_cost, planning, ties
@@ -43,9 +45,8 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(found))
     refuse_other(tmp_path, asked)  # how often it was watched does not matter
     asked["train"]["steps"] = 400
-    with pytest.raises(
-        UserError, match=r"was trained with train.steps 1200 \(asked: 400\)"
-    ):
+    words = r"was trained with train.steps 1200 \(asked: 400\)"
+    with pytest.raises(UserError, match=words):
         refuse_other(tmp_path, asked)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"no readable config.json"):
@@ -53,37 +54,29 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
 
 
 def test_every_arm_names_fields_that_exist(tmp_path):
-    from medusa_jax.commands.train import override
-    from medusa_jax.training.checks import CHOICES
-    from medusa_jax.training.partition import trained_groups
-
     flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
     for name, (_, runs) in variants.variants().items():
         shares = [fields["share"] for fields in runs]
-        assert not runs or sum(shares) == 1.0, (
-            name
-        )  # all variants make the same number of steps
+        # All variants make the same number of steps.
+        assert not runs or sum(shares) == 1.0, name
         for fields in runs:
             cfg = variants.recipe(flags, 0, tmp_path)
             for field, value in fields.items():
                 if "." in field:
-                    override(cfg, field, value)
+                    cli.override(cfg, field, value)
             assert "heads" in trained_groups(cfg.train, cfg.lora), name
             assert cfg.model.quantise in CHOICES["model.quantise"]
 
 
-def texts(K):
-    """Ranks that fall off geometrically, in four texts."""
-    rng = np.random.default_rng(0)
-    ranks = (rng.geometric(0.5, (300, K)) - 1 for _ in range(4))
-    return [growth.Recorded.of_heads(r) for r in ranks]
-
-
 def test_trees_of_one_depth_leave_deeper_heads_out():
+    """Ranks fall off geometrically, in four texts."""
+
     def grow(texts):
         return growth.order_by_steps(texts, 127, copies=False)
 
-    five = texts(5)
+    rng = np.random.default_rng(0)
+    ranks = (rng.geometric(0.5, (300, 5)) - 1 for _ in range(4))
+    five = [growth.Recorded.of_heads(r) for r in ranks]
     sizes = (22, 35, 45, 64)
     found = shapes.of_one_depth(five, grow, (*sizes, 200))
     assert [tree.n_nodes for tree in found] == list(sizes)
@@ -123,25 +116,18 @@ def test_ties_reports_divergences_and_judges_them(files, tmp_path, capsys, monke
 TINY = tiny_arch(vocab_size=40, n_layers=2, max_position=512)
 
 
-def drafter_of(name, config):
-    return make_drafter(drafter_class(name).Config(drafter=name, n_heads=4), config)
-
-
-def shapes_of(tree):
-    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-
-
 @pytest.mark.parametrize("weights", ["", *wide("int8")])
 @pytest.mark.parametrize("tied", [False, True])
 def test_random_weights_lie_as_decoding_reads_them(weights, tied):
     config, storage = replace(TINY, tie_embeddings=tied), Storage(0, weights)
-    drafter = drafter_of("hydrapp", config)
+    drafter = make_drafter(drafter_class("hydrapp").Config(n_heads=4), config)
     found = {
         "backbone": at_random.random_backbone(config, jnp.bfloat16, storage),
         "heads": at_random.random_heads(drafter, jnp.bfloat16, storage),
     }
     wanted = weightless.abstract_variables(config, drafter, jnp.bfloat16, storage)
-    assert shapes_of(found) == shapes_of(wanted)
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), t) for t in (found, wanted)]
+    assert shapes[0] == shapes[1]
     values = [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
     assert all(np.isfinite(v).all() and v.any() for v in values)
 
@@ -155,13 +141,9 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def found():
-    return draft_cost.measure("llama-7b", 512, list(EXPECTED))
-
-
 @pytest.mark.wide
-def test_shares_of_a_backbone_pass(found):
+def test_shares_of_a_backbone_pass():
+    found = draft_cost.measure("llama-7b", 512, list(EXPECTED))
     assert {row["drafter"] for row in found["rows"]} == {*EXPECTED}
     for row in found["rows"]:
         expected = EXPECTED[row["drafter"]]
@@ -196,12 +178,6 @@ def test_a_draft_vocabulary_is_what_heads_read():
     assert costs["own"][0] - costs["shared"][0] > 0.8 * 4 * 3 * columns
 
 
-# The memory of reading a prompt, from shapes alone.
-
-
-# `scaling`: figures of all layers from those of few; meshes that decoding can lie on.
-
-
 @pytest.mark.parametrize("shape", ["llama-7b", "llama-33b", "llama3.1-70b"])
 def test_decoding_meshes_divide_what_they_split(shape):
     arch = SHAPES[shape]
@@ -212,16 +188,6 @@ def test_decoding_meshes_divide_what_they_split(shape):
             assert size % tensor == 0
     # 52 heads: four devices at most.
     assert tensor == (4 if shape == "llama-33b" else 8)
-
-
-def load(name, *more):
-    config = f"--config={ROOT}/configs/{name}.py"
-    return cli.parse([config, "--workdir=w", "--config.mesh=1,1,1", *more])
-
-
-def flops(name, *more):
-    cfg = load(name, *more)
-    return planning.flops_per_token(cfg, dry.step_shapes(cfg).state.params)
 
 
 # Billions of weights that a token is multiplied with: layers of Vicuna-7B, its LM head, five heads.
@@ -255,7 +221,10 @@ ATTENTION = 2 * 32 * 4096 * 2048 / 1e9
     ],
 )  # fmt: skip
 def test_arithmetic_of_a_token(name, more, billions):
-    assert flops(name, *more) / 1e9 == pytest.approx(billions, rel=2e-3)
+    given = f"--config={ROOT}/configs/{name}.py", "--workdir=w", "--config.mesh=1,1,1"
+    cfg = cli.parse([*given, *more])
+    found = planning.flops_per_token(cfg, dry.step_shapes(cfg).state.params)
+    assert found / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 BLOCKS = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
@@ -289,9 +258,7 @@ def test_a_fit_finds_the_roof_that_timings_were_made_from():
     found = (fit.roof.flops, fit.roof.bandwidth, fit.roof.overhead)
     assert found == pytest.approx((3e13, 7e11, 4e-6), rel=1e-3)
     assert fit.error < 1e-3 and fit.bound == (3, 2, 3)
-    only = measure.fit_roof(
-        records[:2] + records[5:]
-    )  # nothing there is bound by arithmetic
+    only = measure.fit_roof(records[:2] + records[5:])  # none is bound by arithmetic
     assert only.bound[0] == 0
     (line,) = measure.fit_table({"g": only}).splitlines()[2:]
     assert line.startswith("| g | - | 700.0 |")
@@ -308,9 +275,8 @@ def test_product_growth_equals_exhaustive_search(size: int) -> None:
         )
 
     best = max(worth(tree) for tree in all_trees(3, 3, size))
-    assert worth(Tree.from_choices(fit.product_growth(accuracy, size))) == pytest.approx(
-        best
-    )
+    grown = Tree.from_choices(fit.product_growth(accuracy, size))
+    assert worth(grown) == pytest.approx(best)
 
 
 def test_best_cartesian_is_the_best_of_all_widths():

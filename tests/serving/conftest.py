@@ -3,8 +3,8 @@
 import httpx2 as httpx
 import openai
 import pytest
-from served import NAME, ask_app, load_model, port_of
-from tiny import write_chat_model
+import turns
+from served import NAME, ask_app, port_of
 
 from medusa_jax.serving import programs
 from medusa_jax.serving.http import make_app
@@ -14,10 +14,14 @@ programs.SETTLE_SECONDS = 0.0
 
 @pytest.fixture(scope="session")
 def shared_port(tmp_path_factory):
-    path = tmp_path_factory.mktemp("served")
-    write_chat_model(path)
-    with port_of(load_model(path)) as port:
+    with port_of(tmp_path_factory.mktemp("served")) as port:
         yield port
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """What a scheduler whose turns are taken by hand has, in float64."""
+    return turns.load_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

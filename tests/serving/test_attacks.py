@@ -107,9 +107,8 @@ def test_slow_masks(demo_port, capsys):
     """Masks take up to seconds: the call ends with an error, and others do not wait for it."""
     body = {"prompt": "x", "n": 3, "temperature": 1.5, "seed": 1, "max_tokens": 100}
     quick = body | {"guided_regex": "[a-z ]{20}"}  # compiles the programs
-    httpx.post(
-        f"{demo_port.url}/v1/completions", json=quick, timeout=300
-    ).raise_for_status()
+    url = f"{demo_port.url}/v1/completions"
+    httpx.post(url, json=quick, timeout=300).raise_for_status()
     slow = {"guided_grammar": f"start: s\ns: {AMBIGUOUS} | /[a-z ]/"}
     answer = attacked(demo_port, capsys, "slow masks", body | slow)
     code = answer.json()["error"]["code"]

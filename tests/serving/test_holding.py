@@ -5,7 +5,7 @@ import select
 import socket
 import time
 
-from served import ASKED, listening, raw
+from served import ASKED, listening, raw, until
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
@@ -46,13 +46,6 @@ def came(link):
         return b""
 
 
-def wait_for(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def check_health(port):
     """A new client is answered soon."""
     start = time.perf_counter()
@@ -80,7 +73,7 @@ def test_half_sent_heads(port):
                     link.sendall(b"x")
             time.sleep(0.1)
         assert time.monotonic() - start > 0.9
-        wait_for(lambda: open_connections(attacked) == 0)
+        until(lambda: open_connections(attacked) == 0)
     for link in links:
         link.close()
 
@@ -90,7 +83,7 @@ def test_more_connections_than_there_may_be(port):
     with listening(port.server, limits=Limits(connections=10)) as attacked:
         with port.held():
             working = raw(attacked, ASKED)
-            wait_for(lambda: port.server.waiting)
+            until(lambda: port.server.waiting)
             body = HALF + b"x\r\nContent-Length: 9\r\n\r\n{"
             links = []
             for i in range(60):
@@ -116,7 +109,7 @@ def test_half_of_a_second_request(port):
         assert not closed([link])  # idle, which is no fault
         link.sendall(HALF)
         start = time.monotonic()
-        wait_for(lambda: closed([link]), 3)
+        until(lambda: closed([link]), 3)
         assert time.monotonic() - start > 0.2
 
 
@@ -125,5 +118,5 @@ def test_a_client_that_reads_nothing_loses_its_connection(port):
         listening(port.server, limits=Limits(read_seconds=0.3), app=large_app()) as other,
         connect(other, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", receive=1 << 16),
     ):
-        wait_for(lambda: open_connections(other))
-        wait_for(lambda: not open_connections(other), 5)
+        until(lambda: open_connections(other))
+        until(lambda: not open_connections(other), 5)

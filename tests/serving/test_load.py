@@ -1,18 +1,17 @@
 """Many clients at once: every answer that of a solo run, none lost, no slot leaked."""
 
-import contextlib
 import gc
 import json
 import random
 import resource
 import sys
-import threading
 from pathlib import Path
 
 import children
 import clients
 import jax
 import pytest
+from live import compilations
 from served import TREE, listening
 from tiny import write_model
 
@@ -39,14 +38,11 @@ def kinds(prompts, limits):
     return [call(prompt) for prompt in prompts for _ in range(4)]
 
 
-def options_of(asked):
-    return [Options(a["max_tokens"], a["temperature"], seed=a["seed"]) for a in asked]
-
-
 def expected_texts(model, asked):
     """Solo runs, by a batch of fixed rows (`tests/decoding/test_exactness.py`)."""
     prompts, ids = [a["prompt"] for a in asked], [0] * len(asked)
-    results = model.generate(prompts, options_of(asked), ids, tree="none")
+    options = [Options(a["max_tokens"], a["temperature"], seed=a["seed"]) for a in asked]
+    results = model.generate(prompts, options, ids, tree="none")
     return [result.text for result in results]
 
 
@@ -61,22 +57,17 @@ def test_some_clients_at_once(port):
 
 @pytest.mark.wide
 def test_nothing_is_compiled_in_steady_state(port):
-    """Once warm, texts of any length, arrival and parameters run the same programs."""
-    compiled = []
-    port.server.warm_up(95, [BASE, Group(False)])
+    """Once warm, texts of any length, arrival and parameters run the same programs.
+
+    A new server: those of an older one may have been dropped after another module's tests.
+    """
     asked = kinds(PROMPTS, [1, 3, 11, 25, 40])
     for fields in asked[::3]:
         fields["drafts"] = False
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread().name)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        clients.attack(port.url, 4, 40, asked, 0.0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    with Server(port.model, slots=3, trees={3: TREE}) as server, listening(server) as own:
+        server.warm_up(95, [BASE, Group(False)])
+        with compilations() as compiled:
+            clients.attack(own.url, 4, 40, asked, 0.0)
     assert compiled == []
 
 
@@ -92,7 +83,8 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     for fields in asked[::3]:
         fields["drafts"] = False
     expected = expected_texts(model, asked)
-    with serving(model, trees={2: TREE, SLOTS: Tree.chain(2)}) as port:
+    trees = {2: TREE, SLOTS: Tree.chain(2)}
+    with Server(model, slots=SLOTS, trees=trees) as server, listening(server) as port:
         port.server.warm_up(model.config.max_position, [BASE, Group(False)])
         apart(port.url, n_clients, 300, asked, 0.05)
         port.wait_idle()
@@ -109,13 +101,6 @@ def test_two_thousand_requests(n_clients, tmp_path, capsys):
     assert len(done["answers"]) == CALLS and not wrong
     assert after == before
     assert grown < 16 * 2**20
-
-
-@contextlib.contextmanager
-def serving(model, **fields):
-    """A server of as many slots at a port."""
-    with Server(model, slots=SLOTS, **fields) as server, listening(server, "plain") as port:
-        yield port
 
 
 def alive():

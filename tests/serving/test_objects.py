@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tokenizers
-from served import ASKED, NAME, alone, both, events_of, texts_of
+from served import ASKED, NAME, alone, both
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
@@ -22,28 +22,6 @@ from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
-
-
-def test_a_stream_of_two_choices(port, http):
-    asked = ASKED | {"temperature": 1, "seed": 3, "n": 2, "stream": True}
-    answer = http.post(PATHS["completion"], json=asked)
-    events = events_of(answer.text)
-    prompts, options = [ASKED["prompt"]] * 2, Options(60, temperature=1, seed=3)
-    expected = port.model.generate(prompts, options, [0, 1], tree="none")
-    assert texts_of(events) == {i: result.text for i, result in enumerate(expected)}
-    [id] = {event["id"] for event in events}
-    assert id.startswith("cmpl-")
-    assert {event["object"] for event in events} == {"text_completion"}
-    assert not any("usage" in event for event in events)  # not asked for
-    choices = [event["choices"][0] for event in events]
-    assert sum(choice["medusa"]["tokens"] for choice in choices) == 120
-    assert all(choice["logprobs"] is None for choice in choices)
-    for index in (0, 1):
-        reasons = [c["finish_reason"] for c in choices if c["index"] == index]
-        assert reasons == [None] * (len(reasons) - 1) + ["length"]
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert answer.headers["cache-control"] == "no-store"
-    assert answer.headers["x-accel-buffering"] == "no"
 
 
 def test_how_long_an_answer_may_be(port, http):

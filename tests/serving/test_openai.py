@@ -2,16 +2,13 @@
 
 import openai
 import pytest
-from served import NAME, alone, both
+from served import NAME, alone, both, events_of, texts_of
 
 from medusa_jax import Options
 from medusa_jax.interop.chat import encode_prompt
 
+PATH = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]
-
-
-def chat_prompt(port, messages=MESSAGES):
-    return encode_prompt(port.model.tokenizer, messages)
 
 
 def test_models(client):
@@ -24,16 +21,10 @@ def test_models(client):
 
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_chat_whole_and_streamed(port, client, temperature):
-    expected = alone(
-        port.model, chat_prompt(port), max_new_tokens=20, temperature=temperature, seed=5
-    )
-    asked = {
-        "model": NAME,
-        "messages": MESSAGES,
-        "max_tokens": 20,
-        "temperature": temperature,
-        "seed": 5,
-    }
+    prompt = encode_prompt(port.model.tokenizer, MESSAGES)
+    drawn = {"temperature": temperature, "seed": 5}
+    expected = alone(port.model, prompt, max_new_tokens=20, **drawn)
+    asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 20, **drawn}
     whole = client.chat.completions.create(**asked)
     [choice] = whole.choices
     assert choice.message.role == "assistant"
@@ -42,11 +33,8 @@ def test_chat_whole_and_streamed(port, client, temperature):
     assert whole.usage.completion_tokens == expected.new_tokens == 20
     assert whole.usage.prompt_tokens == expected.prompt_tokens
     assert choice.medusa["seed"] == 5 and choice.medusa["mean_accepted_length"] > 1
-    usage = {"include_usage": True}
-    pieces = list(
-        client.chat.completions.create(**asked, stream=True, stream_options=usage)
-    )
-    *pieces, last = pieces
+    asked |= {"stream": True, "stream_options": {"include_usage": True}}
+    *pieces, last = client.chat.completions.create(**asked)
     assert last.usage.completion_tokens == 20 and not last.choices
     # Of the same prompt only the last token is read again.
     reused = last.usage.prompt_tokens_details.cached_tokens
@@ -59,12 +47,12 @@ def test_chat_whole_and_streamed(port, client, temperature):
     assert {depth for _, depth in parts} >= {0, 1}
 
 
-def test_completions_of_several_prompts_and_choices(port, client):
-    prompts = ["the cat and", port.model.encode("in")]
-    answer = client.completions.create(
-        model=NAME, prompt=prompts, n=2, max_tokens=9, temperature=1, seed=3
-    )
-    options = Options(max_new_tokens=9, temperature=1, seed=3)
+def test_completions_of_several_prompts_and_choices(port, client, http):
+    """Whole, and streamed to a client that reads the headers."""
+    prompts, drawn = ["the cat and", port.model.encode("in")], {"temperature": 1, "seed": 3}
+    asked = {"model": NAME, "prompt": prompts, "n": 2, "max_tokens": 9, **drawn}
+    answer = client.completions.create(**asked)
+    options = Options(max_new_tokens=9, **drawn)
     # The number of a choice among those of its prompt takes the place of a request's in a file.
     expected = port.model.generate(
         [prompts[0], prompts[0], prompts[1], prompts[1]], options, [0, 1, 0, 1], tree="none"
@@ -75,9 +63,24 @@ def test_completions_of_several_prompts_and_choices(port, client):
     assert answer.usage.completion_tokens == 36
     read = sum(r.prompt_tokens for r in expected[::2])
     assert answer.usage.prompt_tokens == read
+    streamed = http.post(PATH, json=asked | {"stream": True})
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert streamed.headers["cache-control"] == "no-store"
+    assert streamed.headers["x-accel-buffering"] == "no"
+    events = events_of(streamed.text)
+    assert texts_of(events) == {i: result.text for i, result in enumerate(expected)}
+    [id] = {event["id"] for event in events}
+    assert id.startswith("cmpl-")
+    assert {event["object"] for event in events} == {"text_completion"}
+    assert not any("usage" in event for event in events)  # not asked for
+    choices = [event["choices"][0] for event in events]
+    assert sum(choice["medusa"]["tokens"] for choice in choices) == 36
+    assert all(choice["logprobs"] is None for choice in choices)
+    for index in range(4):
+        reasons = [c["finish_reason"] for c in choices if c["index"] == index]
+        assert reasons == [None] * (len(reasons) - 1) + ["length"]
 
 
-PATH = "/v1/completions"
 CAT = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
 
 
@@ -87,6 +90,8 @@ def test_stop_strings_end_the_text(port, http):
     answer = both(http, PATH, **CAT, stop=[stop, "ZZZ"])
     assert answer["text"] == whole.text[: whole.text.index(stop)]
     assert answer["finish_reason"] == "stop"
+    cut = alone(port.model, "the cat", max_new_tokens=20, stop=(stop,))
+    assert answer["medusa"]["new_tokens"] == cut.new_tokens < whole.new_tokens
 
 
 EOS = 2

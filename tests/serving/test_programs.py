@@ -3,9 +3,9 @@
 import threading
 import time
 
-import jax
 import pytest
-from served import alone
+from live import compilations
+from served import alone, until
 from tiny import write_model
 
 import medusa_jax
@@ -27,25 +27,18 @@ class Recorded:
         self.done.append(Programs(*asked))
 
 
-def wait_until(condition):
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_who_waits_comes_before_what_is_planned():
     recorded = Recorded()
     compiler = Compiler(lambda: recorded, lambda: None)
     first, second, third = (Programs(BASE, n, 128) for n in (1, 2, 4))
     wanted = Programs(Group(False), 1, 128)
     compiler.plan([first, second, third])
-    wait_until(lambda: recorded.begun == [first])
+    until(lambda: recorded.begun == [first])
     assert not compiler.ready(wanted) and not compiler.ready(second)
     for _ in range(4):
         recorded.may.release()
     compiler.wait()
-    wait_until(lambda: compiler.known(third))
+    until(lambda: compiler.known(third))
     # Ordinary requests first: others must not keep them waiting with what only they need.
     assert recorded.done == [first, second, wanted, third]
     assert compiler.ready(wanted)
@@ -61,7 +54,7 @@ def test_planned_programs_wait_until_the_server_is_idle(capfd):
         recorded.may.release()
     compiler.plan([first])
     assert not compiler.ready(wanted)
-    wait_until(lambda: compiler.known(wanted))
+    until(lambda: compiler.known(wanted))
     time.sleep(0.05)
     assert recorded.done == [wanted]
     busy[0] = False
@@ -86,11 +79,11 @@ def test_what_failed_is_tried_again_later(monkeypatch):
         except NotCompiled as error:
             return str(error) == "no memory"
 
-    wait_until(fails)
+    until(fails)
     compiler._make_batch = Recorded
     monkeypatch.setattr(Recorded, "compile", lambda *asked: None)
     monkeypatch.setattr(programs, "RETRY_SECONDS", 0.0)
-    wait_until(lambda: compiler.ready(asked))
+    until(lambda: compiler.ready(asked))
     compiler.close()
 
 
@@ -102,12 +95,6 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, monkeypatch):
     tree = Tree.from_choices([[0], [1], [2], [0, 1]])  # no other test has its programs
     write_model(tmp_path, max_position=400)
     model = medusa_jax.load(str(tmp_path), str(tmp_path / "heads"), tree=tree)
-    compiled = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread().name)
-
     said, attacks, over = [], [], threading.Event()
 
     def victim(server):
@@ -126,8 +113,7 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, monkeypatch):
     with Server(model, slots=2, trees={1: tree, 2: tree}) as server:
         server.warm_up(60, [BASE])
         list(server.submit(Request("in", Options(max_new_tokens=40))))
-        jax.monitoring.register_event_duration_secs_listener(listen)
-        try:
+        with compilations() as compiled:
             thread = threading.Thread(target=victim, args=[server])
             thread.start()
             for request in attackers:
@@ -135,8 +121,6 @@ def test_nothing_is_compiled_where_others_are_served(tmp_path, monkeypatch):
                 attacks.append(last.ending.result.token_ids)
             over.set()
             thread.join()
-        finally:
-            jax.monitoring.unregister_event_duration_listener(listen)
     assert {name.partition("_")[0] for name in compiled} == {"compiling"}
     assert set(said) == {alone(model, "in", max_new_tokens=40).text}
     for request, ids in zip(attackers, attacks):

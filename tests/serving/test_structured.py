@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -12,8 +11,8 @@ import openai
 import pydantic
 import pytest
 from openai.lib._pydantic import to_strict_json_schema
-from served import NAME, QUEUE, alone, listening, load_model, port_of, raw
-from tiny import PRINTABLE, write_chat_model
+from served import NAME, QUEUE, alone, listening, port_of, raw, until
+from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, guide
@@ -41,8 +40,7 @@ SCHEMA = Pet.model_json_schema() | {"additionalProperties": False}
 def shared_port(tmp_path_factory):
     """A model whose vocabulary can write JSON."""
     path = tmp_path_factory.mktemp("structured")
-    write_chat_model(path, characters=PRINTABLE, max_position=512)
-    with port_of(load_model(path)) as port:
+    with port_of(path, characters=PRINTABLE, max_position=512) as port:
         yield port
 
 
@@ -125,10 +123,9 @@ def test_neighbours_change_nothing(port, client):
 
 def test_a_text_that_cannot_go_on(port, client):
     """The vocabulary has no é: the answer is marked as incomplete."""
+    options = Options(constraint={"regex": "abcé"}, max_new_tokens=9)
     for tree in ("none", None):
-        [result] = port.model.generate(
-            ["in"], Options(constraint={"regex": "abcé"}, max_new_tokens=9), tree=tree
-        )
+        [result] = port.model.generate(["in"], options, tree=tree)
         assert (result.text, result.finish_reason) == ("abc", "constraint")
     [choice] = ask(client, extra_body={"guided_regex": "abcé"}).choices
     assert choice.finish_reason == "length" and choice.message.content == "abc"
@@ -257,10 +254,3 @@ def test_compiling_counts_against_the_timeout(port, compiling):
         body = {"prompt": "in", "guided_regex": "d"}
         answer = httpx.post(f"{other.url}/v1/completions", json=body, timeout=30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-
-
-def until(true):
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)

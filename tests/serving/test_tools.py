@@ -5,8 +5,8 @@ import json
 import jsonschema
 import openai
 import pytest
-from served import NAME, load_model, port_of
-from tiny import PRINTABLE, write_chat_model
+from served import NAME, port_of
+from tiny import PRINTABLE
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax.interop.tool_chat import FORMS
@@ -43,8 +43,7 @@ MESSAGES = [{"role": "user", "content": "Is it cold?"}]
 @pytest.fixture(scope="module")
 def shared_port(tmp_path_factory):
     path = tmp_path_factory.mktemp("tools")
-    write_chat_model(path, TEMPLATE, characters=PRINTABLE, max_position=1024)
-    with port_of(load_model(path)) as port:
+    with port_of(path, TEMPLATE, characters=PRINTABLE, max_position=1024) as port:
         yield port
 
 
@@ -100,21 +99,19 @@ def cut_call(arguments):
     return {"messages": [turn, {"role": "tool", "content": "x"}]}
 
 
+def tool(**schema):
+    return {"tools": [{"function": {"name": "a", "parameters": schema}}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "about"),
     [
         ({"tools": [{"type": "function"}]}, "each with a 'name'"),
-        (
-            {"tools": [{"function": {"name": "a", "parameters": {"maximum": 2**70}}}]},
-            "'maximum' has a number beyond",
-        ),
+        (tool(maximum=2**70), "'maximum' has a number beyond"),
         ({"tool_choice": {"function": {"name": "zoo"}}}, "names no tool"),
         ({"tools": [], "tool_choice": "required"}, "needs 'tools'"),
         ({"response_format": {"type": "json_object"}}, "not both"),
-        (
-            {"tools": [{"function": {"name": "a", "parameters": {"type": "x"}}}]},
-            "the tools cannot",
-        ),
+        (tool(type="x"), "the tools cannot"),
         ({"tools": TOOLS * 2}, "two functions of one name"),
         ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
         (
@@ -154,12 +151,21 @@ TEXTS = [
     ("```", "```", 0),
     ("<tool_call>\nno\n</tool_call>!", "<tool_call>\nno\n</tool_call>!", 0),
 ]
+# Of a form that has no marks.
+BARE = [
+    (CALL.replace("arguments", "parameters"), "", 1),
+    ("text", "text", 0),
+    ("{x", "{x", 0),
+]
 
 
-@pytest.mark.parametrize(("text", "said", "calls"), TEXTS)
+@pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [("<tool_call>", *row) for row in TEXTS] + [('"parameters"', *row) for row in BARE],
+)
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_calls_are_told_from_text_that_grows(text, said, calls, size):
-    reader = CallReader(FORMS["<tool_call>"], ["now"])
+def test_calls_are_told_from_text_that_grows(form, text, said, calls, size):
+    reader = CallReader(FORMS[form], ["now"])
     shown, streamed = "", []
     for at in range(0, len(text) + size, size):
         new, pieces = reader.push(text[at : at + size], ended=at >= len(text))
@@ -230,11 +236,3 @@ def test_allowed_tools(client):
     for seed in range(4):
         [whole] = ask(client, tool_choice=choice, seed=seed).choices
         assert {call.function.name for call in whole.message.tool_calls} == {"now"}
-
-
-def test_calls_without_a_mark():
-    form = FORMS['"parameters"']
-    for text, calls in (('{"name": "f", "parameters": {}}', 1), ("text", 0), ("{x", 0)):
-        reader = CallReader(form)
-        shown = reader.push(text)[0] + reader.push("", ended=True)[0]
-        assert (shown, len(reader.calls)) == ("" if calls else text, calls)

@@ -19,11 +19,6 @@ SLOTS = 128  # of the smallest cache, so that texts outgrow it
 STARTS = ["in the hat", "the cat and in the hat, " * 5, "abc"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return turns.load_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def make(model, monkeypatch):
     """A scheduler with these programs, which complains where something runs that is not ready."""
@@ -58,9 +53,8 @@ def pool(model):
         limit, temperature = rng.choice([1, 5, 20, 60, 90]), rng.choice([0, 0.8])
         options = Options(limit, temperature, seed=i)
         prompt = rng.choice(STARTS)[: rng.randrange(3, 120)]
-        asked.append(
-            Request(model.encode(prompt), options, i % 3, drafts=rng.random() < 0.7)
-        )
+        drafts = rng.random() < 0.7
+        asked.append(Request(model.encode(prompt), options, i % 3, drafts))
     results = alone(model, asked)
     for i, result in enumerate(results):
         prompt = [*asked[i].prompt, *result.token_ids, 5]
@@ -94,10 +88,6 @@ def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
     assert max(reused) > 20
 
 
-def all_of(group, slots):
-    return {Programs(group, rows, slots): 0 for rows in TREES}
-
-
 def asked(prompt, n, **fields):
     return Request([5] * prompt, Options(n), **fields)
 
@@ -105,7 +95,7 @@ def asked(prompt, n, **fields):
 def test_nobody_waits_for_another_ones_programs(model, make):
     """Neither for a place, nor for the next step: whatever else is asked for meanwhile."""
     programs = Delayed(random.Random(0), 2)
-    programs.left = all_of(BASE, SLOTS)
+    programs.left = {Programs(BASE, rows, SLOTS): 0 for rows in TREES}
     programs.most_turns = 10**6
     taken = make(programs)
     victims = [Client(taken, model, asked(3, 25))]
@@ -229,10 +219,6 @@ def test_what_plain_decoding_wrote_is_no_start_for_drafts(model, make):
     assert reused == [n + 28, n - 1, n + 31]
 
 
-class Lost(Exception):
-    """The device is gone."""
-
-
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("call", ["fit", "begin", "next_tokens", "read", "insert", "run"])
 def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatch):
@@ -245,11 +231,11 @@ def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatc
         def raising(*given, left=left, true=true):
             left[0] -= 1
             if left[0] == 0:
-                raise Lost("out of memory")
+                raise MemoryError("out of memory")
             return true(*given)
 
         monkeypatch.setattr(taken._batch, call, raising)
-        with pytest.raises(Lost):
+        with pytest.raises(MemoryError):
             for _ in range(200):
                 taken.step()
         if going_on:

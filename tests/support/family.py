@@ -22,6 +22,8 @@ from medusa_jax.training import losses
 from medusa_jax.training.losses.objectives import heads_loss
 
 D, V = 16, 23
+# A draft vocabulary.
+IDS = np.array([0, 1, 3, 4, 6, 9, 10, 15, 17, 21, 22], np.int32)
 
 
 @cache
@@ -42,6 +44,15 @@ def drafter_of(heads, backbone, seed=0):
     """A drafter, and parameters in which every part matters."""
     drafter = make_drafter(heads, backbone.llama.config)
     return drafter, random_heads(drafter, backbone, seed)
+
+
+@cache
+def problem(heads):
+    """The backbone as heads see it, with all tokens or those of IDS; their drafter and parameters."""
+    backbone = stored_base()
+    if heads.draft_vocab:
+        backbone = vocabulary.narrowed(backbone, jnp.asarray(IDS))
+    return backbone, *drafter_of(heads, backbone)
 
 
 # Sizes at which baselines, which have no heads, show everything they do.
@@ -111,7 +122,7 @@ def parameters(heads, llama):
         backbone = Backbone(Llama(one), init_params(one, key))
         return drafter.init(key, vocabulary.stand_in(backbone, heads))
 
-    return count(jax.eval_shape(init, jax.random.key(0)))
+    return sum(x.size for x in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0))))
 
 
 def level_pairs(rows, counted, levels):
@@ -164,11 +175,6 @@ def check_levels_loss(drafter, params, backbone, train, numpy_loss, levels, deca
     slope = (moved(step) - moved(-step)) / (2 * step)
     product = jax.tree.map(lambda x, y: (np.asarray(x) * y).sum(), gradient, away)
     assert_close(sum(jax.tree.leaves(product)), slope, 4e9)  # a difference quotient
-
-
-def count(params):
-    """Number of parameters in a tree of shapes."""
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params))
 
 
 def by_logits(depth, logits):

@@ -1,10 +1,32 @@
-"""A constraint without a grammar: the tokens that may follow depend on the last two."""
+"""Options that change the text, by their definitions: bars, penalties, and a constraint without a grammar."""
 
 import numpy as np
 
 from medusa_jax.decoding.masks import words
 
 V, EOS = 41, 7
+
+
+def barred_tokens(text, n, vocab):
+    """Tokens that would complete an n-gram of the text."""
+    tail = tuple(text[len(text) - n + 1 :])
+    old = {tuple(text[i : i + n]) for i in range(len(text) - n + 1)}
+    return [token for token in range(vocab) if (*tail, token) in old]
+
+
+def penalised(logits, prompt, text, asked):
+    """Token by token, as OpenAI's reference and transformers' documentation say."""
+    scores = np.array(logits, np.float64)
+    for token, bias in asked.bias:
+        scores[token] += bias
+    for token in {*prompt, *text}:
+        z, r = scores[token], asked.repetition
+        scores[token] = z * r if z < 0 else z / r
+    for token in set(text):
+        scores[token] -= text.count(token) * asked.frequency + asked.presence
+    if len(text) < asked.least:
+        scores[list(asked.ends)] = -np.inf
+    return scores
 
 
 class Rule:

@@ -1,6 +1,8 @@
-"""What the devices hold: bytes of the arrays that are alive."""
+"""Bytes of the arrays that are alive, and programs that are compiled."""
 
+import contextlib
 import math
+import threading
 from functools import wraps
 
 import jax
@@ -41,3 +43,19 @@ class Peak:
             return out
 
         return watched
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that gets the name of the thread of each compilation in here."""
+    found = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(threading.current_thread().name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

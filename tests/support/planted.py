@@ -17,13 +17,20 @@ from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.drafter import Drafter, Proposal
+from medusa_jax.heads.drafter import Backbone, Drafter, Proposal
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
 # A short prompt, one that repeats itself and one of a single token; rows of different kinds.
 PROMPTS = [[4], [1, 2, 3, 1, 2, 3, 1, 2], [0, 0, 0, 0, 0]]
 LIMITS = [40, 17, 29]
-SAMPLED = {"temperature": [1.0, 0.0, 0.7], "top_k": [0, 0, 5], "top_p": [1.0, 1.0, 0.9]}
+SAMPLED = {
+    "temperature": [1.0, 0.0, 0.7],
+    "top_k": [0, 0, 5],
+    "top_p": [1.0, 1.0, 0.9],
+    "min_p": [0.02, 0.0, 0.0],
+}
 
 
 @cache
@@ -65,6 +72,13 @@ class Planted(Drafter):
         ]
         drafts_BM = jnp.where(on_path_BM, true_BM, noise_BM)
         return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
+
+
+def fresh_medusa(config: LlamaConfig, params, n_heads: int = 2):
+    """Untrained Medusa heads, which guess what the LM head says: the drafter and its parameters."""
+    drafter = make_drafter(HeadsConfig(n_heads=n_heads), config)
+    backbone = Backbone(Llama(config, jnp.float64), params)
+    return drafter, drafter.init(jax.random.key(0), backbone)
 
 
 def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 32):
@@ -134,8 +148,9 @@ def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Samplin
     return Sampling(full(temperature), full(top_k, np.int32), full(top_p), full(min_p), key)
 
 
-def plain_texts(config, llama, backbone, request, acceptance="greedy", **fields):
-    """What the plain loop emits."""
+def plain_texts(config, model, request, acceptance="greedy", **fields):
+    """What the plain loop emits; `model` as in `drafted`."""
+    _, llama, backbone = model
     plain = Engine(llama, planted(config), Tree.none(), acceptance, **fields)
     return texts_of(loop.generate(plain, {"backbone": backbone, "heads": {}}, request))
 

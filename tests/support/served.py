@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx2 as httpx
+from tiny import write_chat_model
 
 import medusa_jax
 from medusa_jax import Options, Tree
@@ -19,6 +20,14 @@ NAME = "tiny"
 QUEUE = 6
 # A call, and how many tokens it is answered with.
 ASKED = {"model": NAME, "prompt": "in the hat", "max_tokens": 60, "temperature": 0}
+
+
+def until(condition, seconds=60):
+    """Wait for it."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def load_model(path, **fields):
@@ -76,10 +85,7 @@ class Port:
 
     def wait_idle(self, seconds=60):
         """No slot leaks: soon all are free."""
-        end = time.monotonic() + seconds
-        while self.server.busy or self.server.waiting:
-            assert time.monotonic() < end, "a slot is still taken"
-            time.sleep(0.01)
+        until(lambda: not (self.server.busy or self.server.waiting), seconds)
 
 
 @contextlib.contextmanager
@@ -94,8 +100,10 @@ def listening(server, template="", limits=None, app=None):
 
 
 @contextlib.contextmanager
-def port_of(model):
-    """A server of three rows at a new port."""
+def port_of(path, *template, **sizes):
+    """A server of three rows of a tiny chat model, written to `path`, at a new port."""
+    write_chat_model(path, *template, **sizes)
+    model = load_model(path)
     fields = {"trees": {3: TREE}, "queue": QUEUE, "chunk_steps": 3}
     with Server(model, slots=3, **fields) as server, listening(server) as port:
         yield port
@@ -164,9 +172,8 @@ def both(http, path, **body):
     assert reasons == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
     for name in whole["logprobs"] or ():
         parts = [p["logprobs"][name] for p in pieces if p["logprobs"]]
-        assert [one for part in parts for one in part or ()] == (
-            whole["logprobs"][name] or []
-        )
+        joined = [one for part in parts for one in part or ()]
+        assert joined == (whole["logprobs"][name] or [])
     return whole
 
 

@@ -102,6 +102,23 @@ def texts_of(cfg: Config) -> list[TokenRows]:
     return sources.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
 
 
+def packed_batch(rng, lengths, T: int, counted: float = 1.0) -> dict[str, np.ndarray]:
+    """Rows of T random tokens: texts of these lengths one after the other, then padding.
+
+    Args:
+      counted: the share of tokens that teach.
+    """
+    shape = len(lengths), T
+    batch = {"tokens": rng.integers(0, VOCAB, shape, np.int32)}
+    batch |= {name: np.zeros(shape, np.int32) for name in ("positions", "segment_ids")}
+    batch["counted"] = rng.random(shape) < counted
+    for row, of_row in enumerate(lengths):
+        n = sum(of_row)
+        batch["positions"][row, :n] = np.concatenate([np.arange(x) for x in of_row])
+        batch["segment_ids"][row, :n] = np.repeat(np.arange(len(of_row)) + 1, of_row)
+    return batch
+
+
 def abstract_batch(cfg: Config, mesh: Any) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and placement of a batch without hidden states."""
     T, train = cfg.data.seq_len, cfg.train

@@ -1,16 +1,15 @@
 """Token arrays and a Vicuna-shaped directory with a sentencepiece tokenizer, made here."""
 
 import json
-import os
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
 from pieces import train_sentencepiece
 from training_setup import training_arch, write_tokens
 
-jax.config.update("jax_numpy_rank_promotion", "raise")
+from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.model.llama import init_params
 
 TALK = [
     ("What is a tree?", "A tree is a graph without cycles."),
@@ -29,9 +28,6 @@ def tokens(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     """The directory of a backbone of one layer, as `training_arch` has it."""
-    from medusa_jax.interop.hf_writer import save_backbone
-    from medusa_jax.model.llama import init_params
-
     path = str(tmp_path_factory.mktemp("model"))
     params = init_params(training_arch(), jax.random.key(3))
     save_backbone(path, training_arch(), params, "float32")
@@ -41,10 +37,6 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="session")
 def vicuna(tmp_path_factory):
     """A model directory shaped like Vicuna's: Llama with own LM head, tokenizer.model only."""
-    from medusa_jax.interop.hf_writer import save_backbone
-    from medusa_jax.interop.tokenizer import load_tokenizer
-    from medusa_jax.model.llama import init_params
-
     path = tmp_path_factory.mktemp("vicuna")
     train_sentencepiece(path, "\n".join(line for pair in TALK for line in pair) * 20, 340)
     size = load_tokenizer(str(path)).vocab_size

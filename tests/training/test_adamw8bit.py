@@ -11,20 +11,15 @@ from closeness import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from training_setup import abstract_batch, groups_of, stage_of, tiny_config, training_arch
+from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings
-from medusa_jax.training import trainer
+from medusa_jax.training import dry, trainer
 from medusa_jax.training.optim import adamw8bit as adamw8bit_module
 from medusa_jax.training.optim.adamw8bit import adamw8bit, magnitude
-from medusa_jax.training.optim.optimizer import (
-    make_optimizer,
-    make_rule,
-    make_schedule,
-    matrices,
-)
+from medusa_jax.training.optim.optimizer import make_rule, matrices
 from medusa_jax.training.placement import compile_step
 
 pack, unpack = (
@@ -110,11 +105,8 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
     arch = training_arch(vocab_size=256, d_model=128, d_ff=256)
     params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
     sizes = {}
-    for name, dtype in (
-        ("adamw8bit", "float32"),
-        ("adamw", "float32"),
-        ("adamw", "bfloat16"),
-    ):
+    kinds = ("adamw8bit", "float32"), ("adamw", "float32"), ("adamw", "bfloat16")
+    for name, dtype in kinds:
         rule = make_rule(name, OptimConfig(moment_dtype=dtype), lambda _: 0.1)
         state = jax.eval_shape(rule.init, params)
         sizes[name, dtype] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -133,20 +125,7 @@ def test_its_state_is_a_quarter_and_lies_where_the_parameters_do():
 
 def step_temporaries(cfg):
     """Bytes of the compiled step in addition to state, parameters and batch."""
-    mesh = make_mesh((1, 1, 1))
-    stage = stage_of(cfg, 10)
-    optimizer = make_optimizer(cfg.optim, groups_of(cfg), 10)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    backbone = jax.eval_shape(lambda k: init_params(cfg.model.arch, k), key)
-    frozen = {"backbone": backbone}
-    params = jax.eval_shape(stage.init, key, frozen)
-    counter = jax.ShapeDtypeStruct((), jnp.int32)
-    state = trainer.TrainState(
-        counter, counter, params, jax.eval_shape(optimizer.init, params)
-    )
-    step = trainer.make_step(stage, optimizer, make_schedule(cfg.optim, 10), 0)
-    compiled = compile_step(step, state, frozen, abstract_batch(cfg, mesh), mesh)
-    return compiled.memory_analysis().temp_size_in_bytes
+    return compile_step(*dry.step_shapes(cfg)).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.wide
@@ -154,7 +133,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     """Not before the first microbatch, all at once: that is float32 moments' memory again."""
     # Microbatches whose logits are larger than everything the update needs.
     cfg = tiny_config("", stage="medusa1", batch_size=32, accumulation=2, loss_chunk=512)
-    cfg.model.arch = training_arch(vocab_size=2048, d_model=128)
+    cfg.model.arch = training_arch(vocab_size=2048, d_model=128, max_position=512)
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)

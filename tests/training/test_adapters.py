@@ -1,20 +1,17 @@
 """Adapters, teacher and quantised backbones in whole runs and in the compiled step."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
 from test_trainer import host, pieces, run
+from tiny import adapted_logits as logits
 from training_setup import groups_of, setup_of, stage_of, tiny_config
 
-from medusa_jax.heads.drafter import Backbone
 from medusa_jax.interop import heads_io, hf
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model import lora
-from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import make_optimizer
@@ -27,14 +24,6 @@ def config(tokens, stage="medusa2", **train):
     cfg.optim.name = "adamw"
     cfg.lora.rank = 4
     return cfg
-
-
-@partial(jax.jit, static_argnums=0)
-def logits(arch, params, adapters=None):
-    ids = jnp.arange(24).reshape(2, 12)
-    rows = (ids, jnp.broadcast_to(jnp.arange(12), (2, 12)), jnp.ones((2, 12), jnp.int32))
-    backbone = Backbone(Llama(arch), params, adapters)
-    return backbone.lm_head(backbone.forward(*rows))
 
 
 def test_only_adapters_and_heads_move(tokens):

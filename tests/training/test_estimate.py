@@ -4,32 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_setup import training_arch
+from test_losses import heads_problem
 
-from medusa_jax.config import HeadsConfig
-from medusa_jax.heads.drafter import Backbone, TextRows
-from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model.llama import Llama, init_params
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.training import estimate, losses
 from medusa_jax.tree.growth import MISS
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 64])
 def test_ranks_are_those_of_the_labels(chunk):
-    arch = training_arch()
-    backbone = Backbone(Llama(arch), init_params(arch, jax.random.key(1)))
-    drafter = make_drafter(HeadsConfig(n_heads=2), arch)
-    params = jax.jit(drafter.init)(jax.random.key(2), backbone)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: np.float32(x + 0.5 * rng.standard_normal(x.shape)), params
-    )
-    batch = {
-        "tokens": rng.integers(0, 64, (2, 13), np.int32),
-        "positions": np.tile(np.arange(13, dtype=np.int32), (2, 1)),
-        "segment_ids": np.array([[1] * 13, [1] * 6 + [2] * 7], np.int32),
-        "counted": rng.random((2, 13)) < 0.9,
-    }
+    _, backbone, drafter, params, batch = heads_problem(K=2, T=13)
 
     @jax.jit
     def both(params, batch):

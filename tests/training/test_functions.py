@@ -12,7 +12,7 @@ from cases import thinned
 from closeness import assert_close
 from test_losses import pairs_of
 from tiny import random_params
-from training_setup import VOCAB, stage_of, tiny_config, training_arch
+from training_setup import VOCAB, packed_batch, stage_of, tiny_config, training_arch
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
@@ -32,7 +32,8 @@ B, T = 3, 20
 
 def problem(name, **fields):
     """Configuration, functions, frozen variables and a batch of packed texts."""
-    cfg = tiny_config("", "medusa1", teacher_weight=0.7, label_weight=0.3, dtype="float64")
+    train = {"teacher_weight": 0.7, "label_weight": 0.3, "hidden_noise": 1.0}
+    cfg = tiny_config("", "medusa1", dtype="float64", **train)
     cfg.model.arch = ARCH
     heads = {"lm_head": "own", "draft_vocab": len(IDS)} if name == "eagle3" else {}
     cfg.heads = family.small_heads(name, **{"n_heads": 3} | heads | fields)
@@ -42,18 +43,7 @@ def problem(name, **fields):
     if cfg.heads.draft_vocab:
         frozen["draft_vocab"] = {"ids": jnp.asarray(IDS)}
     rng = np.random.default_rng(1)
-    lengths = np.array([[12, 8], [20, 0], [7, 11]])
-    segments = np.zeros((B, T), np.int32)
-    positions = np.zeros((B, T), np.int32)
-    for b, (first, second) in enumerate(lengths):
-        segments[b, :first], segments[b, first : first + second] = 1, 2
-        positions[b, : first + second] = [*range(first), *range(second)]
-    batch = {
-        "tokens": rng.integers(0, VOCAB, (B, T)).astype(np.int32),
-        "counted": rng.random((B, T)) < 0.8,
-        "segment_ids": segments,
-        "positions": positions,
-    }
+    batch = packed_batch(rng, [(12, 8), (20,), (7, 11)], T, counted=0.8)
     return cfg, HeadFunctions(cfg.heads, ARCH, cfg.train), frozen, batch
 
 
@@ -99,6 +89,31 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
         b, t, label = (x[np.isin(label, ids)] for x in (b, t, label))
         place = np.searchsorted(ids, label)
         assert_close(sums.nll[k], -np.asarray(logp)[b, t, place].sum(), 512)
+
+
+@pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
+def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
+    cfg, functions, frozen, batch = problem(name)
+    hidden, key = jax.jit(stage_of(cfg, 1).hidden)(frozen, batch), jax.random.key(0)
+    rows = [batch[n] for n in ("tokens", "counted", "segment_ids", "positions")]
+
+    @jax.jit
+    def gradient(params):
+        def loss(params):  # with noise
+            return functions.loss(params, frozen, hidden, *rows, key)
+
+        return jax.value_and_grad(loss)(params)
+
+    params = functions.init(key, frozen)
+    rng = np.random.default_rng(1)
+    moved = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape), params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(moved)[1]):
+        assert np.isfinite(leaf).all() and np.abs(leaf).max() > 1e-8, path
+    first, grads = gradient(params)
+    for _ in range(25):
+        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+        last, grads = gradient(params)
+    assert last < 0.97 * first
 
 
 def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from cases import wide
 from closeness import assert_close
 from tiny import random_heads, random_params
-from training_setup import training_arch
+from training_setup import packed_batch, training_arch
 
 from medusa_jax.config import HeadsConfig, LoraConfig, TrainConfig
 from medusa_jax.heads import vocabulary
@@ -58,12 +58,6 @@ def test_anchors_are_positions_whose_first_guess_has_a_label():
     assert np.asarray(shift_left(jnp.arange(1, 4)[None], 5)).tolist() == [[0, 0, 0]]
 
 
-def one_head(fn, params, features, labels, mask, chunk):
-    """`heads_cross_entropy` of one head of weight 1."""
-    ones = jnp.ones((1,))
-    return heads_cross_entropy([fn], params, ones, [features], labels, [mask], chunk)
-
-
 def naive_sums(weight, features, labels, mask):
     logits = features @ weight
     nll = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
@@ -71,14 +65,6 @@ def naive_sums(weight, features, labels, mask):
     hit1 = (order[..., 0] == labels) & mask
     hit5 = jnp.any(order[..., :5] == labels[..., None], axis=-1) & mask
     return jnp.sum(nll * mask), hit1.sum(), hit5.sum()
-
-
-def sums_problem():
-    """Features, a weight and labels; numpy, as the rest of what tests begin with."""
-    rng = np.random.default_rng(0)
-    features = rng.standard_normal((2, 13, 8)).astype(np.float32)
-    weight = rng.standard_normal((8, 32)).astype(np.float32)
-    return features, weight, rng.integers(0, 32, (2, 13), np.int32)
 
 
 def answers(*spans):
@@ -102,7 +88,10 @@ RANDOM = np.random.default_rng(1).random((2, 13)) < 0.7
 )
 def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
     """Prompts and padding cost nothing: as many chunks as the longest answer of a row has."""
-    features, weight, labels = sums_problem()
+    rng, ones = np.random.default_rng(0), jnp.ones((1,))
+    features = rng.standard_normal((2, 13, 8)).astype(np.float32)
+    weight = rng.standard_normal((8, 32)).astype(np.float32)
+    labels = rng.integers(0, 32, (2, 13), np.int32)
     params, seen = {"used": weight, "unused": np.ones(3, np.float32)}, []
 
     def streamed(params, features, watched):
@@ -111,7 +100,8 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
                 jax.debug.callback(lambda rows: seen.append(rows.shape), x)
             return x @ p["used"]
 
-        loss, sums = one_head(fn, params, features, labels, mask, chunk)
+        given = params, ones, [features], labels, [mask], chunk
+        loss, sums = heads_cross_entropy([fn], *given)
         return 0.3 * loss, sums
 
     def plain(params, features):
@@ -132,21 +122,16 @@ def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
     assert_close(alone, value)
 
 
-def heads_problem(K=3, T=12, B=2, lm_head="own", draft_vocab=0):
+def heads_problem(K=3, T=12, B=2, lm_head="own"):
     arch = training_arch()
     llama = Llama(arch)
     stored = jax.tree.map(np.float32, random_params(arch, 1, scale=1.0))
     backbone = Backbone(llama, stored)
-    heads = HeadsConfig(n_heads=K, lm_head=lm_head, rank=4, draft_vocab=draft_vocab)
+    heads = HeadsConfig(n_heads=K, lm_head=lm_head, rank=4)
     drafter = make_drafter(heads, arch)
     params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed=2))
     rng = np.random.default_rng(0)
-    batch = {
-        "tokens": rng.integers(0, arch.vocab_size, (B, T), np.int32),
-        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
-        "segment_ids": np.repeat([[1] * 8 + [2] * (T - 8)], B, 0).astype(np.int32),
-        "counted": rng.random((B, T)) < 0.8,
-    }
+    batch = packed_batch(rng, [(8, T - 8)] * B, T, counted=0.8)
     return arch, backbone, drafter, params, batch
 
 

@@ -111,19 +111,7 @@ def test_sizes_follow_from_model_and_family(model, questions):
     assert (cfg.data.seq_len, cfg.heads.skip, cfg.heads.n_heads) == (20, "random", 4)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        (("model.path={m}",), "set --config.data.source"),
-        (
-            ("model.path={m}", "data.source=/no/text.jsonl"),
-            "no file or token directory /no",
-        ),
-        (("model.path={m}", "data.source={q}", "heads.drafter=medussa"), "'medusa'"),
-    ],
-)
-def test_one_line_says_what_is_wrong(fields, words, model, questions, tmp_path, capsys):
-    fields = [field.format(m=model, q=questions) for field in fields]
-    assert train.main([*own(*fields), f"--workdir={tmp_path}"]) == 2
+def test_one_line_says_what_is_wrong(model, tmp_path, capsys):
+    assert train.main([*own(f"model.path={model}"), f"--workdir={tmp_path}"]) == 2
     said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert len(said) == 1 and words in said[0]
+    assert len(said) == 1 and "set --config.data.source" in said[0]

@@ -9,22 +9,18 @@ from medusa_jax.errors import UserError
 from medusa_jax.training.run_log import RunLog, finite, read_log
 
 
-def opened(workdir, start=0, **options):
+def opened(workdir, start=0):
     log = RunLog(str(workdir), start, 10, 8)
-    log.open(**options)
-    return log
-
-
-def log_some(workdir, **options):
-    log = opened(workdir, **options)
-    for step in range(1, 6):
-        log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
-    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
+    log.open()
     return log
 
 
 def test_a_resumed_log_drops_what_came_after_the_checkpoint(tmp_path):
-    log_some(tmp_path).close()
+    log = opened(tmp_path)
+    for step in range(1, 6):
+        log.train(step, {"loss": [1.0 / step, 2.0], "top1": [0.1, 0.2], "lr": 0.1})
+    log.evaluation(5, {"loss": [0.3, 0.9], "top1": [0.5, 0.2], "accepted_length_tree": 1.6})
+    log.close()
     with open(tmp_path / "log.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 6, "lo')  # cut off by a kill
     log = opened(tmp_path, 3)

@@ -15,10 +15,6 @@ from medusa_jax.errors import UserError
 from medusa_jax.training import dry, trainer
 
 
-def parse(*args, config="vicuna7b_m1"):
-    return cli.parse([f"--config={ROOT}/configs/{config}.py", "--workdir=w", *args])
-
-
 def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; Ctrl-C twice: at once. The command that is named goes on to the end."""
     look = trainer.Run.record_step
@@ -104,5 +100,6 @@ def test_a_configuration_that_builds_on_another_is_found_from_anywhere(
     for name in [n for n in sys.modules if n.partition(".")[0] == "configs"]:
         monkeypatch.delitem(sys.modules, name)
     before = list(sys.path)
-    assert parse(config="demo_native").train.stage == "native"
+    given = [f"--config={ROOT}/configs/demo_native.py", "--workdir=w"]
+    assert cli.parse(given).train.stage == "native"
     assert sys.path == before

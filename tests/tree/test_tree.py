@@ -76,7 +76,6 @@ def test_the_order_of_the_choices_plays_no_part(tree, random):
         ([[True]], r"\[True\]"),
         ([None], "None"),
         ([[0], [0, -1]], r"\[0, -1\] holds a negative rank"),
-        ([[-1, -1]], r"needs its prefix \[-1\]"),
         ([[0] * d for d in range(1, 129)], "128 deep"),
         ([[rank] for rank in range(4096)], "this one has 4097"),
     ],
@@ -110,10 +109,8 @@ def test_tree_files(tmp_path):
     ("content", "words"),
     [
         ("[[0], [0, 1", "not valid JSON"),
-        ("", "not valid JSON"),
         ('{"tree": []}', "'choices'"),
         ('"none"', "'choices'"),
-        ('{"choices": 3}', "'choices'"),
         ('{"choices": [], "growth": 3}', "'growth' must be a list of choices"),
         ('{"choices": [], "evidence": [1]}', "'ladder' in 'evidence' must be"),
         ('{"choices": [], "evidence": {"ladder": 3}}', "'ladder' in 'evidence' must be"),
@@ -129,13 +126,6 @@ def test_tree_files_that_cannot_be_used_are_named(tmp_path, content, words):
     with pytest.raises(UserError, match=words) as caught:
         parse_tree(str(file))
     assert str(file) in str(caught.value)
-
-
-def test_a_missing_tree_file_is_named(tmp_path):
-    with pytest.raises(
-        UserError, match=r"nothing\.json: No such file|cannot read.*nothing\.json"
-    ):
-        parse_tree(str(tmp_path / "nothing.json"))
 
 
 def test_specs():
@@ -154,7 +144,6 @@ def test_specs():
     ("spec", "words"),
     [
         ("chain:x", "chain:4"),
-        ("chain:", "chain:4"),
         ("chain:-1", "-1"),
         ("cartesian:2,", "cartesian:2,3"),
         ("cartesian:0,2", r"\[0, 2\]"),
@@ -165,6 +154,7 @@ def test_specs():
         ("auto", "calibrate"),
         ("64", "calibrate"),
         ("\u00b2", "cannot read the tree file \u00b2"),
+        ("no/nothing.json", r"nothing\.json: No such file|cannot read.*nothing\.json"),
     ],
 )
 def test_specs_that_name_no_tree(spec, words):
@@ -172,7 +162,7 @@ def test_specs_that_name_no_tree(spec, words):
         parse_tree(spec)
 
 
-@pytest.mark.parametrize("size", [0, 6, 64])
+@pytest.mark.parametrize("size", [0, 6])
 def test_sizes_beyond_the_calibrated_order(size):
     with pytest.raises(UserError, match="1 to 5"):
         parse_tree(str(size), {"choices": [], "growth": [[0], [1], [2], [3]]})
