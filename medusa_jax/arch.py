@@ -1,4 +1,4 @@
-"""Shapes of models, heads and adapters, and the types that they are computed and stored in.
+"""Shapes of models and heads, and the types that they are computed and stored in.
 
 `LlamaConfig` and `HeadsConfig` are hashable, so they can be attributes of Flax modules and static arguments of
 `jax.jit`. They are mutable only because the command line of a training overrides fields in place; nothing
@@ -74,15 +74,3 @@ class HeadsConfig:
     lm_head: str = "own"
     rank: int = 256
     draft_vocab: int = 0
-
-
-@dataclass
-class LoraConfig:
-    """Adapters on every linear layer of a frozen backbone; rank 0: none.
-
-    The Medusa paper uses rank 32, alpha 16, dropout 0.05.
-    """
-
-    rank: int = 0
-    alpha: float = 16.0
-    dropout: float = 0.05

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from medusa_jax.arch import HeadsConfig as HeadsConfig
 from medusa_jax.arch import LlamaConfig as LlamaConfig
-from medusa_jax.arch import LoraConfig as LoraConfig
 
 
 @dataclass
@@ -24,6 +23,18 @@ class ModelConfig:
     # Kernels of a frozen backbone's layers in "int8" or "nf4" (4 bits); empty = unquantised.
     quantise: str = ""
     arch: LlamaConfig = field(default_factory=LlamaConfig)
+
+
+@dataclass
+class LoraConfig:
+    """Adapters on every linear layer of a frozen backbone; rank 0: none.
+
+    The Medusa paper uses rank 32, alpha 16, dropout 0.05.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.05
 
 
 @dataclass

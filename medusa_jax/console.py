@@ -174,6 +174,11 @@ def give_memory_back() -> None:
             mallopt(option, value)
 
 
+def entries(text: str) -> list[str]:
+    """The entries of a list such as "a, b,": empty ones do not count."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def run_main(main: Callable[[], int]) -> int:
     """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
     and exit status 2."""
@@ -211,7 +216,7 @@ def one_line(error: Exception) -> str:
         return (
             f"medusa_jax needs {package}, which this Python ({sys.executable}) does not "
             "have: activate the environment it is installed in (. .venv/bin/activate), or run "
-            "pip install -e ."
+            "pip install medusa-jax (in a clone: pip install -e .)"
         )
     if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
         first = (str(error).splitlines() or ["out of memory"])[0]

@@ -51,5 +51,4 @@ class DeviceCache:
     def write(self, note: Json) -> None:
         """Keep a note; if that fails, the measurement is made again next time."""
         with suppress(OSError, UserError):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.file, note, indent=None)

@@ -32,25 +32,27 @@ def replacing(path: str | Path) -> Iterator[str]:
         # log.jsonl is complete; a kill before this line leaves the old file
 
     The path is in a new directory next to `path` that only this user can enter, so nobody's file is
-    overwritten and no link is followed. Removes what killed attempts left first. A file replaces an older
-    one, also through a link; a directory replaces only an empty one. Anything else, such as /dev/stdout,
-    is written directly.
+    overwritten and no link is followed. Makes missing parents; removes what killed attempts left first. A file
+    replaces an older one, also through a link. A directory is filled if it exists, perhaps as a mount point,
+    and is empty. One with files, and anything else, such as /dev/stdout, is written directly.
 
     Raises:
       UserError: the disk is full or `path` is not writable; `path` is unchanged.
     """
     target = os.path.realpath(path)
-    special = os.path.exists(target) and not (
-        os.path.isfile(target) or os.path.isdir(target)
-    )
+    name = os.path.basename(target)
     try:
-        if special:
+        fill = os.path.isdir(target) and not os.listdir(target)
+        if os.path.exists(target) and not (fill or os.path.isfile(target)):
             yield target
             return
-        with _private_folder(target) as folder:
-            new = os.path.join(folder, os.path.basename(target))
+        with _private_folder(os.path.join(target, name) if fill else target) as folder:
+            new = os.path.join(folder, name)
             yield new
-            _rename(new, target)
+            if not fill:
+                _rename(new, target)
+            for part in os.listdir(new) if fill else ():
+                _rename(os.path.join(new, part), os.path.join(target, part))
     # safetensors wraps errors of the system in its own type.
     except Exception as error:
         if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
@@ -69,6 +71,7 @@ def _private_folder(target: str) -> Iterator[str]:
             if own and os.listdir(left) == [name]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
+    os.makedirs(parent, exist_ok=True)
     folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)
     try:
         with _opened(folder, os.O_DIRECTORY) as file:

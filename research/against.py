@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from medusa_jax.commands.bench import TreeFlags, load_entrants, names_of, out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.console import entries
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
@@ -61,7 +62,7 @@ def run(flags: Flags) -> int:
     from research.bandwidth import read_bandwidth
     from research.peers import Setting, folder
 
-    peers = [peer.partition("=") for peer in flags.peers.split(",")]
+    peers = [peer.partition("=") for peer in entries(flags.peers)]
     if unknown := sorted({name for name, *_ in peers} - set(PEERS)):
         near = did_you_mean(unknown[0], PEERS)
         raise UserError(f"--peers takes {', '.join(PEERS)}, not {unknown[0]!r}{near}")

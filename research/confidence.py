@@ -149,9 +149,12 @@ def compare(
 ) -> dict[str, float]:
     """Tokens per plain step's time on the second half of the texts, fitted on the first."""
     fit, held = range(len(gain) // 2), range(len(gain) // 2, len(gain))
-    fixed = [speed(gain, cost_N, lambda i, at, n=n: n, fit) for n in range(len(cost_N))]
-    best = int(np.argmax(fixed))
-    found = {"one tree": speed(gain, cost_N, lambda i, at: best, held)}
+
+    def always(n: int) -> Choose:
+        return lambda i, at: n
+
+    best = int(np.argmax([speed(gain, cost_N, always(n), fit) for n in range(len(cost_N))]))
+    found = {"one tree": speed(gain, cost_N, always(best), held)}
     for name, kind in (("confidences", 0), ("probabilities", 1)):
         inputs = [known_before(own[..., kind]) for own in signal]
         outcome = np.concatenate([gain[i] for i in fit])
@@ -218,11 +221,10 @@ def run(flags: Flags) -> int:
         [name, f"{x:.3f}", f"{x / base - 1:+.1%}"] for name, x in found["speed"].items()
     ]
     print(markdown_table(["tree of a step chosen by", "tokens per plain step", ""], rows))
+    sure, share = found["separates"]
     inform(
-        "right first guesses {:.1%}; a right one has the larger confidence with probability {:.3f}, the "
-        "larger probability with {:.3f}; wrote {}/confidence.json".format(
-            found["first_guess_right"], *found["separates"], out
-        )
+        f"right first guesses {right_P.mean():.1%}; a right one has the larger confidence with probability "
+        f"{sure:.3f}, the larger probability with {share:.3f}; wrote {out}/confidence.json"
     )
     return 0
 

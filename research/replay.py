@@ -21,7 +21,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import inform
+from medusa_jax.console import entries, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import read_prompts, spread
 from medusa_jax.evaluate.tables import markdown_table
@@ -90,7 +90,7 @@ def run(flags: Flags) -> int:
     Path(flags.out).mkdir(parents=True, exist_ok=True)
     texts: list[Text] = []
     columns: dict[str, list[float]] = {}
-    for name in (flags.drafters or default_drafter(flags.model)).split(","):
+    for name in entries(flags.drafters or default_drafter(flags.model)):
         model = load_model(flags, name, needs_heads=True, tree="none")
         if not model.drafter.trained:
             raise UserError(f"{name} has no heads whose guesses could be ranked: see bench")

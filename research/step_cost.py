@@ -17,7 +17,7 @@ from medusa_jax.api import DEMO, Model, default_dtype
 from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.commands.bench import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import announced
+from medusa_jax.console import announced, entries
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
@@ -140,14 +140,14 @@ def run(flags: Flags) -> int:
     if flags.dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     try:
-        sizes = [int(size) for size in flags.sizes.split(",")]
+        sizes = [int(size) for size in entries(flags.sizes)]
     except ValueError:
         raise UserError(
             f"--sizes takes numbers such as 8,64, not {flags.sizes!r}"
         ) from None
     for found in measure(
         find_shape(flags.shape),
-        flags.drafters.split(",") if flags.drafters else list(DRAFTERS),
+        entries(flags.drafters or "") or list(DRAFTERS),
         dtype=flags.dtype or default_dtype(),
         weights=flags.weights,
         draft_weights=flags.draft_weights,

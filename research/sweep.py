@@ -22,7 +22,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import announced, inform
+from medusa_jax.console import announced, entries, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
@@ -81,7 +81,7 @@ def run(flags: Flags) -> int:
     questions = read_questions(flags.prompts, flags.limit)
     batch = min(flags.batch_size, len(questions))
     swept = []
-    for name in flags.drafter.split(",") if flags.drafter else [None]:
+    for name in entries(flags.drafter or "") or (None,):
         model = load_model(flags, name, needs_heads=True, tree=flags.tree, batch=batch)
         label = {"drafter": name or model.drafter.heads.drafter}
         prompts = [model.encode(prompt_of(question)) for question in questions]

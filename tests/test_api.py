@@ -36,7 +36,7 @@ def model(directory):
     """In float64, where identity is exact."""
     jax.config.update("jax_enable_x64", True)
     path = directory[0]
-    return medusa_jax.load(str(path), str(path / "heads"), tree=TREE, dtype="float64")
+    return medusa_jax.load(path, path / "heads", tree=TREE, dtype="float64")
 
 
 def check_result(model, result, limit=NEW):
@@ -129,6 +129,8 @@ def test_a_conversation_is_answered_as_its_rendered_text(model, monkeypatch):
     assert asked.token_ids == model.chat(said[2:], options).token_ids
     with pytest.raises(UserError, match="last turn has to be the user's"):
         model.chat(said[:2])
+    with pytest.raises(UserError, match="with Options"):
+        model.chat(said, {"max_new_tokens": 3})
 
 
 def test_a_model_without_a_template_does_not_chat(model):
@@ -282,7 +284,6 @@ def test_compare_reports_identity(model):
     facts = one.facts()
     assert one.identical and facts["first_divergence"] is None
     assert facts["autoregressive"]["token_ids"] == one.drafted.token_ids
-    assert facts["speedup"] > 0 and facts["step_latency_ratio"] > 0
     ratio = one.drafted.decode_seconds / one.autoregressive.decode_seconds
     assert facts["speedup"] == pytest.approx(1 / ratio)
     steps = one.drafted.steps / one.autoregressive.steps
@@ -316,6 +317,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
         assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)
     with pytest.raises(UserError, match="no_repeat_ngram_size must be 0"):
         load(no_repeat_ngram_size=-1)
+    with pytest.raises(UserError, match="batch is a whole number"):
+        load(batch=0)
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):
@@ -348,12 +351,15 @@ HOT = Options(temperature=1.0)
     ("prompts", "options", "fields", "words"),
     [
         ([5, 6], None, {}, NO_PROMPT),
+        ("the", None, {}, r"\[prompt\]"),
+        (5, None, {}, "prompts is a list"),
+        (["a"], {"max_new_tokens": 3}, {}, "options is Options"),
+        (["a"], None, {"tree": [[0]]}, "a tree is a Tree or text"),
         ([[1.5]], None, {}, NO_PROMPT),
         ([[SAID]], None, {}, TALK),
         (SAID, None, {}, TALK),
         (["a" * CONTEXT], None, {}, f"{CONTEXT + 1} tokens.*context is {CONTEXT}"),
         ([[0, 40]], None, {}, OUTSIDE),
-        ([[-1]], None, {}, OUTSIDE),
         ([], None, {}, "0 prompts"),
         (["a", "b"], [Options()], {}, "2 prompts but 1 options"),
         (["a"], None, {"tree": "chain:4"}, "only 3 heads"),
@@ -369,11 +375,6 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
             generate(prompts, options or Options(max_new_tokens=3), **fields)
 
 
-def test_a_lone_string_is_a_mistake(model):
-    with pytest.raises(TypeError, match=r"\[prompt\]"):
-        model.generate("the")
-
-
 def test_limits_and_ends_beyond_any_text_are_none(model):
     """No number of steps and no token is so large: such a request runs to its other ends."""
     far = Options(3, max_steps=2**40, eos_ids=(10**12,), stop_sequences=((5, 2**31),))
@@ -381,10 +382,12 @@ def test_limits_and_ends_beyond_any_text_are_none(model):
     assert request.max_steps == [loop.FOREVER] and request.stops == [[]]
 
 
-SMALL = {"max_new_tokens": [0], "max_steps": [0], "logprobs": [-1], "top_k": [-2, 2**31]}
-WRONG = {"temperature": [-0.1, 1e-38, float("nan"), float("inf")], "top_p": [0.0, 1.5]}
-WRONG |= {"min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]} | SMALL
-WRONG |= {"eos_ids": [(3, -1)], "stop_sequences": [((),), ((1, -2),)]}
+WRONG = {"max_new_tokens": [0, 2.7, True, None], "max_steps": [0], "logprobs": [-1]}
+WRONG |= {"temperature": [-0.1, 1e-38, float("nan"), float("inf"), "hot", 10**400]}
+WRONG |= {"top_p": [0.0, 1.5], "min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]}
+WRONG |= {"top_k": [-2, 2**31, 2.5, "5"], "seed": ["a", 1e3], "stop": [5, (5,), None]}
+WRONG |= {"eos_ids": [(3, -1), 5, "27"], "stop_sequences": [((),), ((1, -2),), (5,)]}
+WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, 5]}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -394,8 +397,13 @@ def test_options_out_of_range(name):
             Options(**{name: value})
 
 
-def test_one_stop_string_is_not_its_letters():
-    assert Options(stop="the end").stop == ("the end",)
+def test_options_take_numbers_of_numpy_and_lists():
+    got = Options(np.int64(9), np.float32(0.5), seed=jax.numpy.int32(3), stop="the end",
+                  eos_ids=np.array([2, 7]), stop_sequences=[[1, 2]],
+                  logit_bias={"7": np.float64(1), 3: 2})  # fmt: skip
+    ids = {"eos_ids": (2, 7), "stop_sequences": ((1, 2),), "logit_bias": {3: 2.0, 7: 1.0}}
+    assert got == Options(9, 0.5, seed=3, stop=("the end",), **ids) and hash(got)
+    assert type(got.temperature) is float
 
 
 def test_names_of_the_package():

@@ -15,17 +15,14 @@ from medusa_jax import console, progress
 from medusa_jax.progress import Progress
 
 
-@pytest.mark.parametrize(
-    ("path", "words"), [("/dev/nvidia0", "jax[cuda12]"), ("/dev/accel0", "jax[tpu]")]
-)
-def test_an_accelerator_that_jax_does_not_use_is_told(monkeypatch, capsys, path, words):
-    monkeypatch.setattr(os.path, "exists", lambda other: other == path)
+def test_an_accelerator_that_jax_does_not_use_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(os.path, "exists", lambda other: other == "/dev/nvidia0")
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     console.warn_if_accelerator_unused()
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("warning: ") and err.count("\n") == 1
-    assert words in err
+    assert "jax[cuda12]" in err
 
 
 # Standard streams: a shell may close them, or send them to a full disk. The program prints a result
@@ -105,7 +102,7 @@ def test_a_python_without_the_packages_is_told_in_one_line(words):
     status, out, err = run_shell([sys.executable, "-S", *words], PYTHONPATH=".")
     assert status == 2 and out == "" and err.count("\n") == 1, err
     assert f"which this Python ({sys.executable}) does not have" in err
-    assert err.startswith("error: medusa_jax needs ") and "pip install -e ." in err
+    assert err.startswith("error: medusa_jax needs ") and "pip install medusa-jax" in err
 
 
 def test_bugs_are_not_taken_for_bad_input():

@@ -123,6 +123,15 @@ def test_what_fails_leaves_the_old_file(tmp_path, monkeypatch, failure, moment):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
 
 
+def test_an_empty_directory_is_filled(tmp_path):
+    """It stays itself: it may be a mount point, or a shell's directory."""
+    before = os.stat(tmp_path).st_ino
+    with replacing(tmp_path) as new:
+        write_text(f"{new}/heads/a", "a")
+        assert len(os.listdir(tmp_path)) == 1
+    assert os.listdir(tmp_path) == ["heads"] and os.stat(tmp_path).st_ino == before
+
+
 def test_what_a_killed_attempt_left_is_gone(tmp_path):
     """Unlike the attempt of a process that lives."""
     killed = "with replacing(sys.argv[1]) as new: os.mkdir(new); os._exit(9)"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from medusa_jax.api.results import Options
@@ -70,6 +70,8 @@ def conversation(
     Raises:
       UserError: malformed messages, or no such template.
     """
+    if not isinstance(messages, Iterable) or not isinstance(options, Options):
+        raise UserError("a conversation is text or a list of messages, with Options")
     turns = messages if isinstance(messages, str) else list(messages)
     ids = encode_prompt(tokenizer, turns, template)
     return ids, ending_turns(tokenizer, eos_ids, options, template)

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from os import PathLike, fspath
 from typing import Any
 
 import jax
@@ -53,8 +54,8 @@ def default_dtype() -> str:
 
 
 def load(
-    model: str | None = None,
-    drafter: str | None = None,
+    model: str | PathLike[str] | None = None,
+    drafter: str | PathLike[str] | None = None,
     *,
     tree: str | Tree = "auto",
     dtype: str | None = None,
@@ -62,7 +63,7 @@ def load(
     draft_weights: str | None = None,
     activations: int = 16,
     mesh: Sequence[int] = (1, 1, 1),
-    tokenizer: str | None = None,
+    tokenizer: str | PathLike[str] | None = None,
     batch: int = 1,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
@@ -109,17 +110,22 @@ def load(
     Raises:
       UserError: anything that cannot be read or does not fit together.
     """
+    model_path, heads_path, tokenizer_path = (
+        None if path is None else fspath(path) for path in (model, drafter, tokenizer)
+    )
+    if type(batch) is not int or batch < 1:
+        raise UserError(f"batch is a whole number, at least 1, not {batch!r}")
     kind = _checked_dtype(dtype or default_dtype())
-    directory = find_model(model)
-    name = drafter or default_drafter(model)
+    directory = find_model(model_path)
+    name = heads_path or default_drafter(model_path)
     baseline = None
     if name.partition(":")[0] in BASELINES:  # the drafter's name chooses
         baselines = importlib.import_module("medusa_jax.api.baselines")
-        baseline = baselines.find_baseline(name, bundled_draft_model(model))
-    stored = None if baseline else find_heads(model, name)
+        baseline = baselines.find_baseline(name, bundled_draft_model(model_path))
+    stored = None if baseline else find_heads(model_path, name)
     devices = make_mesh(mesh)
-    if tokenizer or has_tokenizer(directory):
-        text_to_ids = load_tokenizer(tokenizer or directory)
+    if tokenizer_path or has_tokenizer(directory):
+        text_to_ids = load_tokenizer(tokenizer_path or directory)
     else:
         text_to_ids = NoTokenizer(directory)
     weights = _weights(weights, directory, kind, devices)
@@ -162,7 +168,7 @@ def load(
             devices,
             None if all_heads else chosen.levels,
             number.name,
-            fingerprint=fingerprint_as_read(model or directory, marks, config, kind),
+            fingerprint=fingerprint_as_read(model_path or directory, marks, config, kind),
             allow_other_base=allow_other_base,
         )
         heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))

@@ -1,7 +1,7 @@
 """A loaded backbone with its draft heads."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -96,10 +96,6 @@ class Model:
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
 
-    def share_backbone(self, other: "Model") -> None:
-        """Share the parameters of another model with the same backbone, to save memory."""
-        self.variables = self.variables | {"backbone": other.variables["backbone"]}
-
     @property
     def drafts(self) -> bool:
         """Whether the model has heads, or a drafter that needs none."""
@@ -193,8 +189,8 @@ class Model:
         """
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
-        if acceptance not in RULES:
-            known = ["auto", *RULES]
+        known = ["auto", *RULES]
+        if acceptance not in known:
             near = did_you_mean(acceptance, known)
             raise UserError(
                 f"unknown acceptance {acceptance!r}: there are {', '.join(known)}{near}"
@@ -380,7 +376,7 @@ class Model:
         """
         if isinstance(prompts, str):
             one: Prompt = prompts
-        elif not is_message(prompts) and any(map(is_message, prompts)):
+        elif isinstance(prompts, Sequence) and any(map(is_message, prompts)):
             one, options = conversation(self.tokenizer, self.eos_ids, prompts, options)
         else:
             return self._stream(prompts, options, ids, engine_options)
@@ -434,10 +430,13 @@ class Model:
         Raises:
           UserError: as `generate`.
         """
-        if isinstance(prompts, str):
-            raise TypeError("prompts is a list; give [prompt] for a single one")
-        prompts = [prompts] if is_message(prompts) else prompts  # which `encode` refuses
-        rows = [options] * len(prompts) if isinstance(options, Options) else list(options)
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+            raise UserError("prompts is a list: give [prompt] for a single one")
+        # A message is one prompt, which `encode` refuses.
+        prompts = [prompts] if is_message(prompts) else list(prompts)
+        rows = [*options] if isinstance(options, Sequence) else [options] * len(prompts)
+        if not all(isinstance(row, Options) for row in rows):
+            raise UserError(f"options is Options, or a list of them, not {options!r}")
         if not rows or len(rows) != len(prompts):
             raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
         sampled = any(o.temperature > 0 for o in rows)

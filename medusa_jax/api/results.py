@@ -3,9 +3,10 @@
 import dataclasses
 import importlib
 import math
-import sys
+import numbers
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,29 +24,60 @@ from medusa_jax.whole_files import Json
 if TYPE_CHECKING:
     from medusa_jax.constraints import Constraint
 
-# An upper bound for comparisons, which also catch integers too large for a float.
-LARGEST = sys.float_info.max
 # By option: a test of its value, and the description of allowed values.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda n: n >= 1, "at least 1"),
-    "max_steps": (lambda n: n is None or n >= 1, "at least 1"),
+    "max_new_tokens": (lambda n: n >= 1, "a whole number, at least 1"),
+    "max_steps": (lambda n: n is None or n >= 1, "a whole number, at least 1"),
     "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
+    "seed": (lambda _: True, "a whole number"),
+    "stop": (lambda _: True, "text or a list of texts"),
     # Smaller temperatures overflow the logits.
-    "temperature": (lambda t: t == 0 or 1e-30 <= t <= LARGEST, "0 or at least 1e-30"),
+    "temperature": (lambda t: t == 0 or 1e-30 <= t < math.inf, "0 or at least 1e-30"),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
-    "top_k": (lambda k: 0 <= k < 2**31, "0 (off) to 2**31 - 1"),
-    "eos_ids": (lambda ids: not ids or min(ids) >= 0, "token ids, 0 or more"),
+    "top_k": (lambda k: 0 <= k < 2**31, "a whole number, 0 (off) to 2**31 - 1"),
+    "eos_ids": (lambda ids: not ids or min(ids) >= 0, "a list of token ids, 0 or more"),
     "stop_sequences": (
         lambda found: all(ids and min(ids) >= 0 for ids in found),
         "lists of at least one token id, 0 or more",
     ),
     "epsilon": (lambda e: 0 < e <= 1, "in (0, 1]"),
-    "delta": (lambda d: 0 < d <= LARGEST or d == math.inf, "positive"),
-    "presence_penalty": (lambda p: abs(p) <= LARGEST, "a finite number"),
-    "frequency_penalty": (lambda p: abs(p) <= LARGEST, "a finite number"),
-    "repetition_penalty": (lambda p: 0 < p <= LARGEST, "above 0"),
+    "delta": (lambda d: d > 0, "a positive number"),
+    "presence_penalty": (math.isfinite, "a finite number"),
+    "frequency_penalty": (math.isfinite, "a finite number"),
+    "repetition_penalty": (lambda p: 0 < p < math.inf, "a number above 0"),
+    "logit_bias": (
+        lambda pairs: all(i >= 0 and math.isfinite(bias) for i, bias in pairs),
+        "finite numbers by token id, such as {15: -100}",
+    ),
 }
+NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
+
+
+def as_type(value: Any, kind: Any) -> Any:
+    """A value from Python, NumPy or JSON as the type of a field, with Python's own numbers and tuples.
+
+    One text stands for a tuple with it, a mapping for its pairs; its keys may be text, as in JSON.
+
+    Raises:
+      TypeError, ValueError, OverflowError: it has another type.
+    """
+    if isinstance(kind, types.UnionType):
+        if value is None and types.NoneType in typing.get_args(kind):
+            return None
+        *_, kind = (one for one in typing.get_args(kind) if one is not types.NoneType)
+    if typing.get_origin(kind) is tuple:
+        first, last = typing.get_args(kind)
+        if isinstance(value, Mapping):
+            pairs = value.items()
+            value = sorted((int(k) if isinstance(k, str) else k, v) for k, v in pairs)
+        parts = (value,) if isinstance(value, str) else tuple(value)
+        of = [first] * len(parts) if last is ... else [first, last]
+        return tuple(as_type(part, one) for part, one in zip(parts, of, strict=True))
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(value, bool) or not isinstance(value, NUMBERS.get(kind, kind)):
+        raise TypeError
+    return kind(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +129,17 @@ class Options:
     constraint: "Constraint | Json | None" = None
 
     def __post_init__(self) -> None:
+        kinds = {field.name: field.type for field in dataclasses.fields(self)}
         for name, (holds, what) in LIMITS.items():
-            if not holds(getattr(self, name)):
-                raise UserError(f"{name} must be {what}, not {getattr(self, name)}")
-        if isinstance(self.stop, str):  # one string, not its letters
-            object.__setattr__(self, "stop", (self.stop,))
-        bias = dict(self.logit_bias)
-        if any(i < 0 or not abs(value) <= LARGEST for i, value in bias.items()):
-            raise UserError(
-                f"logit_bias are finite numbers by token id, 0 or more, not {bias}"
-            )
-        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+            given = getattr(self, name)
+            try:
+                value = as_type(given, kinds[name])
+                if not holds(value):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
+                shown = repr(given)[:80]
+                raise UserError(f"{name} must be {what}, not {shown}") from None
+            object.__setattr__(self, name, value)
         if self.constraint is not None:
             made = constraints().constraint_of(self.constraint)
             object.__setattr__(self, "constraint", made)
@@ -125,20 +157,6 @@ DEFAULTS = Options()
 def constraints() -> Any:
     """`medusa_jax.constraints`, which only requests with a constraint import."""
     return importlib.import_module("medusa_jax.constraints")
-
-
-def bias_of(value: object) -> tuple[tuple[int, float], ...]:
-    """Biases by token id from a JSON object such as {"15": -100}.
-
-    Raises:
-      UserError: `value` has another form.
-    """
-    with suppress(TypeError, ValueError, OverflowError):
-        if isinstance(value, Mapping) and not any(type(b) is bool for b in value.values()):
-            return tuple((int(token), float(bias)) for token, bias in value.items())
-    raise UserError(
-        f"'logit_bias' must be numbers by token id, such as {{\"15\": -100}}, not {value!r}"
-    )
 
 
 @dataclasses.dataclass

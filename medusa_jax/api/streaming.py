@@ -134,11 +134,6 @@ class GrowingTexts:
         """Rows that have ended, on the device or at a stop string."""
         return self.stopped_B | self._ended
 
-    @property
-    def finished(self) -> bool:
-        """Every row has ended."""
-        return bool(self.ended_B.all())
-
 
 def stream_rows(
     tokenizer: Tokenizer,
@@ -183,7 +178,7 @@ def stream_rows(
             for row in sorted(new):
                 ended(row, found[row])
         yield pieces, None
-        if texts.finished:
+        if texts.ended_B.all():
             break
         progress = chunks.send(texts.stopped_B)
     yield [], results(time.perf_counter())

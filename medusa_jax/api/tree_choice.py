@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -62,7 +62,8 @@ class TreeChoice:
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
         if spec == "auto":
-            automatic = _trees().Automatic.of(drafter, calibrated, storage, *marks)
+            trees = importlib.import_module("medusa_jax.api.automatic")
+            automatic = trees.Automatic.of(drafter, calibrated, storage, *marks)
             ladder[batch] = automatic.tree(batch)
         if ladder:
             spec = tree_at(ladder, batch)
@@ -73,8 +74,3 @@ class TreeChoice:
         used = [tree, *ladder.values(), *(automatic.used(batch) if automatic else ())]
         levels = max(1, *(t.drafted.depth for t in used))
         return cls(tree, calibrated, ladder, automatic, levels)
-
-
-def _trees() -> Any:
-    """The seam of `--tree auto`."""
-    return importlib.import_module("medusa_jax.api.automatic")

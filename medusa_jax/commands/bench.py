@@ -20,6 +20,7 @@ from medusa_jax.commands.flags import (
     generation_options,
     load_model,
 )
+from medusa_jax.console import entries
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.tree.tree import Tree
@@ -104,7 +105,8 @@ class Entrant:
 
 def tree_specs(text: str) -> list[str]:
     """ "auto,cartesian:2x3" -> ["auto", "cartesian:2,3"]."""
-    return [spec.replace("x", ",") if ":" in spec else spec for spec in text.split(",")]
+    found = entries(text) or ["auto"]
+    return [spec.replace("x", ",") if ":" in spec else spec for spec in found]
 
 
 def default_names(model: str | None) -> list[str]:
@@ -119,7 +121,7 @@ def names_of(flags: RaceFlags) -> list[str]:
     """--drafters, or the model's own heads."""
     from medusa_jax.api import default_drafter
 
-    return (flags.drafters or default_drafter(flags.model)).split(",")
+    return entries(flags.drafters or "") or [default_drafter(flags.model)]
 
 
 def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
@@ -131,7 +133,7 @@ def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterato
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
         first = first or model
-        model.share_backbone(first)
+        model.variables = model.variables | {"backbone": first.variables["backbone"]}
         found = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, found)
 
@@ -163,7 +165,7 @@ def run(flags: Flags) -> int:
 
     records = prompts_of(flags)
     out, options = out_directory(flags.out), generation_options(flags)
-    names = names_of(flags) if flags.drafters else default_names(flags.model)
+    names = entries(flags.drafters or "") or default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
     texts, options = all_asked(model, records, options)

@@ -137,7 +137,6 @@ def draw(found: Row, directory: Path) -> None:
     """The tree, and tokens per step and latency over its size, as PNG."""
     from medusa_jax import plots
 
-    directory.mkdir(parents=True, exist_ok=True)
     evidence = found["evidence"]
     ladder = evidence["ladder"]
     plots.draw_tree(found["choices"], path=str(directory / "tree.png"))

@@ -53,6 +53,7 @@ class Chat:
     results: list[Result] = dataclasses.field(default_factory=list)
     _asked: str = ""
     _answered: bool = False
+    _stopped: bool = False
     _retries: int = 0
 
     def __post_init__(self) -> None:
@@ -142,12 +143,10 @@ class Chat:
         """Answer the last turn again."""
         if not self._asked:
             raise UserError("nothing has been asked yet")
-        if self.options.temperature == 0:
+        if self.options.temperature == 0 and self._answered and not self._stopped:
             raise UserError(
                 "at temperature 0 the reply would be the same: write /temperature 0.7"
             )
-        if self._answered:
-            del self.messages[-2:]
         self._retries += 1
         self.reply()
 
@@ -197,13 +196,15 @@ class Chat:
     def reply(self) -> None:
         """Answer the last user turn; Ctrl-C ends the answer, not the chat.
 
-        A reply that ends before its first word is dropped with its turn: models that read an empty
-        reply tend to give further ones.
+        It replaces an earlier answer to the turn. A reply that ends before its first word changes nothing: models
+        that read an empty reply tend to give further ones.
 
         Raises:
-          UserError: the turn alone is too long for the context, or cannot be answered; it is taken back.
+          UserError: the turn alone is too long for the context, or cannot be answered; nothing changes.
         """
-        self.messages.append({"role": "user", "content": self._asked})
+        before = self.messages
+        asked = {"role": "user", "content": self._asked}
+        self.messages = [*(before[:-2] if self._answered else before), asked]
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
         shown, note = "", "(stopped)"
         try:
@@ -218,18 +219,18 @@ class Chat:
                 if done:
                     note = self._note(done[0], shown)
         except UserError:
-            self.messages.pop()
+            self.messages = before
             raise
         except KeyboardInterrupt:
             pass
         sys.stdout.write("\n")
         sys.stdout.flush()
         inform(note)
-        self._answered = bool(shown.strip())
-        if self._answered:
+        if shown.strip():
             self.messages.append({"role": "assistant", "content": shown})
+            self._answered, self._stopped = True, note == "(stopped)"
         else:
-            self.messages.pop()
+            self.messages = before
 
     def _note(self, result: Result, shown: str) -> str:
         """The line below a whole reply."""

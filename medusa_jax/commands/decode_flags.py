@@ -12,6 +12,7 @@ from medusa_jax.commands.flags import (
     flag,
     numbers,
 )
+from medusa_jax.console import entries
 
 EXAMPLES = """examples:
   python decode.py --prompt "import os" --show_drafts --compare                one text of the demo
@@ -30,7 +31,7 @@ NOTHING_ASKED = (
 
 def biases(text: str) -> dict[int, float]:
     """ "15=-100,7=2.5" -> {15: -100.0, 7: 2.5}."""
-    pairs = [part.split("=") for part in text.split(",")] if text else []
+    pairs = (part.split("=") for part in entries(text))
     return {int(token): float(bias) for token, bias in pairs}
 
 

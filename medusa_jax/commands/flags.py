@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from medusa_jax.console import inform, run_main
+from medusa_jax.console import entries, inform, run_main
 from medusa_jax.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
@@ -125,17 +125,14 @@ class Program(Generic[Parsed]):
     run: Callable[[Parsed], int]
     examples: str = ""
 
-    def parser(self) -> Parser:
-        """All flags."""
-        return parser_of(self.kind, self.name, self.examples)
-
     def parse(self, argv: Sequence[str] | None = None) -> Parsed:
         """The flags of a command line.
 
         Raises:
           UserError: an unknown flag, or a bad value.
         """
-        return self.kind(**vars(self.parser().parse_args(argv)))
+        parser = parser_of(self.kind, self.name, self.examples)
+        return self.kind(**vars(parser.parse_args(argv)))
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Parse, and run; bad input is one line and exit status 2."""
@@ -161,7 +158,9 @@ def numbers(
 
     def read(text: str) -> tuple[Any, ...]:
         try:
-            found = () if text == "none" else tuple(kind(part) for part in text.split(","))
+            found = () if text == "none" else tuple(map(kind, entries(text)))
+            if not found and text != "none":
+                raise ValueError
         except ValueError:
             raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}") from None
         if least is not None and any(number < least for number in found):

@@ -5,7 +5,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,17 @@ from tqdm import tqdm
 from medusa_jax import hosts
 from medusa_jax.api import Options
 from medusa_jax.api.asking import equal_batches
-from medusa_jax.api.results import bias_of, constraints
+from medusa_jax.api.results import as_type
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.whole_files import Json, parse_json, read_text
 
 if TYPE_CHECKING:
     from medusa_jax.commands.decode_run import Job
+
+
+# The type of each form of a prompt. A request has one of them.
+PROMPTS: dict[str, Any] = {"prompt": str, "prompt_ids": tuple[int, ...], "messages": list}
 
 
 def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
@@ -58,58 +61,17 @@ def _request(record: Any) -> tuple[Any, Json]:
     """The prompt of a line (a text, a tuple of token ids or a list of messages) and its options."""
     if not isinstance(record, dict) or len(PROMPTS.keys() & record.keys()) != 1:
         raise UserError("a request needs one 'prompt', 'prompt_ids' or 'messages'")
-    known, own = PROMPTS | READERS, {}
-    for name, value in record.items():
+    known = [*PROMPTS, *(field.name for field in dataclasses.fields(Options))]
+    for name in record:
         if name not in known:
             near = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
             raise UserError(f"unknown field {name!r}{near}")
-        try:
-            own[name] = known[name](value)
-        except TypeError as error:
-            raise UserError(f"'{name}' cannot be {repr(value)[:80]}") from error
-    [prompt] = PROMPTS.keys() & own.keys()
-    return own.pop(prompt), own
-
-
-def _exactly(*kinds: type) -> Callable[[Any], Any]:
-    """Reads a value of one of these types; a bool is not a number."""
-
-    def read(value: Any) -> Any:
-        if type(value) not in kinds:
-            raise TypeError
-        return value
-
-    return read
-
-
-def _several(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads a list of values of one type."""
-    return lambda value: tuple(map(_exactly(kind), _exactly(list)(value)))
-
-
-_ids, _texts = _several(int), _several(str)
-# Readers of JSON values by field. A request has one of the first three.
-PROMPTS: dict[str, Callable[[Any], Any]] = {
-    "prompt": _exactly(str),
-    "prompt_ids": _ids,
-    "messages": _exactly(list),
-}
-_NUMBERS: dict[Any, Callable[[Any], Any]] = {
-    int: _exactly(int),
-    int | None: _exactly(int),
-    float: _exactly(float, int),
-}
-READERS: dict[str, Callable[[Any], Any]] = {
-    field.name: _NUMBERS[field.type]
-    for field in dataclasses.fields(Options)
-    if field.type in _NUMBERS
-} | {
-    "stop": lambda value: (value,) if isinstance(value, str) else _texts(value),
-    "eos_ids": _ids,
-    "stop_sequences": lambda value: tuple(_ids(ids) for ids in _exactly(list)(value)),
-    "logit_bias": bias_of,
-    "constraint": lambda value: value and constraints().constraint_of(value),
-}
+    [name] = PROMPTS.keys() & record.keys()
+    value = record.pop(name)
+    try:
+        return as_type(value, PROMPTS[name]), record
+    except (TypeError, ValueError) as error:
+        raise UserError(f"'{name}' cannot be {repr(value)[:80]}") from error
 
 
 def answer(job: "Job", batch_size: int, show_drafts: bool) -> int:

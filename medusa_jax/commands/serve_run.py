@@ -165,6 +165,8 @@ def listening(host: str, port: int) -> socket.socket:
     Raises:
       UserError: the address is not available.
     """
+    if not host:  # which would be every address of the machine
+        raise UserError("--host is empty: give the address to listen on")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=256)

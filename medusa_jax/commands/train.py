@@ -16,6 +16,7 @@ from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, pars
 from medusa_jax.commands.following import following
 from medusa_jax.config import Config, DataConfig, HeadsConfig
 from medusa_jax.console import (
+    entries,
     inform,
     run_main,
     use_compilation_cache,
@@ -132,7 +133,7 @@ def tell_engines(cfg: Config) -> None:
 
 def prompts_in(data: DataConfig) -> str:
     """A file with prompts for `calibrate`: held-out text, else text that heads learned from."""
-    source = data.eval_source or data.source.split(",")[0].strip()
+    source = data.eval_source or entries(data.source)[0]
     inside = os.path.join(source, "samples.jsonl")  # as `distill` writes them
     return inside if os.path.isfile(inside) else source
 
@@ -258,7 +259,7 @@ def reader(kind: Any) -> Callable[[str], Any]:
                 raise ValueError
             return known[text.lower()]
         if typing.get_origin(kind) is tuple:
-            parts = tuple(int(x) for x in text.strip("()[] ").split(","))
+            parts = tuple(int(x) for x in entries(text.strip("()[] ")))
             if len(parts) != len(typing.get_args(kind)):
                 raise ValueError
             return parts

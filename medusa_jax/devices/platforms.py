@@ -88,20 +88,6 @@ class Program(Generic[R]):
         result: R = self._of(platform())(*args)
         return result
 
-    def eval_shape(self, *args: Any) -> R:
-        """The result's shapes."""
-        shapes: R = self._of(platform()).eval_shape(*args)
-        return shapes
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """The program for these arguments, or their shapes, on this platform."""
-        lowered: jax.stages.Lowered = self._of(platform()).lower(*args)
-        return lowered
-
-    def clear_cache(self) -> None:
-        """Forget what was compiled for this platform."""
-        self._of(platform()).clear_cache()
-
-    def cached(self) -> int:
-        """Number of programs that were traced for this platform."""
-        return int(self._of(platform())._cache_size())
+    def __getattr__(self, name: str) -> Any:
+        """The others of the jitted function's methods, such as `lower` and `eval_shape`."""
+        return getattr(self._of(platform()), name)

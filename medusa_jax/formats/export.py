@@ -80,7 +80,6 @@ class Export:
 
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
         """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
-        os.makedirs(out, exist_ok=True)
         path = os.path.join(out, name)
         if name.endswith(".safetensors"):
             tensor_files.save_safetensors(path, arrays, {"format": "pt"})

@@ -34,7 +34,7 @@ from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.interop.tensor import cast, whole
 from medusa_jax.interop.tensors import optional_json, read_json, save_json
 from medusa_jax.interop.tokenizer_files import copy_inside, copy_tokenizer
-from medusa_jax.whole_files import Json, write_text
+from medusa_jax.whole_files import Json, replacing, write_text
 
 
 def to_native(export: Export, out: str) -> None:
@@ -72,7 +72,6 @@ def to_merged(export: Export, out: str) -> None:
     kind = np.dtype(dtype or first.dtype)
     shapes = {key: tensor.shape for key, tensor in backbone.items()}
     shapes |= {key: array.shape for key, array in arrays.items()}
-    os.makedirs(out, exist_ok=True)
     save_weights(out, shapes, read, kind)
     raw = read_json(os.path.join(base.source, "config.json"))
     if raw.get("tie_word_embeddings"):
@@ -121,19 +120,20 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     stored, base = export.stored, export.base.config
     drafter = stored.heads.drafter
     target = TARGETS[target].instead.get(drafter, target)
-    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+    if not out or (os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out))):
         # Engines load every file of weights in the directory.
-        raise UserError(f"{out} is not empty: give --out a new directory")
+        raise UserError(f"{out!r} is not empty: give --out a new directory")
     fingerprint = None if allow_other_base else export.base.fingerprint()
     check_base(stored, base, fingerprint, allow_other_base)
     if reason := why_not(stored.heads, target, base):
         raise UserError(f"{stored.source}: {reason}")
     write = WRITERS.get(f"{target} {drafter}") or WRITERS[target]
-    write(export, out)
     row, tree = TARGETS[target], optional_json(os.path.join(stored.directory, "tree.json"))
     loading = row.loading_eagle if drafter == "eagle" and row.loading_eagle else row.loading
-    name = os.path.basename(os.path.normpath(out))
-    write_text(os.path.join(out, "README.md"), model_card(export, loading, name, tree))
+    card = model_card(export, loading, os.path.basename(os.path.normpath(out)), tree)
+    with replacing(out) as new:
+        write(export, new)
+        write_text(os.path.join(new, "README.md"), card)
     return target
 
 

@@ -107,8 +107,6 @@ def save_backbone(
         array = on_host(leaves[name]).astype(np.dtype(dtype))
         return array.T if transposed[name] else array
 
-    if write:
-        os.makedirs(directory, exist_ok=True)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     save_weights(directory, shapes, read, dtype, write)
     if write:

@@ -129,7 +129,6 @@ def save_heads(
         "base": base,
         "recipe": recipe,
     }
-    os.makedirs(directory, exist_ok=True)
     weights = os.path.join(directory, WEIGHTS)
     tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
     tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)

@@ -27,7 +27,6 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
     if not (tokenizer_path or model_path):
         return {}
     folder = resolve(tokenizer_path or model_path, TOKENIZER_FILES)
-    os.makedirs(directory, exist_ok=True)
     for pattern in NAMES:
         for name in glob.glob(pattern, root_dir=folder):
             copy_inside(folder, name, directory)

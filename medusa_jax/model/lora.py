@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax.traverse_util import unflatten_dict
 from jax import lax
 
-from medusa_jax.arch import LlamaConfig, LoraConfig
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import LoraConfig
 from medusa_jax.model.dropout import dropout_by_seed
 from medusa_jax.model.product import product
 from medusa_jax.sharding import Params, PyTree

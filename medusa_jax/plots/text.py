@@ -139,6 +139,5 @@ def draw_accepted_text(segments: Sequence[tuple[str, int]], path: str | Path) ->
     path = Path(path)
     if path.suffix != ".svg":
         raise UserError(f"{path}: pictures of text are SVG, so the name must end in .svg.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, accepted_text_svg(segments))
     return path

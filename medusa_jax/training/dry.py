@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from medusa_jax.config import Config, DataConfig, ModelConfig
+from medusa_jax.console import entries
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
@@ -67,7 +68,7 @@ def dry_run(cfg: Config) -> Json:
       UserError: inconsistent sizes.
     """
     tokenizer = cfg.model.tokenizer or cfg.model.path
-    if os.path.exists(cfg.data.source.split(",")[0].strip()) and is_here(tokenizer):
+    if any(map(os.path.exists, entries(cfg.data.source)[:1])) and is_here(tokenizer):
         print(preview(cfg.data, tokenizer))
     shapes = step_shapes(cfg)
     report = sizes(shapes)

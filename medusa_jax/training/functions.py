@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
-from medusa_jax.config import TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
@@ -31,6 +31,7 @@ from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.stage import GroupedBackbone, make_stage
+from medusa_jax.whole_files import replacing
 
 
 class HeadFunctions:
@@ -129,7 +130,8 @@ class HeadFunctions:
         if vocabulary.GROUP in frozen:
             params = params | {vocabulary.GROUP: frozen[vocabulary.GROUP]}
         record = base_record(self.arch, base.fingerprint())
-        save_heads(directory, self.heads, params, base=record, recipe={})
+        with replacing(directory) as new:
+            save_heads(new, self.heads, params, base=record, recipe={})
 
     def _batch(
         self, tokens_BT: Any, counted_BT: Any, segments: Any, positions: Any

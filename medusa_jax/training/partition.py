@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from medusa_jax.arch import LoraConfig
-from medusa_jax.config import TrainConfig
+from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 
 

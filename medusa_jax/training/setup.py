@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
-from medusa_jax.config import ModelConfig, TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import LoraConfig, ModelConfig, TrainConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary

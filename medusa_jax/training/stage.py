@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig, LoraConfig
-from medusa_jax.config import TrainConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter

@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from medusa_jax.training.placement import (
 from medusa_jax.training.run_log import RunLog
 from medusa_jax.training.setup import draft_vocab, export, load_setup, with_draft_vocab
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.whole_files import Json
+from medusa_jax.whole_files import Json, replacing
 
 
 class TrainState(NamedTuple):
@@ -228,13 +228,17 @@ class Run:
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
     def export(self, name: str, n: int, state: TrainState, **more: Json) -> str:
-        """Write the result of step n, with its recipe, to `<workdir>/<name>/`; returns that path."""
+        """Write the result of step n, with its recipe, to `<workdir>/<name>/`; returns that path.
+
+        A new directory appears complete; in one that exists each file is replaced by itself.
+        """
         cfg, setup, directory = self.cfg, self.setup, os.path.join(self.cfg.workdir, name)
         recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(cfg)}
         if setup.heads_recipe is not None:
             recipe["start"] = setup.heads_recipe
         recipe |= more
-        export(directory, cfg.model, cfg.heads, cfg.lora, setup, state.params, recipe)
+        with replacing(directory) if hosts.first() else nullcontext(directory) as new:
+            export(new, cfg.model, cfg.heads, cfg.lora, setup, state.params, recipe)
         return directory
 
 

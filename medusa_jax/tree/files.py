@@ -133,6 +133,8 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
         number (the first nodes of its `growth`).
       platform: where the tree will run, see `auto_tree`.
     """
+    if not isinstance(spec, str):
+        raise UserError(f"a tree is a Tree or text such as chain:4, not {spec!r}")
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
         heads = parse_tree(spec, calibrated, platform).drafted

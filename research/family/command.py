@@ -19,7 +19,7 @@ from pathlib import Path
 
 from medusa_jax.commands import train
 from medusa_jax.commands.flags import at_least, flag, parser_of
-from medusa_jax.console import inform, run_main, use_compilation_cache
+from medusa_jax.console import entries, inform, run_main, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_json, write_text
 from research.family.measure import Study, measure_one, race_first_seeds
@@ -133,7 +133,7 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     use_compilation_cache()
-    names = flags.drafters.split(",")
+    names = entries(flags.drafters)
     if "eagle" in names and flags.lm_head != "shared":
         raise UserError(
             f"eagle predicts hidden states for the model's LM head, so it needs --lm_head shared, "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import inform
+from medusa_jax.console import entries, inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.names import DRAFTERS
 from research.hardware.summary import write_summary
@@ -100,7 +100,7 @@ def run(flags: Flags) -> int:
     """Run the parts; the exit status is 1 if a process failed."""
     flags = replace(flags, out=str(Path(flags.out).resolve()))
     out = Path(flags.out)
-    parts = flags.parts.split(",")
+    parts = entries(flags.parts)
     for part in parts:
         if part not in LIMITS:
             known = ", ".join(LIMITS)

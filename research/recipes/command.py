@@ -22,7 +22,7 @@ import numpy as np
 from medusa_jax.api import load
 from medusa_jax.commands.flags import Program
 from medusa_jax.config import DataConfig
-from medusa_jax.console import inform, use_compilation_cache
+from medusa_jax.console import entries, inform, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.interop import hf
 from medusa_jax.sharding import make_mesh
@@ -43,7 +43,7 @@ def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     """Run all variants and seeds; returns their figures, which are also in the result files."""
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
-    names = flags.variants.split(",") if flags.variants else list(variants())
+    names = entries(flags.variants or "") or list(variants())
     if unknown := [n for n in names if n not in variants()]:
         raise UserError(
             f"unknown variant {unknown[0]!r}: there are {', '.join(variants())}"

@@ -119,6 +119,18 @@ def test_retry_answers_the_last_turn_with_other_draws(talk):
     assert len({*replies[-3:]}) == 3
     greedy = talk("in", "/retry")
     assert len(greedy[3]) == 1 and "at temperature 0" in greedy[2]
+    *_, prompts = talk("in", "/retry", "/retry", during=(1, 1))
+    assert prompts == ["uin.a"] * 2  # the first one was stopped
+
+
+def test_a_retry_without_an_answer_keeps_the_last_one(talk):
+    """Stopped before its first word, or of a turn that is too long: nothing is lost."""
+    flags = ("--temperature", "1.5")
+    said = "in", "/retry", "the", "d" * 200, "/retry", "a"
+    status, out, err, prompts = talk(*said, during=(2, 0), flags=flags)
+    first, _, third, _ = out.split("\n")[:4]
+    assert status == 0 and err.count("shorten it") == 2
+    assert prompts[2:] == [f"uin.a{first}uthe.a", f"uin.a{first}uthe.a{third}ua.a"]
 
 
 @pytest.mark.parametrize("rule", ["auto", "typical"])
@@ -172,8 +184,3 @@ def test_old_turns_are_forgotten_when_the_context_is_full(talk):
     status, _, err, prompts = talk(*[long + str(i) for i in range(8)])
     assert status == 0 and "oldest turns are forgotten" in err
     assert len(prompts) == 8 and all(len(p) < 2 * CONTEXT for p in prompts)
-
-
-def test_a_turn_that_cannot_fit_is_refused_and_the_chat_goes_on(talk):
-    status, _, err, prompts = talk("d" * 200, "in")
-    assert status == 0 and "shorten it" in err and prompts == ["uin.a"]

@@ -11,10 +11,11 @@ import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.api import find_heads
 from medusa_jax.commands import bench, calibrate, convert, distill
-from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.config import DataConfig
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
+from medusa_jax.formats import export_heads
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_config import read_config
 from medusa_jax.training.data.rows import TokenRows
@@ -28,7 +29,7 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     code = calibrate.main(
         [
             f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4", "--rounds=2",
+            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
             "--batches=1,2", f"--plots={tmp_path}/plots",
         ]
     )  # fmt: skip
@@ -90,7 +91,7 @@ def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
     directory, prompts = files
     arguments = [
         "race", f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
-        f"--drafters={directory}/heads,prompt_lookup@copy:2", "--trees=chain:2,cartesian:2x2",
+        f"--drafters={directory}/heads,prompt_lookup@copy:2,", "--trees=chain:2,cartesian:2x2,",
         "--limit=2", "--max_new_tokens=20", "--repeats=1",
     ]  # fmt: skip
     assert bench.main(arguments) == 0
@@ -131,7 +132,7 @@ def test_a_flag_is_declared_once():
         Flags(out="a", names=["b", "c"], limit=0.5, quick=True, rows=3),
         Flags(out="a"),
     ]
-    text = main.parser().format_help()
+    text = parser_of(main.kind, main.name).format_help()
     assert "rows of a batch (default: 3)" in text and "What it does." in text
     assert "at most\n" in text
     for wrong in ("--rows=0", "--names=b"):  # too few; no --out
@@ -199,3 +200,14 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
     there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
     assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
+
+
+def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "made" / "tgi"
+    monkeypatch.setattr(export_heads, "write_text", full)
+    assert convert.main(["--drafter", "medusa", "--to", "tgi", "--out", str(out)]) == 2
+    assert f"{out} could not be written" in capfd.readouterr().err
+    assert not any(out.parent.iterdir())

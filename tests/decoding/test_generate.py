@@ -219,13 +219,13 @@ def test_warming_up_compiles_all():
     for program in programs[2:]:  # small ones, which other tests have compiled
         program.clear_cache()
     loop.warm_up(engine, variables, request)
-    before = [program.cached() for program in programs]
+    before = [program._cache_size() for program in programs]
     progress = loop.generate(engine, variables, request)
     chunks = loop.stream(engine, variables, request)
     next(chunks)
     chunks.send(np.arange(ROWS) == 0)
     list(chunks)
-    assert before == [program.cached() for program in programs]
+    assert before == [program._cache_size() for program in programs]
     assert texts_of(progress) == [cut(t, ((6,),))[0] for t in plain_texts()]
 
 
@@ -233,13 +233,13 @@ def test_trees_of_one_depth_read_prompts_with_one_program():
     engine, variables = all_accepted()
     request = request_of([2] * ROWS)
     loop.begin(engine, variables, request)
-    programs = loop.prefill.cached()
+    programs = loop.prefill._cache_size()
     wide, _ = all_accepted(Tree.from_choices([[0], [1], [0, 0], [0, 0, 0]]))
     loop.begin(wide, variables, request)
-    assert loop.prefill.cached() == programs
+    assert loop.prefill._cache_size() == programs
     deeper, _ = all_accepted(Tree.chain(2))
     loop.begin(deeper, variables, request)
-    assert loop.prefill.cached() == programs + 1
+    assert loop.prefill._cache_size() == programs + 1
     copying = Tree.copies(3), Tree.from_choices([[0], *Tree.copies(3).choices])
     one, other = (all_accepted(tree)[0].depth_only for tree in copying)
     assert one == other != engine.depth_only

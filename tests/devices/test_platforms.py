@@ -72,7 +72,7 @@ def test_a_program_has_the_options_of_its_platform(monkeypatch):
         assert int(add(2, np.int32(3))) == 5
         assert asked[-1 if name == "tpu" else 0]["compiler_options"] == options
     assert len(asked) == 2  # one for each platform
-    assert add.cached() == 1
+    assert add._cache_size() == 1
     assert "stablehlo" in add.lower(2, np.int32(3)).as_text()
 
 

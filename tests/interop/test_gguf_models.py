@@ -245,7 +245,7 @@ def test_ids_that_a_sentencepiece_file_does_not_say(tmp_path):
 
 
 def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
-    """By its bytes: a copy elsewhere is the same file, a changed one is another."""
+    """By its bytes, read once: a copy elsewhere is the same file, a changed one is another."""
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
     zeros = {"output_norm.weight": np.zeros(D, np.float32)}
     other = tiny(tmp_path / "c.gguf", tokenizer_json, changes=zeros)
@@ -253,6 +253,9 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
     assert make_directory(other) != first
     os.rename(path, tmp_path / "b.gguf")
     monkeypatch.setattr(convert, "convert", None)
+    monkeypatch.setattr(convert.time, "time", lambda: 1e11)  # the files are old
+    assert make_directory(str(tmp_path / "b.gguf")) == first != make_directory(other)
+    monkeypatch.setattr(convert.hashlib, "file_digest", None)
     assert make_directory(str(tmp_path / "b.gguf")) == first
 
 
@@ -311,7 +314,7 @@ def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, mo
 def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with refused("pip install gguf"):
+    with refused(r"pip install 'medusa-jax\[gguf\]'"):
         make_directory(path)
 
 

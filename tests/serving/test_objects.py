@@ -177,9 +177,9 @@ def test_echo_of_prompts_longer_than_a_piece(port):
         np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
         first, *rest = echo.top_logprobs
         assert first is None and [len(one) for one in rest] == [2] * 69
-        programs = read_scored.cached()
+        programs = read_scored._cache_size()
         echo_of(port.model, "", [3, 4], 0, piece)  # the same program for every length
-        assert read_scored.cached() == programs
+        assert read_scored._cache_size() == programs
 
 
 @pytest.mark.parametrize("template", ["", "plain"])

@@ -1,6 +1,7 @@
 """Heads trained by anybody's loop: the functions are the trainer's, for every kind of heads."""
 
 import dataclasses
+import os
 
 import family
 import jax
@@ -17,6 +18,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.interop import own_heads
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.training import losses
@@ -114,12 +116,16 @@ def test_every_weight_has_a_gradient_and_the_start_can_be_improved(name):
     assert last < 0.97 * first
 
 
-def test_heads_are_saved_for_their_backbone(tmp_path):
+def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):
     """And read back with their draft vocabulary; another shape is refused."""
     _, functions, frozen, _ = problem("eagle3")
     params = functions.init(jax.random.key(0), frozen)
     save_backbone(str(tmp_path / "model"), ARCH, frozen["backbone"], "float32")
     out = str(tmp_path / "heads")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="could not"):
+        patch.setattr(own_heads, "DESCRIPTION", "too long" * 40)
+        functions.save(out, params, frozen, str(tmp_path / "model"))
+    assert os.listdir(tmp_path) == ["model"]
     functions.save(out, params, frozen, str(tmp_path / "model"))
     stored = open_heads(out)
     assert stored.heads == functions.heads

@@ -58,8 +58,8 @@ def moments(workdir, chance, seconds):
         "hidden states": lambda: since(begun, workdir.glob("features/*/*.new")),
         "a step": lambda: lines(workdir) >= until,
         "a save": lambda: since(begun, workdir.glob("checkpoints/*.orbax-checkpoint-tmp*")),
-        "an evaluation": lambda: since(begun, workdir.glob("best/*.new")),
-        "the export": lambda: since(begun, workdir.glob("export/*")),
+        "an evaluation": lambda: since(begun, workdir.glob("best*")),
+        "the export": lambda: since(begun, workdir.glob("export*")),
     }
 
 

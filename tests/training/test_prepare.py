@@ -220,8 +220,8 @@ def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("source", "data", "words"),
     [
-        ("", {}, "data.source is empty"),
-        ("/no/such/file.jsonl", {}, "no file or token directory /no/such/file.jsonl"),
+        (" ,", {}, "data.source is empty"),
+        ("/no/such/file.jsonl,", {}, "no file or token directory /no/such/file.jsonl"),
         ("/no/such", {"format": "tokens"}, "has no tokens.npy"),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,21 @@ def run(cfg, workdir):
     cfg.workdir = str(workdir)
     os.makedirs(workdir, exist_ok=True)
     return trainer.train(cfg)
+
+
+def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
+    def full(directory, *_):
+        os.makedirs(directory)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "export", full)
+    own = types.SimpleNamespace(heads_recipe=None, params={})
+    cfg = tiny_config("", "medusa1")
+    cfg.workdir = str(tmp_path)
+    run = types.SimpleNamespace(cfg=cfg, setup=own, steps=1)
+    with pytest.raises(UserError, match=r"export could not.*No space left"):
+        trainer.Run.export(run, "export", 1, own)
+    assert not os.listdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

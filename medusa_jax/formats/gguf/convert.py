@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
-from functools import lru_cache
+import threading
+import time
+from contextlib import suppress
 
 import filelock
 
@@ -21,7 +23,7 @@ from medusa_jax.interop.hf import locate
 from medusa_jax.interop.hf_config import parse_config
 from medusa_jax.interop.tensors import GGUF_LINK, Source, save_json
 from medusa_jax.model.placing import abstract_params
-from medusa_jax.whole_files import Json, replacing
+from medusa_jax.whole_files import Json, read_text, replacing, write_text
 
 # Names of sampling options in GGUF metadata -> in generation_config.json.
 SAMPLING = {
@@ -75,7 +77,7 @@ def _link(directory: str, path: str) -> None:
     """Let the link in a directory point to where the weights are now."""
     link = os.path.join(directory, GGUF_LINK)
     if os.path.realpath(link) != os.path.realpath(path):
-        new = f"{link}.{os.getpid()}"
+        new = f"{link}.{os.getpid()}.{threading.get_ident()}"
         # The links in the hub's cache lead to files that are named by checksums; the names here tell the parts.
         os.symlink(os.path.abspath(path), new)
         os.replace(new, link)
@@ -83,18 +85,25 @@ def _link(directory: str, path: str) -> None:
 
 def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
-    sums = []
-    for name in split_files(path):
-        about = os.stat(name)
-        sums.append(_sha256(name, about.st_size, about.st_mtime_ns))
+    sums = [_sha256(name) for name in split_files(path)]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
-@lru_cache(maxsize=64)
-def _sha256(name: str, size: int, changed: int) -> str:
-    """The checksum of a file, computed once while its size and time of change stay the same."""
+def _sha256(name: str) -> str:
+    """The checksum of a file, noted for later starts: gigabytes take seconds to read."""
+    about = os.stat(name)
+    marks = os.path.realpath(name), about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    key = hashlib.sha256(repr(marks).encode()).hexdigest()[:24]
+    note = os.path.join(cache_directory("gguf"), f"{key}.sha256")
+    with suppress(UserError):
+        return read_text(note)
     with open(name, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # A new file may change again within the resolution of its times.
+    if time.time() - about.st_ctime > 2:
+        with suppress(UserError):
+            write_text(note, digest)
+    return digest
 
 
 def convert(path: str, directory: str) -> None:

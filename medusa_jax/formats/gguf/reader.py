@@ -266,6 +266,6 @@ def _package() -> Any:
         import gguf
     except ImportError as error:
         raise UserError(
-            "GGUF files are read with the gguf package: pip install gguf"
+            "GGUF files need the package gguf: pip install 'medusa-jax[gguf]'"
         ) from error
     return gguf

@@ -9,7 +9,6 @@ from typing import Any
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import ending_turns
-from medusa_jax.api.results import bias_of
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
 from medusa_jax.interop.literal_text import literal_text
@@ -231,7 +230,8 @@ def _stops(fields: Fields) -> tuple[str, ...]:
 
 def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
     with fields.blamed("logit_bias"):
-        biases = bias_of(fields.take("logit_bias", (dict,), "numbers by token id", {}))
+        given = fields.take("logit_bias", (dict,), "numbers by token id", {})
+        biases = Options(logit_bias=given).penalties.bias
     if any(not -100 <= bias <= 100 for _, bias in biases):
         raise fields.refused("logit_bias", "should be numbers from -100 to 100")
     return biases

@@ -266,7 +266,6 @@ def write_tokens(
     arrays = {"tokens.npy": np.concatenate(samples), "doc_starts.npy": starts}
     if counted is not None:
         arrays["counted.npy"] = np.concatenate(counted)
-    os.makedirs(directory, exist_ok=True)
     for name, array in arrays.items():
         write_array(os.path.join(directory, name), array)
 

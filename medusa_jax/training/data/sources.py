@@ -17,6 +17,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from medusa_jax.config import DataConfig, ModelConfig
+from medusa_jax.console import entries
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.training.data.rows import TokenRows, write_tokens
 from medusa_jax.whole_files import decode_text, read_text, replacing, write_json
@@ -37,10 +38,10 @@ def names(source: str) -> list[str]:
     """The names in `data.source`.
 
     Raises:
-      UserError: one of them is empty.
+      UserError: there is none.
     """
-    found = [name.strip() for name in source.split(",")]
-    if not all(found):
+    found = entries(source)
+    if not found:
         raise UserError("data.source is empty: name a file, a directory or a dataset id")
     return found
 
@@ -213,7 +214,6 @@ def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: 
         # Seam: a source that holds tokens needs no tokenizer.
         text = importlib.import_module("medusa_jax.training.data.tokenise")
         ids, counted, report = text.tokenise(source, path, pack)
-        os.makedirs(os.path.dirname(os.path.abspath(directory)), exist_ok=True)
         with replacing(directory) as new:
             write_tokens(new, ids, counted)
             write_json(os.path.join(new, "report.json"), report)
