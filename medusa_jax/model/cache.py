@@ -89,7 +89,7 @@ class KVCache(struct.PyTreeNode):
             source_B1L1 = source_BL[:, None, :, None]
             return jnp.take_along_axis(x_BGSH, source_B1L1, axis=2, mode="clip")
 
-        # One kernel for all layers on a GPU, where each would be launched on its own without the barrier.
+        # On a GPU one kernel gathers for all layers; without the barrier XLA makes it one per layer.
         leaves, structure = jax.tree.flatten(self)
         rows = lax.optimization_barrier(jnp.stack([accepted(x) for x in leaves]))
         moved = [write_rows(x, new, length_B) for x, new in zip(leaves, rows)]

@@ -130,7 +130,7 @@ def test_a_model_without_a_tokenizer(directory, decode, refused, tmp_path):
 
 
 def test_stop_and_standard_input(decode, monkeypatch):
-    """Whose byte order mark is no part of the prompt."""
+    """A byte order mark on standard input does not reach the prompt."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffthe cat"))
     whole = json.loads(decode("--prompt", "-", "--json")[1])
     stop = whole["text"][6:9]

@@ -84,7 +84,7 @@ def _choice(rng, depth):
 
 
 def _shared(rng, depth):
-    """A list of what the root defines."""
+    """A list whose items refer to a schema in the root's `$defs`."""
     if depth == 0:  # below the root
         return _array(rng, depth)
     of = {"type": "array", "items": {"$ref": "#/$defs/one"}, "maxItems": 2}
@@ -206,7 +206,7 @@ def check(model, name, constraints, obeys, rows):
     ],
 )
 def test_texts_obey(kind, count, rows, least, model):
-    """The share of the texts that end is no less than `least`."""
+    """Every text obeys, and more than `least` of them end before their limit."""
     rng = random.Random(count)
     make, obeys = KINDS[kind]
     constraints = [{kind: make(rng)} for _ in range(count)]

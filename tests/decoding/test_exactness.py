@@ -57,7 +57,7 @@ STATIC = [
     Tree.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]]),
     COPYING[1],
 ]
-# Rows of all kinds, the second of which asks for nothing.
+# One row for each kind of option; the second has none.
 ASKED = [
     Asked(presence=0.7, frequency=0.4, bias=((3, 2.0), (5, -100.0))),
     Asked(),

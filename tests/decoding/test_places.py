@@ -1,6 +1,6 @@
-"""Bars, biases, penalties and constraints: whose definitions they are, and what is drafted with them.
+"""Bars, biases, penalties and constraints equal other libraries' definitions, and drafts follow them.
 
-That texts are those of the definitions, with and without drafts, is in `test_exactness.py`.
+`test_exactness.py` compares whole texts with these definitions, with and without drafts.
 """
 
 import jax
@@ -114,7 +114,7 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     progress = loop.generate(engine, variables, request)
     first, second, third = texts_of(progress)
     assert first == [7] * 9 and len(set(second)) == 9 and set(third) <= {V - 2, V - 1}
-    # Drafts are ranked with the penalties of the root: what is forced is drafted.
+    # Drafts are ranked with the penalties of the root, so heads draft the forced token.
     assert np.asarray(progress.histogram_BL)[0, -1] >= 2
 
 
@@ -131,7 +131,7 @@ def test_log_probabilities_stay_the_models_own():
 
 
 def test_a_text_that_is_forced_is_drafted():
-    """Untrained heads know nothing: what is accepted is what the constraint leaves alone."""
+    """Untrained heads guess at random, so a draft is accepted only where the constraint allows one token."""
     engine, variables = medusa(Tree.chain(3), n_heads=3)
 
     def lengths(forcing):
@@ -143,7 +143,7 @@ def test_a_text_that_is_forced_is_drafted():
 
 
 def test_guesses_after_each_node():
-    """Those of the scores that rank its children; of copied nodes those of their depth."""
+    """A node's guesses have the scores that rank its children; a copied node's have those of its depth."""
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
     engine, variables = medusa(tree, "sampled")
     request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])

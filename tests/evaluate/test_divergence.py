@@ -48,7 +48,7 @@ class OneBackbone:
 
 
 def check_gap(found, scores):
-    """It is that of the two best scores."""
+    """The gap is the difference of the two best scores."""
     best = np.sort(scores)[-2:]
     assert_close(best[0] + found.gap, best[1])
 

@@ -81,7 +81,7 @@ def test_shapes_by_name_or_file(tmp_path):
 
 def test_command_predicts(capsys):
     """The optimum of figure 21: under ideal kernels the latency hardly grows before the wide layers reach the
-    ridge; the paper's 64 are no such point."""
+    ridge, which the paper's 64 nodes do not."""
     ridge = chips.CHIPS["a100"].ridge
     up = [roofline.block_operators(SHAPES["llama-7b"], 1, n, 1024) for n in (170, 171)]
     below, above = (o.intensity for found in up for o in found if o.name == "up")

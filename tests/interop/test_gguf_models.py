@@ -363,7 +363,7 @@ def test_files_that_are_no_model(tmp_path, tokenizer_json):
     with refused(r"nowhere\.gguf cannot be read: No such file"):
         resolve(str(tmp_path / "nowhere.gguf"))
     (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
-    with refused("is no little-endian GGUF file of version 2 or 3"):
+    with refused("is not a little-endian GGUF file of version 2 or 3"):
         resolve(str(tmp_path / "text.gguf"))
     write(tmp_path / "bert.gguf", byte_level_metadata(tokenizer_json), {}, "bert")
     with refused("architecture 'bert' is not supported"):

@@ -39,9 +39,9 @@ def test_gains_follow_the_true_path():
 
 
 def test_separation_is_the_share_of_ordered_pairs():
-    signal, right = np.array([0.1, 0.4, 0.3, 0.9]), np.array([False, True, True, False])
-    # Pairs (right, wrong): (.4, .1) and (.3, .1) are in order, the two with .9 are not.
-    assert confidence.separates(signal, right) == 0.5
+    signal, right = np.array([0.1, 0.4, 0.3, 0.9]), np.array([True, False, True, True])
+    # Pairs (right, wrong): (.9, .4) is in order, (.1, .4) and (.3, .4) are not.
+    assert confidence.separates(signal, right) == pytest.approx(1 / 3)
 
 
 @pytest.mark.wide

@@ -161,7 +161,7 @@ def _parse(path: str, data: np.ndarray) -> GGUFFile:
     # A big-endian file shows its version in the upper bytes.
     if magic != MAGIC or version not in VERSIONS:
         raise UserError(
-            f"{path} is no little-endian GGUF file of version 2 or 3: it begins with {magic!r}, {version}"
+            f"{path} is not a little-endian GGUF file of version 2 or 3: it begins with {magic!r}, {version}"
         )
     n_tensors, n_entries = (cursor.scalar("Q", "the header") for _ in range(2))
     metadata: dict[str, Any] = {}
