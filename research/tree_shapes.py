@@ -58,7 +58,14 @@ def of_one_depth(
     Args:
       texts: positions of each text, two texts at least; trees are evaluated on held-out texts.
     """
-    texts = [text.cut(LEVEL_DEPTH) for text in texts]
+    texts = [
+        growth.Recorded(
+            text.ranks_PK[:, :LEVEL_DEPTH],
+            np.minimum(text.copied_P, LEVEL_DEPTH),
+            text.repeats_P,
+        )
+        for text in texts
+    ]
     order = grow(texts)
     sizes = [size for size in sizes if size <= len(order.growth) + 1]
     trees = [order.tree(size) for size in sizes]

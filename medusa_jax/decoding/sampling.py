@@ -18,7 +18,6 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.devices.platforms import platform
@@ -39,7 +38,7 @@ class Sampling(struct.PyTreeNode):
       top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
-      epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
+      epsilon_B, delta_B: thresholds of typical acceptance.
       penalties: biases and penalties; None if no row has any.
       first_BW: bits of the tokens that may come first (`masks`); None: all.
     """
@@ -49,8 +48,8 @@ class Sampling(struct.PyTreeNode):
     top_p_B: jax.Array
     min_p_B: jax.Array
     key_B: jax.Array
-    epsilon_B: jax.Array | float = EPSILON
-    delta_B: jax.Array | float = DELTA
+    epsilon_B: jax.Array
+    delta_B: jax.Array
     penalties: Penalties | None = None
     first_BW: jax.Array | None = None
 

@@ -84,18 +84,19 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """A chain: one candidate per head (blockwise parallel decoding)."""
-        if depth < 0:
-            raise UserError(f"the depth of a chain must be 0 or more, not {depth}")
-        _check_size(depth + 1, depth)
-        return cls.cartesian([1] * depth)
+        return cls._line(depth, 0)
 
     @classmethod
     def copies(cls, depth: int) -> "Tree":
         """A chain of `depth` tokens copied from the text, without heads' guesses."""
+        return cls._line(depth, COPIED)
+
+    @classmethod
+    def _line(cls, depth: int, rank: int) -> "Tree":
         if depth < 0:
-            raise UserError(f"the number of copied tokens must be 0 or more, not {depth}")
+            raise UserError(f"the depth of a chain must be 0 or more, not {depth}")
         _check_size(depth + 1, depth)
-        return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
+        return cls(tuple((rank,) * d for d in range(1, depth + 1)))
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> "Tree":
@@ -240,6 +241,10 @@ class Tree:
     def level(self, depth: int) -> np.ndarray:
         """Nodes at one depth, in order."""
         return np.flatnonzero(self.depth_M == depth)
+
+    def parents(self, depth: int) -> np.ndarray:
+        """Nodes at one depth that have children, in order."""
+        return np.unique(self.parent_M[self.level(depth + 1)])
 
     def check_depth(self, n_heads: int) -> None:
         """Raise UserError if drafts are deeper than the number of heads."""

@@ -121,29 +121,21 @@ def test_accelerators_keep_the_same_tokens(platform, dtype, monkeypatch):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_several_rounds_at_once_are_the_rounds_one_by_one(monkeypatch):
-    """To the last bit, and few passes: what a pass costs is the reason for it."""
+def test_thresholds_are_exact_in_few_passes(monkeypatch):
+    """Several rounds at once find what single rounds find; a pass is what costs time."""
     values = np.random.default_rng(0).standard_normal((6, 400)).astype(np.float32)
-    results, passes = [], []
-    for platform in noise.AT_ONCE:
+    for platform, n in {"cpu": 32, "tpu": 8, "cuda": 7, "rocm": 7}.items():
         monkeypatch.setattr(noise, "platform", lambda platform=platform: platform)
-        passes.append(0)
+        passes = []
 
-        def keep(cuts):
-            jax.debug.callback(counted)
+        def keep(cuts, passes=passes):
+            jax.debug.callback(lambda: passes.append(1))
             return [jnp.sum(values >= t, -1, keepdims=True) >= 17 for t in cuts]
 
-        def counted():
-            passes[-1] += 1
-
-        results.append(noise._largest_threshold(keep, values[:, :1]))
+        found = noise._largest_threshold(keep, values[:, :1])
         jax.effects_barrier()
-    for found in results[1:]:
-        np.testing.assert_array_equal(found, results[0])
-    assert passes == [32, 8, 7, 7]
-    assert (
-        np.sort(values)[:, -17] == np.where(values >= results[0], values, np.inf).min(-1)
-    ).all()
+        np.testing.assert_array_equal(found[:, 0], np.sort(values)[:, -17])
+        assert len(passes) == n
 
 
 @pytest.mark.parametrize("bias", [-1e9, -1e30, 1e30, 1e39])
