@@ -349,7 +349,7 @@ class Evaluator:
             rank = self.ranks if first < estimate.ROWS else None
             with jax.set_mesh(self.mesh):  # attention is split over it
                 out = self.sums(params, frozen, placed)
-                ranked = rank and rank(params, frozen, placed)
+                ranked = rank(params, frozen, placed) if rank else None
             total = out if total is None else jax.tree.map(jnp.add, total, out)
             if ranked is not None:
                 ranks.append(hosts.on_host(ranked))
