@@ -162,11 +162,15 @@ def test_a_constraint_that_fails_costs_one_turn(directory, monkeypatch):
     dialogue, prompt = Dialogue(model), [5, 6, 7, 8]
     *_, (_, [expected]) = dialogue.stream(prompt, options)
     with monkeypatch.context() as patched:
+        fill, steps = RowWork.fill, []
 
-        def fail(self):
-            raise UserError("too costly")
+        def second_fails(self):
+            steps.append(self)
+            if len(steps) == 2:
+                raise UserError("too costly")
+            fill(self)
 
-        patched.setattr(RowWork, "fill", fail)
+        patched.setattr(RowWork, "fill", second_fails)
         with pytest.raises(UserError, match="too costly"):
             list(dialogue.stream(prompt, options))
     *_, (_, [result]) = dialogue.stream(prompt, options)
