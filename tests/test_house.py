@@ -147,7 +147,7 @@ SEAMS = {
     "commands/by_name.py": "the command's name",
     "commands/decode_run.py": "--chat, --compare, --json, --prompts_file, --save_drafts",
     "commands/requests.py": "--prompts_file",
-    "decoding/acceptance/__init__.py": "--acceptance; one file per rule",
+    "decoding/acceptance/__init__.py": "--acceptance",
     "decoding/generate.py": "a request's constraints",
     "decoding/loop.py": "--tree auto of a drafter without a tree file",
     "decoding/state.py": "--drafter with a step of its own",

@@ -20,7 +20,7 @@ from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, resul
 from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.decoding.acceptance import RULES, rule_named
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
@@ -114,7 +114,7 @@ class Model:
 
     def guarantee(self, acceptance: str) -> bool | str:
         """How a drafted text equals plain decoding's: "bitwise" (ties included), True (but for ties), or False."""
-        rule = RULES[acceptance]
+        rule = rule_named(acceptance)
         if not rule.lossless:
             return False
         return "bitwise" if self.llama.native and not rule.by_drafts else True
@@ -125,7 +125,7 @@ class Model:
         If the rule's text depends on the drafts and the heads were by default stored narrower than
         the weights, reads the heads again, as wide as the weights, and keeps both.
         """
-        if self._read_wide is None or not RULES[acceptance].by_drafts:
+        if self._read_wide is None or not rule_named(acceptance).by_drafts:
             return self.variables
         if self._wide is None:
             self._wide = self._read_wide()
@@ -137,7 +137,7 @@ class Model:
             return None
         form = self.storage
         if self.drafter.trained:
-            by_drafts = RULES[acceptance].by_drafts
+            by_drafts = rule_named(acceptance).by_drafts
             form = form.of_deciding_drafts if by_drafts else form.of_drafts
         return form.weights or str(self.dtype)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def describe(
         "tree_nodes": result.tree_nodes or model.tree.n_nodes,
         "acceptance": acceptance,
         "lossless": model.guarantee(acceptance),
-        "guarantee": RULES[acceptance].guarantee,
+        "guarantee": rule_named(acceptance).guarantee,
         "seed": options.seed,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),

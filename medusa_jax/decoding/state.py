@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from medusa_jax.decoding.acceptance import RULES, Rule
+from medusa_jax.decoding.acceptance import Rule, rule_named
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
@@ -64,7 +64,7 @@ class Engine:
     @property
     def rule(self) -> Rule:
         """The acceptance rule."""
-        return RULES[self.acceptance]
+        return rule_named(self.acceptance)
 
     @property
     def own_step(self) -> ModuleType | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.decoding import constrained, rows
-from medusa_jax.decoding.acceptance import RULES
+from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
@@ -187,7 +187,7 @@ class Batch:
         position, n = max(0, shared - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # saves nothing, and other pieces would round differently
-        if self._by_drafts[source] != RULES[_rule(group)].by_drafts:
+        if self._by_drafts[source] != rule_named(_rule(group)).by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
@@ -233,7 +233,7 @@ class Batch:
         row, own = rows.split_extras(self._resized(reading.row, self.slots))
         row = rows.with_extras(row, self._of(reading.group, own))
         self._put(row, at)
-        self._by_drafts[at] = RULES[_rule(reading.group)].by_drafts
+        self._by_drafts[at] = rule_named(_rule(reading.group)).by_drafts
         return progress_of(row)
 
     def take(self, at: int, group: Group) -> Reading:
