@@ -79,18 +79,12 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """A chain: one candidate per head (blockwise parallel decoding)."""
-        if depth < 0:
-            raise UserError(f"the depth of a chain must be 0 or more, not {depth}")
-        _check_size(depth + 1, depth)
-        return cls.cartesian([1] * depth)
+        return cls(_chain(0, depth))
 
     @classmethod
     def copies(cls, depth: int) -> "Tree":
         """A chain of `depth` tokens copied from the text, without heads' guesses."""
-        if depth < 0:
-            raise UserError(f"the number of copied tokens must be 0 or more, not {depth}")
-        _check_size(depth + 1, depth)
-        return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
+        return cls(_chain(COPIED, depth))
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> "Tree":
@@ -98,8 +92,8 @@ class Tree:
 
         Widths s_1, ..., s_K give sum_k prod_{i<=k} s_i nodes, not counting the root.
         """
-        if any(w < 1 for w in widths):
-            raise UserError(f"cartesian widths must be at least 1, not {list(widths)}")
+        if not all(isinstance(w, int | np.integer) and w > 0 for w in widths):
+            raise UserError(f"cartesian widths are whole numbers, at least 1, not {widths}")
         n_nodes = 1 + sum(itertools.accumulate(widths, operator.mul))
         _check_size(n_nodes, len(widths))
         paths: list[Sequence[int]] = []
@@ -260,6 +254,14 @@ def _path(path: object) -> Choice:
             f"tree choice {list(path)} holds a negative rank; only copied paths, all {COPIED}, may"
         )
     return tuple(int(r) for r in path)
+
+
+def _chain(rank: int, depth: int) -> tuple[Choice, ...]:
+    """The paths of a chain of this depth, all of one rank."""
+    if not isinstance(depth, int) or depth < 0:
+        raise UserError(f"the depth of a chain is a whole number, 0 or more, not {depth!r}")
+    _check_size(depth + 1, depth)
+    return tuple((rank,) * d for d in range(1, depth + 1))
 
 
 def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
