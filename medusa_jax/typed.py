@@ -92,13 +92,11 @@ class Fields:
 
     def switch(self, name: str, default: bool = False) -> bool:
         """True or false."""
-        value: bool = self._read(name, default, bool)
-        return value
+        return bool(self._read(name, default, bool))
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string."""
-        value: str = self._read(name, default, str)
-        return value
+        return str(self._read(name, default, str))
 
     def table(self, name: str) -> dict[str, Any]:
         """An object; an empty one if there is none."""

@@ -310,10 +310,8 @@ def _scored(
 
 def _ngram_size(directory: str, asked: int | None) -> int:
     """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
-    size = asked
-    if size is None:
-        size = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
-    between(
-        "no_repeat_ngram_size", read("no_repeat_ngram_size", size, int), 0, LONGEST_NGRAM
-    )
+    if asked is None:
+        asked = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
+    size: int = read("no_repeat_ngram_size", asked, int)
+    between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
     return size
