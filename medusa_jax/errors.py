@@ -26,11 +26,7 @@ def did_you_mean(
 def one_of(
     what: str, value: object, known: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> None:
-    """Refuse a value that is not among the known ones.
-
-    Raises:
-      UserError: names them, and the one that was meant (`did_you_mean`).
-    """
+    """Raise a `UserError` with the known names if `value` is none of them."""
     if value not in (names := [*known]):
         listed = ", ".join(name or "empty" for name in names)
         near = did_you_mean(value, names, aliases)
@@ -38,11 +34,7 @@ def one_of(
 
 
 def between(what: str, value: float, least: float, most: float) -> None:
-    """Refuse a number outside [least, most], NaN included.
-
-    Raises:
-      UserError: names the limits.
-    """
+    """Raise a `UserError` for a number outside [least, most], NaN included."""
     if not least <= value <= most:
         raise UserError(f"{what} is from {least} to {most}, not {value}")
 
