@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import shlex
 import signal
@@ -10,6 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
@@ -198,15 +198,14 @@ def load_recipe(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
         raise UserError(f"there is no configuration file {path}{did_you_mean(name, there)}")
-    spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("medusa_jax_config")
+    module.__file__ = path
     # A configuration may build on another one: `from configs.base import get_config`.
     root = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     try:
         sys.path.insert(0, root)
         try:
-            spec.loader.exec_module(module)
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
         finally:
             sys.path.remove(root)
         whole = isinstance(module.get_config(), Config)

@@ -151,7 +151,7 @@ def braced(text, places):
 def test_bad_input(start, row, places, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given, words, *content = row
-    file = tmp_path / ("given.py" if start == "train" else "given.json")
+    file = tmp_path / "given.json"
     if content:
         file.write_text(content[0])
     places = places | {"t": tmp_path, "f": file}
