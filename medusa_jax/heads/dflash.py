@@ -102,7 +102,7 @@ class DFlash(Tapped):
         between("heads.mask_token", h.mask_token, -1, V - 1)
         if not h.tap_layers:
             between("heads.n_taps", h.n_taps, 1, MOST_DEEP)
-        between("heads.markov_rank", h.markov_rank, int(h.confidence), V)
+        between("heads.markov_rank", h.markov_rank, int(h.confidence), 2**20)
 
     @property
     def stored_counts(self) -> tuple[int, int]:
