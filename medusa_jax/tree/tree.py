@@ -280,7 +280,7 @@ def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 def _check_size(n_nodes: int, depth: int) -> None:
-    """Refuse a tree that is too large, before its paths are built."""
+    """Refuse a tree of an impossible size, before its paths are built."""
     if n_nodes > MOST_NODES or depth > MOST_DEEP:
         raise UserError(
             f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep; this one has "
