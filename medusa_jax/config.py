@@ -3,7 +3,9 @@
 Only the command line assigns to them (`--config.optim.lr=3e-4`).
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from medusa_jax.arch import HeadsConfig as HeadsConfig
 from medusa_jax.arch import LlamaConfig as LlamaConfig
@@ -179,3 +181,12 @@ class Config:
     workdir: str = ""
     # Print sizes and one sample with its counted tokens marked, then compile the real step, without training.
     dry_run: bool = False
+
+
+def fields_of(owner: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted names of all fields ("optim.lr"), with the dataclass and the name in it."""
+    for name in (f.name for f in fields(owner)):
+        if is_dataclass(value := getattr(owner, name)):
+            yield from fields_of(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", owner, name

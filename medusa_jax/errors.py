@@ -23,6 +23,22 @@ def did_you_mean(
     return f"; did you mean {near!r}?" if near else ""
 
 
+def one_of(
+    what: str, value: object, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> None:
+    """Raise a `UserError` with the known names if `value` is none of them."""
+    if value not in (names := [*known]):
+        listed = ", ".join(name or "empty" for name in names)
+        near = did_you_mean(value, names, aliases)
+        raise UserError(f"{what} is one of {listed}, not {repr(value)[:80]}{near}")
+
+
+def between(what: str, value: float, least: float, most: float) -> None:
+    """Raise a `UserError` for a number outside [least, most], NaN included."""
+    if not least <= value <= most:
+        raise UserError(f"{what} is from {least} to {most}, not {value}")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """The known name that is spelled most like `word`, "" if none is close."""
     plain = {_plain(name): name for name in known}

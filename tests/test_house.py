@@ -15,7 +15,7 @@ PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
     {"arch", "errors"},
-    {"config"},
+    {"config", "typed"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
     {"hosts", "progress"},
     {"tree", "plots"},

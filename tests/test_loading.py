@@ -196,7 +196,7 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
         ("draft_model:", "--drafter draft_model:PATH"),
         ("lookahead:windows=3", "the fields guesses, ngram, window, not 'windows=3'"),
         ("prompt_lookup:ngram=two", "the fields ngram, tokens, not 'ngram=two'"),
-        ("prompt_lookup:ngram=0", "ngram is at least 1, not 0"),
+        ("prompt_lookup:ngram=0", "ngram is from 1"),
     ],
 )
 def test_bad_specs(spec, message, directory):

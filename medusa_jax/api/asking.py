@@ -1,9 +1,10 @@
 """Convert prompts, conversations and options to the decode loop's form."""
 
 import dataclasses
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from medusa_jax.api.results import Options
 from medusa_jax.arch import LlamaConfig
@@ -11,12 +12,31 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:
     from medusa_jax.decoding.guides import Guide
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 # A prompt: text or token ids.
 Prompt = str | Sequence[int]
+
+
+def typed(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+    """`function` with its annotated arguments read by `read`."""
+    names, kinds = [*inspect.signature(function).parameters], function.__annotations__
+
+    def given(name: str, value: Any) -> Any:
+        return read(name, value, kinds.get(name, Any))
+
+    @functools.wraps(function)
+    def reading(*args: Arguments.args, **more: Arguments.kwargs) -> Returned:
+        first = *map(given, names, args), *args[len(names) :]
+        rest = {name: given(name, value) for name, value in more.items()}
+        return function(*first, **rest)  # type: ignore[arg-type]
+
+    return reading
 
 
 def is_message(value: object) -> bool:
@@ -35,16 +55,15 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
         ids = tokenizer.encode(prompt, add_bos=True)
     else:
         try:
-            if is_message(prompt) or any(map(is_message, prompt)):
+            parts = () if is_message(prompt) else as_type(prompt, tuple[Any, ...])
+            if is_message(prompt) or any(map(is_message, parts)):
                 raise UserError(
                     "a prompt is text or token ids, these are messages: call model.chat(messages)"
                 )
-            ids = [operator.index(part) for part in prompt]
-        except TypeError:
-            shown = repr(prompt)[:80]
-            raise UserError(
-                f"a prompt is text or a list of token ids, not {shown}"
-            ) from None
+            ids = [*as_type(parts, tuple[int, ...])]
+        except WRONG:
+            shown = f"a prompt is text or a list of token ids, not {prompt!r:.80}"
+            raise UserError(shown) from None
         if any(not 0 <= i < vocab_size for i in ids):
             raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
     if ids:
@@ -128,7 +147,7 @@ def request_of(
         top_p=[o.top_p for o in options],
         min_p=[o.min_p for o in options],
         seed=[o.seed % 2**32 for o in options],
-        ids=ids,
+        ids=None if ids is None else [i % 2**32 for i in ids],
         epsilon=[o.epsilon for o in options],
         delta=[o.delta for o in options],
         max_steps=[min(o.max_steps or loop.FOREVER, loop.FOREVER) for o in options],

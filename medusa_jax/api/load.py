@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from medusa_jax.api.asking import typed
 from medusa_jax.api.finding import (
     bundled_draft_model,
     default_drafter,
@@ -22,7 +23,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, between, one_of
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import make_drafter
@@ -43,6 +44,7 @@ from medusa_jax.model.seams import cpu
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree.tree import Tree
+from medusa_jax.typed import read
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
@@ -53,6 +55,7 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+@typed
 def load(
     model: str | PathLike[str] | None = None,
     drafter: str | PathLike[str] | None = None,
@@ -113,8 +116,7 @@ def load(
     model_path, heads_path, tokenizer_path = (
         None if path is None else fspath(path) for path in (model, drafter, tokenizer)
     )
-    if type(batch) is not int or batch < 1:
-        raise UserError(f"batch is a whole number, at least 1, not {batch!r}")
+    between("batch", batch, 1, 2**31)
     kind = _checked_dtype(dtype or default_dtype())
     directory = find_model(model_path)
     name = heads_path or default_drafter(model_path)
@@ -197,9 +199,7 @@ def load(
 
 
 def _checked_dtype(dtype: str) -> str:
-    if dtype not in DTYPES:
-        near = did_you_mean(dtype, DTYPES)
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}{near}")
+    one_of("dtype", dtype, DTYPES)
     if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise UserError(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
@@ -310,11 +310,8 @@ def _scored(
 
 def _ngram_size(directory: str, asked: int | None) -> int:
     """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
-    size = asked
-    if size is None:
-        size = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
-    if type(size) is not int or not 0 <= size <= LONGEST_NGRAM:
-        raise UserError(
-            f"no_repeat_ngram_size must be 0 (off) to {LONGEST_NGRAM}, not {size!r}"
-        )
+    if asked is None:
+        asked = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
+    size: int = read("no_repeat_ngram_size", asked, int)
+    between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
     return size

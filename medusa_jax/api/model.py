@@ -1,7 +1,7 @@
 """A loaded backbone with its draft heads."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, overload
 
@@ -15,6 +15,7 @@ from medusa_jax.api.asking import (
     is_message,
     prompt_ids,
     request_of,
+    typed,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
 from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
@@ -24,7 +25,7 @@ from medusa_jax.decoding.acceptance import RULES, rule_named
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.interop.chat import Message
@@ -174,6 +175,7 @@ class Model:
             raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
         return tree
 
+    @typed
     def engine(
         self,
         tree: str | Tree | None = None,
@@ -189,12 +191,7 @@ class Model:
         """
         if acceptance == "auto":
             acceptance = "sampled" if sampled else "greedy"
-        known = ["auto", *RULES]
-        if acceptance not in known:
-            near = did_you_mean(acceptance, known)
-            raise UserError(
-                f"unknown acceptance {acceptance!r}: there are {', '.join(known)}{near}"
-            )
+        one_of("acceptance", acceptance, ("auto", *RULES))
         if acceptance == "greedy" and sampled:
             raise UserError("acceptance 'greedy' needs temperature 0")
         if (logprobs or 0) > self.config.vocab_size:
@@ -418,6 +415,7 @@ class Model:
         variables = self.variables_by(engine.acceptance)
         yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
 
+    @typed
     def plan(
         self,
         prompts: Any,
@@ -430,15 +428,14 @@ class Model:
         Raises:
           UserError: as `generate`.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, str | Set) or not isinstance(prompts, Iterable):
             raise UserError("prompts is a list: give [prompt] for a single one")
         # A message is one prompt, which `encode` refuses.
         prompts = [prompts] if is_message(prompts) else list(prompts)
-        rows = [*options] if isinstance(options, Sequence) else [options] * len(prompts)
-        if not all(isinstance(row, Options) for row in rows):
-            raise UserError(f"options is Options, or a list of them, not {options!r}")
-        if not rows or len(rows) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts but {len(rows)} options")
+        rows = [options] * len(prompts) if isinstance(options, Options) else [*options]
+        for given, name in ((rows, "options"), (rows if ids is None else ids, "ids")):
+            if not rows or len(given) != len(prompts):
+                raise UserError(f"{len(prompts)} prompts but {len(given)} {name}")
         sampled = any(o.temperature > 0 for o in rows)
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)

@@ -3,9 +3,6 @@
 import dataclasses
 import importlib
 import math
-import numbers
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +16,7 @@ from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.typed import WRONG, as_type
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -31,8 +29,8 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (lambda n: n is None or n >= 0, "0 or more alternatives"),
     "seed": (lambda _: True, "a whole number"),
     "stop": (lambda _: True, "text or a list of texts"),
-    # Smaller temperatures overflow the logits.
-    "temperature": (lambda t: t == 0 or 1e-30 <= t < math.inf, "0 or at least 1e-30"),
+    # Numbers further out overflow the logits in float32.
+    "temperature": (lambda t: t == 0 or 1e-30 <= t <= 1e30, "0 or 1e-30 to 1e30"),
     "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
     "top_k": (lambda k: 0 <= k < 2**31, "a whole number, 0 (off) to 2**31 - 1"),
@@ -43,41 +41,14 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "epsilon": (lambda e: 0 < e <= 1, "in (0, 1]"),
     "delta": (lambda d: d > 0, "a positive number"),
-    "presence_penalty": (math.isfinite, "a finite number"),
-    "frequency_penalty": (math.isfinite, "a finite number"),
-    "repetition_penalty": (lambda p: 0 < p < math.inf, "a number above 0"),
+    "presence_penalty": (lambda p: abs(p) <= 1e30, "from -1e30 to 1e30"),
+    "frequency_penalty": (lambda p: abs(p) <= 1e30, "from -1e30 to 1e30"),
+    "repetition_penalty": (lambda p: 1e-30 <= p <= 1e30, "from 1e-30 to 1e30"),
     "logit_bias": (
-        lambda pairs: all(i >= 0 and math.isfinite(bias) for i, bias in pairs),
-        "finite numbers by token id, such as {15: -100}",
+        lambda pairs: all(i >= 0 and abs(bias) <= 1e30 for i, bias in pairs),
+        "numbers up to 1e30 by token id, such as {15: -100}",
     ),
 }
-NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
-
-
-def as_type(value: Any, kind: Any) -> Any:
-    """A value from Python, NumPy or JSON as the type of a field, with Python's own numbers and tuples.
-
-    One text stands for a tuple with it, a mapping for its pairs; its keys may be text, as in JSON.
-
-    Raises:
-      TypeError, ValueError, OverflowError: it has another type.
-    """
-    if isinstance(kind, types.UnionType):
-        if value is None and types.NoneType in typing.get_args(kind):
-            return None
-        *_, kind = (one for one in typing.get_args(kind) if one is not types.NoneType)
-    if typing.get_origin(kind) is tuple:
-        first, last = typing.get_args(kind)
-        if isinstance(value, Mapping):
-            pairs = value.items()
-            value = sorted((int(k) if isinstance(k, str) else k, v) for k, v in pairs)
-        parts = (value,) if isinstance(value, str) else tuple(value)
-        of = [first] * len(parts) if last is ... else [first, last]
-        return tuple(as_type(part, one) for part, one in zip(parts, of, strict=True))
-    value = value.item() if getattr(value, "ndim", None) == 0 else value
-    if isinstance(value, bool) or not isinstance(value, NUMBERS.get(kind, kind)):
-        raise TypeError
-    return kind(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +107,7 @@ class Options:
                 value = as_type(given, kinds[name])
                 if not holds(value):
                     raise ValueError
-            except (TypeError, ValueError, OverflowError):
+            except WRONG:
                 shown = repr(given)[:80]
                 raise UserError(f"{name} must be {what}, not {shown}") from None
             object.__setattr__(self, name, value)

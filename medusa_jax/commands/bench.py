@@ -186,11 +186,17 @@ def run(flags: Flags) -> int:
     return 0
 
 
-def out_directory(path: str) -> Path:
-    """--out, created; compiled programs are kept on disk."""
+def out_directory(path: str, flag: str = "--out") -> Path:
+    """A directory for results, created; compiled programs are kept on disk.
+
+    Raises:
+      UserError: it holds a model.
+    """
     from medusa_jax.console import use_compilation_cache
+    from medusa_jax.interop.hub import refuse_model
 
     use_compilation_cache()
+    refuse_model(path, flag)
     out = Path(path)
     out.mkdir(parents=True, exist_ok=True)
     return out

@@ -68,7 +68,7 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
         "numbers of rows that get a tree each, down to plain decoding; the evidence is timed at the "
         "first (default: 1,4 on a CPU, else 1,2,4,8,16)",
         None,
-        type=numbers(least=1),
+        type=numbers(least=1, most=4096),
     )
     sizes: tuple[int, ...] = flag(
         "tree sizes to time, until larger ones are clearly slower",
@@ -86,6 +86,7 @@ def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     import jax
 
+    from medusa_jax.commands.bench import out_directory
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.fitting import fit_tree
     from medusa_jax.evaluate.questions import all_asked, read_prompts
@@ -98,6 +99,7 @@ def run(flags: Flags) -> int:
     batches = flags.batches or ((1, 4) if small else (1, 2, 4, 8, 16))
     records = read_prompts(flags.prompts, limit, messages=True)
     out = file_to_write(flags.out, "--out")
+    plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
     prompts, options = all_asked(model, records, generation_options(flags))
     inform(
@@ -125,8 +127,8 @@ def run(flags: Flags) -> int:
         print(f"\n{rung['batch']} at a time\n{table_of(rows, RUNG)}")
         if rung["nodes"] == 1:
             print("plain decoding: no tree is faster on this device")
-    if flags.plots:
-        draw(found, Path(flags.plots))
+    if plots:
+        draw(found, plots)
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
     prompt = "Hello" if "messages" in records[0] else "import os"
     following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")

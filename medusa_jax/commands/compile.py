@@ -45,9 +45,9 @@ class Flags:
         "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none; or a recipe, for its heads",
         "medusa",
     )
-    tree: int = flag("nodes, root included", 64, type=at_least(1))
-    batch: int = flag("rows", 1, type=at_least(1))
-    context: int = flag("tokens of each row", 900, type=at_least(1))
+    tree: int = flag("nodes, root included", 64, type=at_least(1, most=4096))
+    batch: int = flag("rows", 1, type=at_least(1, most=4096))
+    context: int = flag("tokens of each row", 900, type=at_least(1, most=2**20))
     mesh: tuple[int, int, int] | None = flag(
         "data,fsdp,tensor (default: 1,1,1; of a recipe: its own)", None, type=numbers()
     )

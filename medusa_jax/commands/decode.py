@@ -35,7 +35,7 @@ def checked(flags: Flags) -> Flags:
         raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
     if flags.save_drafts:
         file_to_write(flags.save_drafts, "--save_drafts")
-    if flags.prompts_file:
+    if flags.prompts_file is not None:
         open(flags.prompts_file).close()
     if flags.model is not None:
         resolve(flags.model)

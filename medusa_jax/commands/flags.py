@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import typing
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -139,33 +140,32 @@ class Program(Generic[Parsed]):
         return run_main(lambda: self.run(self.parse(argv)))
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """The type of a flag with whole numbers from `least` on."""
+def at_least(
+    least: float, kind: Callable[[str], Any] = int, most: float = 2**31 - 1
+) -> Callable[[str], Any]:
+    """The type of a flag with numbers from `least` to `most`."""
 
-    def number(text: str) -> int:
-        if (given := int(text)) < least:
-            raise argparse.ArgumentTypeError(f"{least} or more, not {given}")
+    def number(text: str) -> Any:
+        if not least <= (given := kind(text)) <= most:
+            raise argparse.ArgumentTypeError(f"from {least} to {most}, not {given}")
         return given
 
-    number.__name__ = "int"  # argparse's word for it where the text is not a number
+    number.__name__ = kind.__name__  # argparse's word for it where the text is not a number
     return number
 
 
 def numbers(
-    kind: Callable[[str], Any] = int, least: float | None = None
+    kind: Callable[[str], Any] = int, least: float = -(2**31), most: float = 2**31 - 1
 ) -> Callable[[str], tuple[Any, ...]]:
-    """The type of a flag such as "1,4,8", with numbers from `least` on; "none" is ()."""
+    """The type of a flag such as "1,4,8", with numbers as for `at_least`; "none" is ()."""
 
     def read(text: str) -> tuple[Any, ...]:
-        try:
-            found = () if text == "none" else tuple(map(kind, entries(text)))
-            if not found and text != "none":
-                raise ValueError
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}") from None
-        if least is not None and any(number < least for number in found):
-            raise argparse.ArgumentTypeError(f"{least} or more, not {text!r}")
-        return found
+        if text == "none":
+            return ()
+        with suppress(ValueError):
+            if found := tuple(map(at_least(least, kind, most), entries(text))):
+                return found
+        raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}")
 
     return read
 

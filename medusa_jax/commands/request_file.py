@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from medusa_jax import hosts
+from medusa_jax import hosts, typed
 from medusa_jax.api import Options
 from medusa_jax.api.asking import equal_batches
-from medusa_jax.api.results import as_type
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.whole_files import Json, parse_json, read_text
@@ -68,10 +67,7 @@ def _request(record: Any) -> tuple[Any, Json]:
             raise UserError(f"unknown field {name!r}{near}")
     [name] = PROMPTS.keys() & record.keys()
     value = record.pop(name)
-    try:
-        return as_type(value, PROMPTS[name]), record
-    except (TypeError, ValueError) as error:
-        raise UserError(f"'{name}' cannot be {repr(value)[:80]}") from error
+    return typed.read(f"'{name}'", value, PROMPTS[name]), record
 
 
 def answer(job: "Job", batch_size: int, show_drafts: bool) -> int:

@@ -32,7 +32,7 @@ class Flags:
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     batch: int = flag("rows", 1, type=at_least(1))
     length: int = flag("cached tokens", 1024, type=at_least(1))
-    most_nodes: int = flag("largest tree to predict", 512, type=at_least(64))
+    most_nodes: int = flag("largest tree to predict", 512, type=at_least(64, most=4096))
     curve: str = flag(
         "tokens per step over nodes: the paper's fit, or a tree file that calibrate wrote",
         "paper",

@@ -40,9 +40,14 @@ class Flags(MeshFlags, ModelFlags):
         "of an answer (default: as many as fit in the context)", None, type=at_least(1)
     )
     max_body: int = flag("bytes of a call", 1 << 20, type=at_least(1))
-    timeout: float = flag("for an answer, waiting included", 600.0, metavar="SECONDS")
+    timeout: float = flag(
+        "for an answer, waiting included", 600.0, type=at_least(0, float), metavar="SECONDS"
+    )
     read_timeout: float = flag(
-        "for a client to send its call, and to read its answer", 30.0, metavar="SECONDS"
+        "for a client to send its call, and to read its answer",
+        30.0,
+        type=at_least(0, float),
+        metavar="SECONDS",
     )
     drain: int = flag(
         "for running answers to end after SIGTERM", 60, type=at_least(0), metavar="SECONDS"

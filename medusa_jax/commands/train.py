@@ -2,19 +2,19 @@
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import shlex
 import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.commands.following import following
-from medusa_jax.config import Config, DataConfig, HeadsConfig
+from medusa_jax.config import Config, DataConfig, HeadsConfig, fields_of
 from medusa_jax.console import (
     entries,
     inform,
@@ -198,15 +198,14 @@ def load_recipe(path: str) -> types.ModuleType:
     if not os.path.isfile(path):
         there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
         raise UserError(f"there is no configuration file {path}{did_you_mean(name, there)}")
-    spec = importlib.util.spec_from_file_location("medusa_jax_config", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType("medusa_jax_config")
+    module.__file__ = path
     # A configuration may build on another one: `from configs.base import get_config`.
     root = os.path.dirname(os.path.dirname(os.path.abspath(path)))
     try:
         sys.path.insert(0, root)
         try:
-            spec.loader.exec_module(module)
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
         finally:
             sys.path.remove(root)
         whole = isinstance(module.get_config(), Config)
@@ -215,16 +214,6 @@ def load_recipe(path: str) -> types.ModuleType:
     if not whole:
         raise UserError(f"get_config() in {path} must return a medusa_jax.config.Config")
     return module
-
-
-def fields_of(owner: Any, path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Dotted names of all fields ("optim.lr"), with the dataclass and the name in it."""
-    for field in dataclasses.fields(owner):
-        value = getattr(owner, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from fields_of(value, f"{path}{field.name}.")
-        else:
-            yield f"{path}{field.name}", owner, field.name
 
 
 def fields_parser(cfg: Config) -> Parser:
@@ -253,16 +242,9 @@ def reader(kind: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         if kind is bool:
-            if text.lower() not in (
-                known := {"true": True, "false": False, "1": True, "0": False}
-            ):
-                raise ValueError
-            return known[text.lower()]
+            return ("false", "true", "0", "1").index(text.lower()) % 2 == 1
         if typing.get_origin(kind) is tuple:
-            parts = tuple(int(x) for x in entries(text.strip("()[] ")))
-            if len(parts) != len(typing.get_args(kind)):
-                raise ValueError
-            return parts
+            return tuple(int(x) for x in entries(text.strip("()[] ")))
         return kind(text)
 
     read.__name__ = getattr(kind, "__name__", str(kind))  # for messages

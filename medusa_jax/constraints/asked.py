@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.constraints.schemas import served_schema
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 
 # The value of a constraint, by kind.
 KINDS = {
@@ -49,9 +49,7 @@ def constraint_of(given: Any) -> Constraint:
             f'{{"choice": ["yes", "no"]}}, not {_shown(given)}'
         )
     [(kind, value)] = given.items()
-    if kind not in KINDS:
-        near = did_you_mean(str(kind), KINDS)
-        raise UserError(f"a constraint is one of {', '.join(KINDS)}, not {kind!r}{near}")
+    one_of("a constraint", kind, KINDS)
     text = _text(kind, value)
     if text is None:
         raise UserError(f"{kind} should be {KINDS[kind]}, not {_shown(value)}")

@@ -185,7 +185,7 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
         top_k_B=per_row(request.top_k, 0, np.int32),
         top_p_B=per_row(request.top_p, 1.0, np.float32),
         min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
+        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.uint32)),
         epsilon_B=per_row(request.epsilon, EPSILON, np.float32),
         delta_B=per_row(request.delta, DELTA, np.float32),
         penalties=penalties_of(request.penalties, request.prompts, vocab_size),

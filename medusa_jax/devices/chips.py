@@ -6,7 +6,7 @@ dense (no structured sparsity) in bfloat16, accumulated in float32.
 
 from dataclasses import dataclass
 
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import one_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,5 @@ def find_chip(name: str) -> Chip:
     Raises:
       UserError: an unknown name; the message lists the known ones.
     """
-    if name not in CHIPS:
-        near = did_you_mean(name, CHIPS)
-        raise UserError(f"unknown chip {name!r}; there are: {', '.join(CHIPS)}{near}")
+    one_of("a chip", name, CHIPS)
     return CHIPS[name]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from medusa_jax import hosts
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.training.data import sources, tokenise
 
 MODES = ("continue", "multi_turn", "self_talk")
@@ -110,9 +110,7 @@ def mode_for(seeds: Sequence[Seed], mode: str, chat: bool = False) -> str:
         answers = chat and any(s.turns for s in seeds)
         continues = any(s.prompt for s in seeds) and not answers
         mode = "continue" if continues else "multi_turn"
-    if mode not in MODES:
-        near = did_you_mean(mode, ("auto", *MODES))
-        raise UserError(f"--mode is auto, {', '.join(MODES[:-1])} or {MODES[-1]}{near}")
+    one_of("--mode", mode, ("auto", *MODES))
     if mode == "continue" and any(s.turns and not s.prompt for s in seeds):
         raise UserError("--mode continue needs seeds with prompt or prompt_ids")
     if mode != "continue" and not any(s.turns for s in seeds):

@@ -106,7 +106,7 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
     """
     by_category: dict[str, list[int]] = defaultdict(list)
     for i, question in enumerate(questions):
-        by_category[question.get("category", "")].append(i)
+        by_category[str(question.get("category", ""))].append(i)
     order = sorted(
         (place, i) for own in by_category.values() for place, i in enumerate(own)
     )

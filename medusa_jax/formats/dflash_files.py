@@ -26,11 +26,11 @@ from medusa_jax.formats.eagle_files import EMBEDDING, ignore
 from medusa_jax.formats.eagle_files import locate as locate_layers
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
-from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf_config import parse_config
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import StoredHeads
 from medusa_jax.interop.tensor import Tensors
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 _LM_HEAD, _CONFIDENCE = "lm_head.weight", "confidence_head.proj.weight"

@@ -30,11 +30,11 @@ from medusa_jax.formats.eagle_files import EMBEDDING, ignore, locate
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.speculators_config import unknown
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
-from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf_config import ROPE, parse_config
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, rename, take_rows, whole
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 _LM_HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"

@@ -20,11 +20,11 @@ from medusa_jax.errors import UserError
 from medusa_jax.formats.export import Export
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
-from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.hf import HARMLESS
 from medusa_jax.interop.hf import locate as locate_in_llama
 from medusa_jax.interop.stored_heads import Arrays, StoredHeads
 from medusa_jax.interop.tensor import Tensors, whole
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 HYDRA = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")

@@ -16,7 +16,7 @@ and vLLM runs such heads on other layers than they were trained on.
 from collections.abc import Set
 
 from medusa_jax.errors import UserError
-from medusa_jax.interop.fields import Fields
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"

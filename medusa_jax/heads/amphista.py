@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import between
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -52,6 +52,7 @@ from medusa_jax.model.dropout import dropout
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.seams import Pair
+from medusa_jax.tree.tree import MOST_DEEP
 
 
 @dataclass(unsafe_hash=True)
@@ -121,12 +122,8 @@ class Amphista(SeparateHeads):
 
     def check(self) -> None:
         h = self.heads
-        if not 0 <= h.stages <= h.n_heads:
-            raise UserError(
-                f"heads.stages is from 0 to n_heads = {h.n_heads}, not {h.stages}"
-            )
-        if h.blocks < 0:
-            raise UserError(f"heads.blocks is 0 or more, not {h.blocks}")
+        between("heads.stages", h.stages, 0, h.n_heads)
+        between("heads.blocks", h.blocks, 0, MOST_DEEP)
         check_dropout(h.dropout)
 
     @property

@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import between
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -50,6 +50,7 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import Pair
 from medusa_jax.sharding import PyTree
+from medusa_jax.tree.tree import MOST_DEEP
 
 # Blocks of a row of text that training computes at a time.
 BLOCKS = 32
@@ -98,14 +99,10 @@ class DFlash(Tapped):
     def check(self) -> None:
         super().check()
         h, V = self.heads, self.llama.vocab_size
-        if not -1 <= h.mask_token < V:
-            raise UserError(f"heads.mask_token is from -1 to {V - 1}, not {h.mask_token}")
-        if not h.tap_layers and h.n_taps < 1:
-            raise UserError(f"heads.n_taps is at least 1, not {h.n_taps}")
-        if h.markov_rank < h.confidence:
-            raise UserError(
-                f"heads.markov_rank is at least 0, with heads.confidence 1, not {h.markov_rank}"
-            )
+        between("heads.mask_token", h.mask_token, -1, V - 1)
+        if not h.tap_layers:
+            between("heads.n_taps", h.n_taps, 1, MOST_DEEP)
+        between("heads.markov_rank", h.markov_rank, int(h.confidence), 2**20)
 
     @property
     def stored_counts(self) -> tuple[int, int]:

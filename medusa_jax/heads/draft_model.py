@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import take_last
@@ -72,10 +72,7 @@ class DraftModel(Untrained):
                 f"the draft model has a vocabulary of {own} tokens, the model has {theirs}: "
                 "they must share a tokenizer"
             )
-        if not 1 <= self.heads.gamma <= self.heads.n_heads:
-            raise UserError(
-                f"{self.name}: gamma is from 1 to {self.heads.n_heads}, not {self.heads.gamma}"
-            )
+        between(f"{self.name}: gamma", self.heads.gamma, 1, self.heads.n_heads)
 
     @property
     def default_tree(self) -> Tree:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import one_of
 from medusa_jax.heads.drafter import (
     Backbone,
     DraftRequest,
@@ -83,11 +83,7 @@ class Hydra(LastHidden):
     Config = HydraConfig
 
     def check(self) -> None:
-        if self.heads.skip not in ("identity", "random", "fixed"):
-            near = did_you_mean(self.heads.skip, ("identity", "random", "fixed"))
-            raise UserError(
-                f"heads.skip is identity, random or fixed, not {self.heads.skip!r}{near}"
-            )
+        one_of("heads.skip", self.heads.skip, ("identity", "random", "fixed"))
         check_dropout(self.heads.dropout)
 
     @property

@@ -31,11 +31,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.untrained import Untrained, propose_given
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.tree import MOST_DEEP, Tree
 
 # Marks an empty entry of the pool.
 NOTHING = -1
@@ -76,10 +76,7 @@ class Lookahead(Untrained):
     def check(self) -> None:
         h = self.heads
         for field, least in (("window", 2), ("ngram", 3), ("guesses", 1)):
-            if getattr(h, field) < least:
-                raise UserError(
-                    f"{self.name}: {field} is at least {least}, not {getattr(h, field)}"
-                )
+            between(f"{self.name}: {field}", getattr(h, field), least, MOST_DEEP)
 
     @property
     def n_heads(self) -> int:

@@ -23,12 +23,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.matches import continuations
 from medusa_jax.heads.state import PositionState
 from medusa_jax.heads.untrained import Untrained, propose_given
 from medusa_jax.model.product import at_least_f32
+from medusa_jax.tree.tree import MOST_DEEP
 
 
 @dataclass(unsafe_hash=True)
@@ -71,10 +72,7 @@ class PromptLookup(Untrained):
 
     def check(self) -> None:
         for field in ("tokens", "ngram"):
-            if getattr(self.heads, field) < 1:
-                raise UserError(
-                    f"{self.name}: {field} is at least 1, not {getattr(self.heads, field)}"
-                )
+            between(f"{self.name}: {field}", getattr(self.heads, field), 1, MOST_DEEP)
 
     @property
     def n_heads(self) -> int:

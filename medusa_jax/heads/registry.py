@@ -4,9 +4,10 @@ import dataclasses
 import importlib
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, between, one_of
 from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.heads.names import BASELINES, DRAFTERS
+from medusa_jax.tree.tree import MOST_DEEP
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -16,10 +17,7 @@ def drafter_class(name: str) -> type[Drafter]:
       UserError: no drafter has this name; suggests the most similar one.
     """
     files = DRAFTERS | BASELINES
-    if name not in files:
-        raise UserError(
-            f"unknown drafter {name!r} (there are: {', '.join(files)}){did_you_mean(name, files)}"
-        )
+    one_of("a drafter", name, files)
     # A seam: configurations and files of heads name their drafter.
     module = importlib.import_module(f"medusa_jax.heads.{files[name]}")
     kinds = (kind for kind in vars(module).values() if isinstance(kind, type))
@@ -55,31 +53,16 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
     heads = whole_config(heads)
     least = {"n_heads": 1, "n_layers": drafter_class(heads.drafter).least_layers}
     for field, fewest in least.items():
-        if getattr(heads, field) < fewest:
-            raise UserError(
-                f"heads.{field} must be at least {fewest}, not {getattr(heads, field)}"
-            )
-    if heads.lm_head not in ("own", "shared", "low_rank"):
-        near = did_you_mean(heads.lm_head, ("own", "shared", "low_rank"))
-        raise UserError(
-            f"heads.lm_head is own, shared or low_rank, not {heads.lm_head!r}{near}"
-        )
-    if not 0 <= heads.draft_vocab <= llama.vocab_size:
-        raise UserError(
-            f"heads.draft_vocab is from 0 (all tokens) to {llama.vocab_size} (the vocabulary size), "
-            f"not {heads.draft_vocab}"
-        )
+        between(f"heads.{field}", getattr(heads, field), fewest, MOST_DEEP)
+    one_of("heads.lm_head", heads.lm_head, ("own", "shared", "low_rank"))
+    between("heads.draft_vocab", heads.draft_vocab, 0, llama.vocab_size)
     outputs = heads.draft_vocab or llama.vocab_size
     widest = min(llama.d_model, outputs)
-    if heads.lm_head == "low_rank" and not 1 <= heads.rank <= widest:
-        raise UserError(
-            f"heads.rank {heads.rank} does not fit an LM head of {llama.d_model} x "
-            f"{outputs}: low_rank takes 1 to {widest}"
-        )
+    if heads.lm_head == "low_rank":
+        between("heads.rank", heads.rank, 1, widest)
     drafter = drafter_class(heads.drafter)(heads, llama)
     drafter.check()
-    if drafter.n_heads < 1:
-        raise UserError(f"{drafter.name} drafts at least 1 token, not {drafter.n_heads}")
+    between(f"the number of drafts of {drafter.name}", drafter.n_heads, 1, MOST_DEEP)
     return drafter
 
 

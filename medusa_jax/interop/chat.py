@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.interop.literal_text import Message, literal_text
 from medusa_jax.interop.rendering import Span, render_template
 from medusa_jax.interop.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
@@ -207,11 +207,7 @@ def template_source(
 
 def shipped_template(name: str) -> str:
     """The source of a template that comes with the package."""
-    if name not in TEMPLATES:
-        raise UserError(
-            f"unknown chat template {name!r} (there are: {', '.join(TEMPLATES)})"
-            f"{did_you_mean(name, TEMPLATES)}"
-        )
+    one_of("a chat template", name, TEMPLATES)
     file = Path(__file__).parent / "templates" / f"{TEMPLATES[name]}.jinja"
     return file.read_text(encoding="utf-8")
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, between
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import tensors as tensor_files
@@ -75,11 +75,8 @@ def load_heads(
     check_base(stored, llama, fingerprint, allow_other_base)
     drafter = make_drafter(stored.heads, llama)
     count = stored.heads.n_heads
-    if n_heads is not None and not 1 <= n_heads <= count:
-        raise UserError(
-            f"{stored.directory} holds {count} heads, {n_heads} were asked for (is the tree "
-            "deeper than the heads?)"
-        )
+    if n_heads is not None:
+        between(f"the number of heads to read from {stored.directory}", n_heads, 1, count)
     n_read = n_heads if n_heads and drafter.separable else count
     heads = dataclasses.replace(stored.heads, n_heads=n_read)
     all_parameters = tensor_files.flatten(abstract_heads(stored.heads, llama))

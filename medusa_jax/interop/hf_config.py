@@ -5,9 +5,9 @@ import os
 from dataclasses import fields
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.errors import UserError
-from medusa_jax.interop.fields import Fields
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.interop.tensors import read_json
+from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 # model_type -> defaults of absent fields (from its transformers class).
@@ -58,11 +58,8 @@ def read_config(path: str) -> LlamaConfig:
 
 def parse_config(file: str, raw: Json) -> LlamaConfig:
     """`read_config` of fields that were read from `file`."""
-    family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise UserError(
-            f"{file}: model_type {family!r} is not supported (there are: {', '.join(FAMILIES)})"
-        )
+    family = raw.get("model_type", "")
+    one_of(f"{file}: a supported model_type", family, FAMILIES)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
@@ -126,10 +123,7 @@ def _rope(file: str, raw: Json) -> Json:
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
         return fields
-    if not isinstance(kind, str) or kind not in SCALINGS:
-        raise UserError(
-            f"{file}: rope type {kind!r} is not supported (there are: default, {', '.join(SCALINGS)})"
-        )
+    one_of(f"{file}: a supported rope type", kind, ("default", *SCALINGS))
     names, given = SCALINGS[kind], inner.values
     if "original_max_position_embeddings" in names:
         name = "original_max_position_embeddings"

@@ -13,17 +13,17 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.hosts import on_host
 from medusa_jax.interop import codes
 from medusa_jax.interop import tensors as tensor_files
-from medusa_jax.interop.fields import Fields
 from medusa_jax.interop.stored_heads import StoredHeads, check_ids
 from medusa_jax.interop.tensor import whole
 from medusa_jax.interop.tensors import read_json
 from medusa_jax.sharding import Params
+from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
 
 # `StoredHeads.layout`.
@@ -65,15 +65,8 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
     kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
     known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
-        if name not in known:
-            near = did_you_mean(name, known)
-            raise UserError(f"{file} has an unknown field {name!r} under heads{near}")
-        kind = known[name]
-        assert isinstance(kind, type)
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(
-                f"{file}: heads.{name} should be {kind.__name__}, not {value!r}"
-            )
+        one_of(f"{file}: a field under heads", name, known)
+        fields[name] = read(f"{file}: heads.{name}", value, known[name])
     return kind_of_heads(**fields), base
 
 

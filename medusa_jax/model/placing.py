@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.errors import UserError, one_of
 from medusa_jax.model.blocks import split_blocks
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 from medusa_jax.model.seams import cpu, engine_for
@@ -42,13 +42,8 @@ def choose_storage(
     """
     if activations not in ACTIVATIONS:
         raise UserError(f"activations have 16 or 8 bits, not {activations}")
-    for what, given, known in (
-        ("weights are", weights, WEIGHTS),
-        ("draft weights are", draft_weights, DRAFT_WEIGHTS),
-    ):
-        if given not in (None, *known):
-            names = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise UserError(f"{what} {names}, not {given!r}{did_you_mean(given, known)}")
+    one_of("the type of weights", weights or WEIGHTS[0], WEIGHTS)
+    one_of("the type of draft weights", draft_weights or WEIGHTS[1], DRAFT_WEIGHTS)
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
     same = weights in (None, jnp.dtype(dtype).name)

@@ -1,13 +1,16 @@
 """Check a configuration before a run, and fit it to model and mesh; errors are one line each."""
 
 import dataclasses
+import typing
 from operator import attrgetter
 
 from jax.sharding import Mesh
 
+from medusa_jax import typed
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.config import Config, TrainConfig
-from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.config import Config, TrainConfig, fields_of
+from medusa_jax.errors import UserError, between, one_of
+from medusa_jax.interop.hf_config import SCALINGS, SIZES
 from medusa_jax.sharding import row_shards
 from medusa_jax.training.partition import TABLE, trained_groups
 
@@ -17,6 +20,7 @@ CHOICES = {
     "train.lambda_0_schedule": ("constant", "sine"),
     "train.backbone_loss": ("labels", "kl"),
     "model.quantise": ("", "int8", "nf4"),
+    "model.arch.rope_scaling": ("none", *SCALINGS),
     "train.dtype": ("float32", "bfloat16", "float16", "float64"),
     "model.param_dtype": ("float32", "bfloat16", "float16"),
     "data.format": ("auto", "text", "sharegpt", "messages", "tokens"),
@@ -27,17 +31,17 @@ CHOICES = {
     "optim.moment_dtype": ("float32", "bfloat16"),
     "optim.schedule": ("cosine", "wsd", "constant"),
 }
+# Largest values of some numbers.
+MOST = dict.fromkeys(("optim.b1", "optim.b2", "lora.dropout", "data.held_out"), 1 - 1e-6)
 # Names of other projects.
 ALIASES = {"chat": "messages", "openai": "messages", "chatml": "messages", "plain": "text"}
-# Least values.
-LEAST = {
+# Least values of numbers; of others 0.
+LEAST = {f"model.arch.{name}": 1 for name in ("max_position", *SIZES.values())} | {
     "train.epochs": 1, "train.keep_checkpoints": 1, "data.eval_samples": 1,
     "train.batch_size": 1, "train.accumulation": 1, "train.loss_chunk": 1,
     "train.log_every": 1, "train.eval_every": 1, "train.save_every": 1,
-    "train.max_bad_steps": 1, "data.seq_len": 1, "train.steps": 0,
-    "model.add_layers": 0, "lora.rank": 0, "optim.lr": 0, "optim.warmup_steps": -1,
-    "optim.weight_decay": 0, "optim.clip_norm": 0, "train.induction_weight": 0,
-    "train.anchors": 0, "data.max_samples": 0, "data.seed": 0,
+    "train.max_bad_steps": 1, "train.levels": 1, "data.seq_len": 3,
+    "optim.warmup_steps": -1, "heads.mask_token": -1, "model.arch.rope_theta": 1,
 }  # fmt: skip
 
 
@@ -48,18 +52,13 @@ def check(cfg: Config) -> None:
       UserError: names the fields.
     """
     for path, allowed in CHOICES.items():
-        value = attrgetter(path)(cfg)
-        if value not in allowed:
-            aliases = {a: b for a, b in ALIASES.items() if b in allowed}
-            known = " or ".join(name or "empty" for name in allowed)
-            near = did_you_mean(value, allowed, aliases)
-            raise UserError(f"{path} is {known}, not {value!r}{near}")
-    for path, least in LEAST.items():
-        if not (value := attrgetter(path)(cfg)) >= least:  # also refuses NaN
-            raise UserError(f"{path} must be at least {least}, not {value}")
-    for path in ("optim.b1", "optim.b2", "lora.dropout", "data.held_out"):
-        if not 0 <= (share := attrgetter(path)(cfg)) < 1:
-            raise UserError(f"{path} must be from 0 to below 1, not {share}")
+        one_of(path, attrgetter(path)(cfg), allowed, ALIASES)
+    for path, owner, name in fields_of(cfg):
+        kind, least = typing.get_type_hints(type(owner))[name], LEAST.get(path, 0)
+        value = typed.read(path, getattr(owner, name), kind)
+        if kind in (int, float):
+            most = MOST.get(path, 2**31 - 1 if kind is int else 1e30)
+            between(path, value, least, most)
     for wrong, problem in _contradictions(cfg):
         if wrong:
             raise UserError(problem)
@@ -70,8 +69,11 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
     t, model, data = cfg.train, cfg.model, cfg.data
     trained, kl = trained_groups(t, cfg.lora), t.backbone_loss == "kl"
     given = model.path or cfg.lora.rank or cfg.dry_run
-    cached = bool(data.cache_features)
     return [
+        (
+            bool(model.arch.n_heads % model.arch.n_kv_heads or model.arch.head_dim % 2),
+            "model.arch.n_kv_heads must divide n_heads, and head_dim must be even",
+        ),
         (
             bool(model.quantise) and "backbone" in trained,
             f"stage {t.stage} trains the backbone itself, which model.quantise {model.quantise!r} "
@@ -83,14 +85,10 @@ def _contradictions(cfg: Config) -> list[tuple[bool, str]]:
         ),
         (kl and not given, "train.backbone_loss kl needs a backbone: set model.path"),
         (
-            cached and t.stage != "medusa1",
-            "data.cache_features needs a backbone that does not change: train.stage medusa1, not "
-            f"{t.stage}",
-        ),
-        (
-            cached and data.packing != "first_fit",
-            "data.cache_features needs data.packing first_fit: 'concat' cuts the text at other "
-            "places in every epoch",
+            bool(data.cache_features)
+            and (t.stage, data.packing) != ("medusa1", "first_fit"),
+            "data.cache_features needs a backbone and rows that do not change: train.stage medusa1 and "
+            "data.packing first_fit",
         ),
         (
             bool(data.held_out) and not data.eval_source and data.packing != "first_fit",
@@ -130,10 +128,7 @@ def settle(cfg: Config, arch: LlamaConfig, mesh: Mesh) -> Config:
             f"train.batch_size {train.batch_size} is not a multiple of accumulation x data x fsdp "
             f"= {accumulation} x {shards}"
         )
-    if data.seq_len > arch.max_position:
-        raise UserError(
-            f"data.seq_len {data.seq_len} exceeds the model's {arch.max_position} positions"
-        )
+    between("data.seq_len (positions of the model)", data.seq_len, 3, arch.max_position)
     return cfg
 
 

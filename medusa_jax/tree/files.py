@@ -1,12 +1,12 @@
 """Trees by name: the values of `--tree`, and the tree file next to the heads."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.tree.tree import Order, Tree
-from medusa_jax.whole_files import Json, decode_text
+from medusa_jax.typed import Fields
+from medusa_jax.whole_files import Json, parse_json, read_text
 
 # Trees with arguments after a colon.
 FORMS = ("chain", "copy", "cartesian")
@@ -20,42 +20,32 @@ def load_tree_file(path: str | Path) -> Json:
     Returns: the object; `growth` defaults to the choices in their order, `spares` to none.
 
     Raises:
-      UserError: not readable, not JSON, neither of the two forms, or malformed evidence.
+      UserError: not readable, not JSON, neither of the two forms, no tree, or malformed evidence.
     """
     try:
-        data = json.loads(decode_text(Path(path).read_bytes()))
-    except OSError as error:
-        raise UserError(f"cannot read the tree file {path}: {error.strerror}") from error
+        data = parse_json(read_text(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"tree file {path} is not valid JSON: {error}") from error
-    if isinstance(data, list):
+    if not isinstance(data, dict):
         data = {"choices": data}
-    if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
-        raise UserError(f"tree file {path} must be a list of choices or hold 'choices'")
-    data = {"growth": data["choices"], "spares": []} | data
-    for name in ("growth", "spares"):
-        if not isinstance(data[name], list):
-            raise UserError(f"tree file {path}: {name!r} must be a list of choices")
-    if not _is_evidence(data.get("evidence")):
-        raise UserError(
-            f"tree file {path}: 'ladder' in 'evidence' must be a list of objects with a whole number "
-            "'nodes' and a number 'tokens_per_step'"
-        )
-    return data
-
-
-def _is_evidence(evidence: object) -> bool:
-    """Return True if `evidence` is absent or gives the tokens per step of each size."""
-    if not evidence:
-        return True
-    rows = evidence.get("ladder") or [] if isinstance(evidence, dict) else [evidence]
-    return isinstance(rows, list) and all(
-        isinstance(row, dict)
-        and type(row.get("nodes")) is int
-        and row["nodes"] > 0
-        and type(row.get("tokens_per_step")) in (int, float)
-        for row in rows
-    )
+    file = Fields(f"tree file {path}", {"growth": data.get("choices"), "spares": []} | data)
+    for name in ("choices", "growth", "spares"):
+        file.items(name, list)
+    evidence = Fields(file.file, file.table("evidence"))
+    for row in evidence.items("ladder", dict, []):
+        size = Fields(f"{file.file}, ladder", row)
+        size.count("nodes")
+        size.number("tokens_per_step")
+        size.number("step_latency_ratio", 1.0)
+    for row in file.items("batches", dict, []):
+        Fields(f"{file.file}, batches", row).count("batch")
+        Fields(f"{file.file}, batches", row).count("nodes")
+    try:
+        own_tree(file.values)
+        tree_of_size(file.values, len(order_of(file.values).growth) + 1)
+    except UserError as error:
+        raise UserError(f"{file.file}: {error}") from error
+    return file.values
 
 
 def order_of(calibrated: Json) -> Order:
@@ -100,20 +90,10 @@ def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
     """Return a tree file's trees by number of rows (`batches`); {} if none are for this platform.
 
     A CPU uses trees that were fitted to any platform, as in `auto_tree`.
-
-    Raises:
-      UserError: malformed `batches`.
     """
     if platform not in ("cpu", calibrated.get("platform")):
         return {}
-    try:
-        sizes = {rung["batch"]: rung["nodes"] for rung in calibrated.get("batches") or ()}
-    except (TypeError, KeyError):
-        sizes = {0: 0}
-    if not all(type(n) is int and n > 0 for rung in sizes.items() for n in rung):
-        raise UserError(
-            "the tree file's 'batches' must be a list of objects with whole numbers 'batch' and 'nodes'"
-        )
+    sizes = {rung["batch"]: rung["nodes"] for rung in calibrated.get("batches") or ()}
     return {rows: tree_of_size(calibrated, size) for rows, size in sizes.items()}
 
 
@@ -133,8 +113,6 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
         number (the first nodes of its `growth`).
       platform: where the tree will run, see `auto_tree`.
     """
-    if not isinstance(spec, str):
-        raise UserError(f"a tree is a Tree or text such as chain:4, not {spec!r}")
     spec, and_copies, copies = spec.partition("+copy:")
     if and_copies:
         heads = parse_tree(spec, calibrated, platform).drafted
@@ -172,7 +150,4 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
             f"cannot read the tree file {spec}: no such file, and no tree's name (auto, bundled, "
             f"none, a number of nodes, chain:4, copy:4, cartesian:2,3){did_you_mean(kind, known)}"
         )
-    try:
-        return own_tree(load_tree_file(spec))
-    except UserError as error:
-        raise UserError(f"{spec}: {error}") from error
+    return own_tree(load_tree_file(spec))

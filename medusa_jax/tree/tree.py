@@ -84,14 +84,12 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """A chain: one candidate per head (blockwise parallel decoding)."""
-        _check_size(depth + 1, depth)
-        return cls.cartesian([1] * depth)
+        return cls(_chain(0, depth))
 
     @classmethod
     def copies(cls, depth: int) -> "Tree":
         """A chain of `depth` tokens copied from the text, without heads' guesses."""
-        _check_size(depth + 1, depth)
-        return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
+        return cls(_chain(COPIED, depth))
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> "Tree":
@@ -99,8 +97,8 @@ class Tree:
 
         Widths s_1, ..., s_K give sum_k prod_{i<=k} s_i nodes, not counting the root.
         """
-        if any(w < 1 for w in widths):
-            raise UserError(f"cartesian widths must be at least 1, not {list(widths)}")
+        if not all(isinstance(w, int | np.integer) and w > 0 for w in widths):
+            raise UserError(f"cartesian widths are whole numbers, at least 1, not {widths}")
         n_nodes = 1 + sum(itertools.accumulate(widths, operator.mul))
         _check_size(n_nodes, len(widths))
         paths: list[Sequence[int]] = []
@@ -267,6 +265,14 @@ def _path(path: object) -> Choice:
     return tuple(int(r) for r in path)
 
 
+def _chain(rank: int, depth: int) -> tuple[Choice, ...]:
+    """The paths of a chain of this depth, all of one rank."""
+    if not isinstance(depth, int) or depth < 0:
+        raise UserError(f"the depth of a chain is a whole number, 0 or more, not {depth!r}")
+    _check_size(depth + 1, depth)
+    return tuple((rank,) * d for d in range(1, depth + 1))
+
+
 def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
     """The paths of a tree, by depth; raises like `Tree.from_choices`."""
     _check_size(len(paths) + 1, max(map(len, paths), default=0))
@@ -284,8 +290,6 @@ def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
 
 def _check_size(n_nodes: int, depth: int) -> None:
     """Refuse a tree of an impossible size, before its paths are built."""
-    if depth < 0:
-        raise UserError(f"the depth of a tree must be 0 or more, not {depth}")
     if n_nodes > MOST_NODES or depth > MOST_DEEP:
         raise UserError(
             f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep; this one has "

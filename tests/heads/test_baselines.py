@@ -35,7 +35,7 @@ def model(seed=1, config=CONFIG):
 def test_a_drafter_that_drafts_nothing_is_refused(monkeypatch):
     """One of a user's, which does not check its own fields."""
     monkeypatch.setattr(PromptLookup, "check", lambda self: None)
-    with pytest.raises(UserError, match="drafts at least 1 token, not 0"):
+    with pytest.raises(UserError, match="drafts of prompt_lookup is from 1"):
         make_drafter(PromptLookupConfig(tokens=0), CONFIG)
 
 

@@ -121,7 +121,7 @@ def test_deeper_heads_are_not_read(saved):
     assert heads.n_heads == 2
     few = {name: params[name] for name in ("heads_0", "heads_1")}
     jax.tree.map(np.testing.assert_array_equal, loaded, few)
-    fails("holds 3 heads, 4 were asked for", path, n_heads=4)
+    fails("is from 1 to 3, not 4", path, n_heads=4)
 
 
 def test_another_backbone(saved):
@@ -159,9 +159,9 @@ def test_keys_that_contradict(changes, match, saved):
     ("changes", "match"),
     [
         ({"format": 2}, "has format 2, this version reads 1"),
-        ({"heads": {"depth": 1}}, "unknown field 'depth' under heads"),
+        ({"heads": {"depth": 1}}, "a field under heads is one of .*, not 'depth'"),
         ({"heads": {"n_heads": True}}, "heads.n_heads should be int, not True"),
-        ({"heads": {"drafter": "medussa"}}, "unknown drafter 'medussa'"),
+        ({"heads": {"drafter": "medussa"}}, "not 'medussa'"),
         ({"heads": {"n_heads": 5}}, "'heads_3/layers_0/bias' .* is missing"),
     ],
 )

@@ -141,12 +141,12 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"'gpt2' is not supported \(there are: llama, mistral"),
+        ({"model_type": "gpt2"}, "model_type is one of llama, .*, not 'gpt2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
-        ({"hidden_size": "4"}, "hidden_size should be a whole number from 1 on, not '4'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope'"),
+        ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type is one of .* not 'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),

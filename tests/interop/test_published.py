@@ -251,7 +251,7 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", "not known to have: 'x'", {"eagle_config": {"x": 1}}, {}),
         ("eagle3", "parallel_draft_step 2 is not supported", {"parallel_draft_step": 2}, {}),
         ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}, {}),
-        ("eagle3", "fc_norm should be true or false, not 1", {"fc_norm": 1}, {}),
+        ("eagle3", "fc_norm should be bool, not 1", {"fc_norm": 1}, {}),
         ("eagle3", r"\[3, 9, 20\] are not the layers of", {TAPPED: [3, 9, 20]}, {}),
         ("eagle3", "sliding attention", {"layer_types": ["sliding_attention"]}, {}),
         ("eagle3", "layers of qwen3 are not supported", {"model_type": "qwen3"}, {}),

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.interop.fields import Fields
+from medusa_jax.typed import Fields
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -1,0 +1,137 @@
+"""Values from Python, NumPy and files, read as the types of fields and arguments."""
+
+import inspect
+import math
+import numbers
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from medusa_jax.errors import UserError, between
+
+NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
+WRONG = (TypeError, ValueError, OverflowError)
+
+
+def as_type(value: Any, kind: Any) -> Any:
+    """A value as an annotated type, with Python's own numbers and tuples for sequences.
+
+    One text stands for a tuple with it, a mapping for its pairs; its keys may be text, as in JSON.
+
+    Raises:
+      TypeError, ValueError, OverflowError: it has another type.
+    """
+    if type(value) is kind:
+        return value
+    parts, kind = typing.get_args(kind), typing.get_origin(kind) or kind
+    if kind is types.UnionType:
+        for one in parts:
+            with suppress(*WRONG):
+                return as_type(value, one)
+        raise TypeError
+    if kind in (tuple, Sequence, Mapping):
+        if isinstance(value, bytes) or isinstance(value, Mapping) != (kind is Mapping):
+            raise TypeError
+        if kind is Mapping:
+            pairs = value.items()
+            value = sorted((int(k) if isinstance(k, str) else k, v) for k, v in pairs)
+        found = (value,) if isinstance(value, str) else tuple(value)
+        one = tuple[parts] if kind is Mapping else parts[0]  # type: ignore[valid-type]
+        fixed = kind is tuple and ... not in parts
+        of = parts if fixed else [one] * len(found)
+        return tuple(as_type(part, one) for part, one in zip(found, of, strict=True))
+    value = value.item() if getattr(value, "ndim", None) == 0 else value
+    if kind is Any:
+        return value
+    kinds = NUMBERS.get(kind, kind)
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, kinds):
+        raise TypeError
+    return kind(value) if kind in NUMBERS else value
+
+
+def read(name: str, value: Any, kind: Any) -> Any:
+    """`as_type` of a field or argument.
+
+    Raises:
+      UserError: it has another type; names it.
+    """
+    try:
+        return as_type(value, kind)
+    except WRONG:
+        wanted = re.sub(r"[\w.]+\.", "", inspect.formatannotation(kind))
+        raise UserError(f"{name} should be {wanted}, not {repr(value)[:80]}") from None
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a file. Each getter returns `default` where the file lacks the field.
+
+    Raises:
+      UserError: no such field and no default, or a value of another type; names file and field.
+    """
+
+    file: str
+    values: dict[str, Any]
+
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number that can be an array size."""
+        value: int = self._read(name, default, int)
+        between(f"{self.file}: {name}", value, least, 2**31 - 1)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value: float = self._read(name, default, float)
+        if not 0 < value < math.inf:
+            self.refuse(name, "a number above 0")
+        return value
+
+    def switch(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        return bool(self._read(name, default, bool))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
+        return str(self._read(name, default, str))
+
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; an empty one if there is none."""
+        value: dict[str, Any] = read(
+            f"{self.file}: {name}", self.values.get(name) or {}, dict
+        )
+        return value
+
+    def items(self, name: str, kind: type, default: list | None = None) -> list:
+        """A list of values of one type."""
+        value: list = self._read(name, default, list)
+        if any(type(item) is not kind for item in value):
+            self.refuse(name, f"a list of {kind.__name__}")
+        return value
+
+    def expect(self, able: Mapping[str, tuple]) -> None:
+        """Refuse a field whose value is not supported; absent and null fields pass.
+
+        Args:
+          able: the supported values of each field; any other would change the computation.
+        """
+        for name, values in able.items():
+            if (value := self.values.get(name)) not in (None, *values):
+                raise UserError(
+                    f"{self.file}: {name} {value!r} is not supported (only {values[0]!r})"
+                )
+
+    def refuse(self, name: str, kind: str) -> NoReturn:
+        """Raise the UserError for a field that is not of this kind."""
+        raise UserError(
+            f"{self.file}: {name} should be {kind}, not {self.values.get(name)!r:.80}"
+        )
+
+    def _read(self, name: str, default: Any, kind: type) -> Any:
+        value = self.values.get(name, default)
+        if value is None:
+            raise UserError(f"{self.file} does not say {name}")
+        return read(f"{self.file}: {name}", value, kind)
