@@ -128,8 +128,9 @@ def run(flags: Flags) -> int:
     if flags.plots:
         draw(found, Path(flags.plots))
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
-    prompt = "Hello" if "messages" in records[0] else "import os"
-    following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")
+    talks = "messages" in records[0]
+    asked = {"chat": "", "prompt": "Hello"} if talks else {"prompt": "import os"}
+    following("decode", model=flags.model, drafter=flags.drafter, **asked, compare="")
     return 0
 
 
