@@ -128,9 +128,7 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(
-                f"sampling by the model's publisher, where no flag says otherwise: {own}"
-            )
+            inform(f"sampled as the publisher advises, unless a flag differs: {own}")
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         return chat.Chat(model, *about).run()
