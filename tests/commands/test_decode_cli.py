@@ -140,11 +140,6 @@ def test_stop_and_standard_input(decode, monkeypatch):
     assert facts["finish_reason"] == "stop"
 
 
-def test_a_text_of_one_token_blames_no_drafts(decode):
-    err = decode("--prompt", "the cat", "--max_new_tokens", 1, tree=None)[2]
-    assert "1 tokens in 0 steps" in err and "plain steps" not in err
-
-
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
 
 
