@@ -26,7 +26,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import read_prompts, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
-from medusa_jax.tree.files import order_of, tree_of_size
+from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
@@ -102,7 +102,7 @@ def run(flags: Flags) -> int:
         how = "growing trees and " if fitted else ""
         inform(f"{name}: {how}walking through {len(texts)} texts ...")
         order = order_for(model, fitted, ending, copies=not flags.no_copies)
-        for tree in (tree_of_size(order, size) for size in sizes):
+        for tree in (order.tree(size) for size in sizes):
             columns[f"{name}, {tree.n_nodes}"] = [
                 replayed_tokens([recorded[i] for i in group], tree)
                 for group in grouped(categories).values()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from medusa_jax.api.model import Model
@@ -80,7 +81,9 @@ class Dialogue:
 
     def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
         """The number of tokens at the start of a prompt that a row's caches have, the drafter's among them."""
-        if row is None or row.length_B.is_deleted():  # interrupted while a loop began
+        arrays = jax.tree.leaves(row and (row.length_B, row.cache))
+        # An interrupted or failed step may have consumed them.
+        if row is None or any(x.is_deleted() for x in arrays):
             return 0
         new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
         read_B = row.length_B if row.gate is None else row.gate.followed_B

@@ -9,8 +9,8 @@
 
 namespace {
 
-// Values of one text by position, those of the nodes along a path through the tree: the first
-// `start` slots of its cache, then the slots of that path after them.
+// Values [size] of one text by position: the first `start` slots of its cache, then the slots of the
+// nodes on a path through the tree.
 struct Text {
   const float* cached;
   const int32_t* path;
@@ -20,8 +20,8 @@ struct Text {
   }
 };
 
-// The path to each of T new tokens, itself included, and how long it is: [T, M + 1], the length last, from
-// mask [T, M], where [t, s] says whether node s is on the path to t.
+// The path to each of T new tokens, itself included, and its length: [T, M + 1], the length last. Mask [T, M]
+// is true at [t, s] if node s is on the path to t.
 inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
   std::vector<int32_t> paths(T * (M + 1));
   for (int64_t t = 0; t < T; ++t) {
@@ -32,7 +32,7 @@ inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
   return paths;
 }
 
-// Queries that share what is loaded of a key or a value, and vectors of a value that are added to at a time.
+// Queries that share one load of a key or a value, and vectors of a value that are summed at a time.
 constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
 
 // `work(i, n)` for n items from item i on, until all are done; n is a constant of at most kMost.
@@ -43,7 +43,7 @@ void InGroups(int64_t count, const Work& work) {
   if constexpr (kMost > 1) InGroups<kMost - 1>(count - i, [&](int64_t j, auto n) { work(i + j, n); });
 }
 
-// The sums of kLanes vectors, that of vector l in lane l; each is added up in the order of `Sum`.
+// The sums of kLanes vectors: lane l has the sum of vector l, in the order of `Sum`.
 template <int d = kLanes / 2>
 inline Vector Sums(Vector* x) {
   constexpr std::make_integer_sequence<int, kLanes> lanes;
@@ -81,8 +81,8 @@ void AddValues(const float* weights, int64_t stride, const float* const* values,
     for (int v = 0; v < kVectors; ++v) Store(out + q * size + at + v * kLanes, sums[q][v]);
 }
 
-// Weights of scores at positions [first, count), zero at those from `begin` on before them, and their sum.
-// Lane l adds up positions l, l + kLanes, ...: what is not seen adds zero, wherever the text ends.
+// Replaces the scores at positions [first, count) by their weights, and those in [begin, first) by zeros; returns
+// the weights' sum. Lane l sums positions l, l + kLanes, ...; positions that are not seen add zero.
 inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + begin, scores + first, -INFINITY);
@@ -102,28 +102,28 @@ inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
   return Sum(total);
 }
 
-// Attention of some of the new tokens of a text, `heads` neighbouring query heads of each over one head of
-// keys and values: queries and out [rows, stride]. Every sum is in the order of a token's own positions, of
-// which it sees the last `window` (0: all). What all see, and the keys of the tree, are loaded once for all.
-// `paths` as `Paths` of M nodes.
+// Attention of some new tokens of a text: `heads` neighbouring query heads of each, over one head of keys and
+// values; queries and out are [rows, stride]. Every sum follows the token's own positions; it sees the last
+// `window` of them (0: all). Positions that all tokens see, and the keys of the tree, are loaded once for all.
+// `paths`: from `Paths`, for M nodes.
 inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
                    const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t M,
                    int64_t window, float* out) {
   const int64_t n = rows * heads, room = (start + M + kLanes) / kLanes * kLanes;
   const auto count = [&](int64_t r) { return start + paths[r * (M + 1) + M]; };
   const auto first = [&](int64_t r) { return window ? std::max<int64_t>(0, count(r) - window) : 0; };
-  int64_t begin = first(0);  // whole vectors of positions that all see begin and end here
+  int64_t begin = first(0);  // vectors of positions are whole from `begin` to `end`
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
   begin = begin / kLanes * kLanes;
   const int64_t end = std::max(begin, start / kLanes * kLanes);
-  // The weights of other layers have driven keys and values out of the processor's cache.
+  // The weights of other layers have evicted keys and values from the processor's cache.
   const auto fetch = [&](const float* cached, int64_t p) {
     for (int64_t i = 0; i < kLanes * size; i += 16) __builtin_prefetch(cached + p * size + i);
   };
   fetch(keys, begin);
   thread_local std::vector<float> memory;
   memory.resize(kLanes + n * (room + 2 * size + 1));
-  // All but the totals are whole vectors: none lies across two lines of the processor's cache.
+  // All arrays but the totals are aligned, so that no vector crosses two cache lines.
   const uintptr_t line = kLanes * 4, from = reinterpret_cast<uintptr_t>(memory.data());
   float* scores = memory.data() + (line - from % line) / 4;
   float *scaled = scores + n * room, *sums = scaled + n * size, *totals = sums + n * size;

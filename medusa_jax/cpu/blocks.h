@@ -1,7 +1,7 @@
 // Weights in blocks, as panels of integers: d * (q - offset), or d * q + m, with q of a few bits.
 //
-// A panel holds kWide outputs on every machine, one row of 32-bit words for all of them after another. For every
-// `kUnit` inputs:
+// A panel holds kWide outputs on every machine, as rows of 32-bit words, a row for all of them. For every `kUnit`
+// inputs:
 //
 //   d                float16 [kWide]; int8 has a scale per output instead, outside the panel
 //   m                float16 [kWide], if the type has minima
@@ -45,7 +45,7 @@ enum Form : int64_t {
   kQ4_0 = 16, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K
 };
 
-// The result of `use` for the form's `Blocks`; `other` if it has none.
+// The result of `use` for the form's `Blocks`; `other` if the form has no blocks.
 template <typename Use, typename Other>
 inline auto WithBlocks(int64_t form, const Use& use, const Other& other) {
   switch (form) {
@@ -87,7 +87,7 @@ __attribute__((always_inline)) inline Words Pair(const uint32_t* codes, int s, i
   return Codes<B>(codes, s) >> (8 * second) & 0x00ff00ffu;
 }
 
-// Words of a panel of `inputs`; 0 if the form has no blocks, or they do not fill the inputs.
+// Words of a panel of `inputs`; 0 if the form has no blocks, or whole blocks do not fill the inputs.
 inline int64_t PanelWords(int64_t form, int64_t inputs) {
   return WithBlocks(
       form,

@@ -15,12 +15,13 @@ from medusa_jax.sharding import Params, PyTree
 def prepare(
     config: LlamaConfig, part: Params, blocks: Params, rest: Params, storage: Storage
 ) -> Params:
-    """An entry of the backbone: `BlockRows` as panels of the same blocks, embeddings of other types in float32.
+    """Convert an entry of the backbone: `BlockRows` to panels of the same blocks, or, for embeddings of
+    other types, to float32.
 
     Args:
       part: the entry, such as {"layers_3": ...}.
       blocks: its `BlockRows`.
-      rest: the rest of it, in decoding form.
+      rest: its other parameters, in decoding form.
     """
     [name] = part
     if name != "embed_tokens":

@@ -1,9 +1,9 @@
 // Products of few rows with panels in blocks: activations become integers, sums of integers are exact.
 //
-// 32 neighbouring activations share a scale: x = scale * q, q of 16 or 8 bits. For each block, and in the order of
-// the blocks, an output adds (float(sum of q * code) * (d * scale)), and m * (scale * sum of q) where the type has
-// minima, each by one multiply-add. This is the only rounding, so a row's result does not depend on the other rows,
-// nor on the machine's vectors. |code| * 32639 * 32 inputs is below 2^31 for every type.
+// 32 neighbouring activations share a scale: x = scale * q, q of 16 or 8 bits. For every block, in order, an output
+// adds (float(sum of q * code) * (d * scale)) and, if the type has minima, m * (scale * sum of q), each by one
+// multiply-add. Nothing else is rounded, so a row's result depends neither on other rows nor on the machine's vectors.
+// |code| * 32639 * 32 inputs is below 2^31 for every type.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 #include "blocks.h"
 
-// `IntegerRows` of a form for 1 to kTogether rows. They are many functions, so each precision is compiled in a file of
-// its own, at the same time as the rest.
+// `IntegerRows` of a form for 1 to kTogether rows. These are many functions, so each precision has its own file, which
+// compiles in parallel.
 using IntegerFn = void (*)(const uint32_t* words, const void* rows, int64_t blocks, const char* ahead, int64_t step,
                            float* sums);
 IntegerFn IntegersOf8(int64_t form, int64_t rows);
@@ -23,7 +23,7 @@ namespace {
 // Rows whose sums fit the registers.
 constexpr int kTogether = kLanes / 2;
 
-// 32 activations as integers. Processors that multiply signed bytes only take 16 bits as two bytes:
+// 32 activations as integers. Processors whose products of bytes are signed (`kSignedBytes`) get 16 bits as two bytes:
 // q = 256 * codes[i] + codes[32 + i].
 template <int bits>
 struct Integers {

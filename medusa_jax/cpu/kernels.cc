@@ -1,5 +1,5 @@
-// What XLA for CPU calls: products of few rows with a large kernel, a layer over few tokens after a cached
-// text, the norm and rotation. All sum each output in one order, whatever the number of rows: a row's result
+// The functions that XLA for CPU calls: products of few rows with a large kernel, a layer over few tokens after a
+// cached text, norms and rotations. Each output is summed in one order for any number of rows, so a row's result
 // is the same, bit for bit, alone and among others.
 
 #include <utility>
@@ -11,15 +11,15 @@ namespace {
 using Numbers = ffi::Span<const int64_t>;
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Memory of a call, kept for the next: fresh memory is cleared by the system first, page by page.
+// Memory of a call, reused by the next: the system clears fresh memory page by page.
 float* Scratch(size_t floats) {
   thread_local std::vector<float> memory;
   if (memory.size() < floats) memory.resize(floats);
   return memory.data();
 }
 
-// Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty. False: it
-// does not fit.
+// Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty. Returns
+// false if the sizes do not fit.
 bool AddPart(Kernel& kernel, ffi::Buffer<ffi::U32> words, Floats scales, const float* bias, size_t n_bias, int64_t form,
              int64_t outputs, int64_t activations) {
   const Part part{form, outputs, kernel.inputs, words.typed_data(),
@@ -92,7 +92,7 @@ ffi::Error NormHandler(ffi::ThreadPool pool, Floats x, Floats scale,
   return ffi::Error::Success();
 }
 
-// Heads x [rows, N, H] turned by angles whose cosines and sines are [rows, H].
+// Rotates heads x [rows, N, H] by angles with cosines and sines [rows, H].
 ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
                          Floats sin, ffi::ResultBuffer<ffi::F32> y) {
   const auto xs = x.dimensions();
@@ -110,11 +110,11 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
   return ffi::Error::Success();
 }
 
-// A layer (`Layer`) over rows x [B, T, D] turned by angles whose cosines and sines are [B, T, H], in slots from `start`
-// on of keys and values [B, G, S, H], which new_keys and new_values are too. Mask [T, M] says which of M nodes, whose
-// last T these are, each sees: its ancestors and itself, which stand in their order. Without attn_norm, attention reads
-// `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values; attention's
-// output; gate, up; down.
+// A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
+// `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
+// of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without attn_norm
+// attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
+// attention's output; gate, up; down.
 ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, ffi::Buffer<ffi::S32> start,
                         ffi::Buffer<ffi::PRED> mask, Floats keys, Floats values, Floats read, Floats attn_norm,
                         Floats mlp_norm, Floats q_norm, Floats k_norm, ffi::RemainingArgs linears,
@@ -202,11 +202,11 @@ ffi::Error CommitHandler(ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> path
 }  // namespace
 
 extern "C" int64_t medusa_panel_width() { return kPanel; }
-// Words of the panels of a kernel in blocks; 0 where these do not fill the inputs.
+// Words of the panels of a kernel in blocks; 0 if whole blocks do not fill the inputs.
 extern "C" int64_t medusa_packed_words(int64_t form, int64_t outputs, int64_t inputs) {
   return (outputs + kWide - 1) / kWide * PanelWords(form, inputs);
 }
-// Rows of blocks [outputs, row_bytes] as panels, which are zero before; 0: a scale is no number.
+// Writes rows of blocks [outputs, row_bytes] to panels, which must be zero; returns 0 if a scale is not finite.
 extern "C" int64_t medusa_pack(int64_t form, const uint8_t* rows, int64_t row_bytes, int64_t outputs,
                            int64_t inputs, uint32_t* words) {
   const int64_t size = PanelWords(form, inputs);

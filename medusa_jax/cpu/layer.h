@@ -12,8 +12,8 @@
 
 namespace {
 
-// B texts with T new tokens each, R = B * T rows, the last of M nodes after a text, in S slots of cache; N query heads
-// of size H, G of keys and of values; D wide, F within the MLP. Attention reads I values of each row.
+// B texts with T new tokens each, the last of M nodes after a text; R = B * T rows; S slots of cache; N query heads of
+// size H, and G of keys and of values; rows of D values, F within the MLP. Attention reads I values of each row.
 struct Layer {
   int64_t B, T, M, N, G, H, S, D, F, I, window;
   float eps;
@@ -30,7 +30,7 @@ struct Layer {
   Rows entered, attended, normed, inner;
   float *heads, *queries, *gates;
 
-  // Where a text ends, and its M nodes begin. A row that is not to step now may have no room left.
+  // The end of a text, where its M nodes begin. A row that has ended may lack room for them.
   int64_t End(int64_t b) const { return std::clamp<int64_t>(start[b] - (M - T), 0, S - M); }
 
   // What attention reads of row r.
@@ -41,7 +41,7 @@ struct Layer {
     entered.Make(r, 0, I);
   }
 
-  // Query heads of row r by their angles; keys, likewise, and values into their slots.
+  // Rotates the query and key heads of row r; writes its keys and values to their slots.
   void Place(int64_t r) const {
     const int64_t b = r / T, slot = End(b) + M - T + r % T;
     for (int64_t n = 0; n < N + 2 * G; ++n) {
@@ -57,8 +57,8 @@ struct Layer {
     }
   }
 
-  // Some tokens of a text and a group of heads. Neighbours are of different groups: threads begin with
-  // different keys.
+  // Attention of some tokens of a text and one group of heads. Neighbouring units have different groups, so that
+  // threads begin with different keys.
   void AttendSome(int64_t i) const {
     const int64_t g = i % G, b = i / G / shares, share = i / G % shares;
     const int64_t t = T * share / shares, rows = T * (share + 1) / shares - t;
@@ -69,7 +69,7 @@ struct Layer {
     for (int64_t r = b * T + t; r < b * T + t + rows; ++r) attended.Make(r, g * heads * H, heads * H);
   }
 
-  // Whether a group of heads is whole blocks; else rows become integers when all of their heads are there.
+  // Whether a group of heads is whole blocks; otherwise rows become integers once all their heads are done.
   bool Aligned() const { return N / G * H % 32 == 0; }
 };
 

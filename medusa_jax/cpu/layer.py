@@ -1,4 +1,4 @@
-"""A layer of the backbone or of draft heads in one call: few new tokens after a cached text, each along its path; norms and rotations of rows."""
+"""Calls of the kernels: a whole layer over few new tokens after a cached text, norms, and rotations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,11 +30,11 @@ def layer(
 ) -> tuple[jax.Array, Pair]:
     """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `Block`.
 
-    Between some ten operations a layer, threads fall asleep and memory is idle; within one they do not.
+    One call per layer keeps the threads awake and the memory busy, which about ten operations would not.
 
-    All sums are computed in a fixed order, those over the text in the order of its
-    positions, whether these lie in the cache or among the new tokens. So a token comes out the same,
-    bit for bit, as a node of a tree and in plain decoding, in a batch and alone.
+    All sums have a fixed order. Sums over the text follow its positions, whether a position is in the
+    cache or among the new tokens. Therefore a token's result is the same, bit for bit, as a node
+    of a tree and in plain decoding, in a batch and alone.
 
     Args:
       params: the layer's, with its kernels in `Panels`.

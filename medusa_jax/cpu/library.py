@@ -1,9 +1,9 @@
-"""Compiling the kernels and giving them to XLA.
+"""Compile the kernels and register them with XLA.
 
-Not at installation: a wheel is built for no machine in particular, and XLA's interface is that of
-the jaxlib that is installed here. So the first decoding process on a machine that has a C++ compiler
-compiles them for this processor (a few seconds) and keeps them in the user's cache directory.
-Without a compiler everything works as it does with them, by XLA's own products.
+A wheel fits many machines, and XLA's interface belongs to the installed jaxlib. Therefore the
+first decoding process on a machine with a C++ compiler compiles the kernels for its processor (a few
+seconds) and stores them in the user's cache directory. Without a compiler, XLA's own operations
+are used, with the same features.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
     f"medusa_{name}" for name in ("product", "rows", "layer", "commit", "norm", "rotate")
 )
-# For this processor, in the words of x86 compilers and of those for ARM; vectors as wide as it has.
+# Flags for this processor, to be tried in this order: compilers for x86, for both, for ARM.
 MACHINE = (
     ("-march=native", "-mprefer-vector-width=512"),
     ("-march=native",),
     ("-mcpu=native",),
 )
-# XLA's limits on instructions, in the same words: one limit for its programs and for the kernels.
+# Flags for XLA's limits on instructions: the kernels obey the same limit as its programs.
 LIMITED = {
     "SSE4_2": "-march=x86-64-v2",
     "AVX": "-march=sandybridge",
@@ -47,7 +47,7 @@ LIMITED = {
 
 
 class Library(ctypes.CDLL):
-    """The compiled kernels, known to XLA under their names; `panel`: outputs of a panel of floats."""
+    """The compiled kernels, registered with XLA by name; `panel`: outputs of a panel of floats."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -58,7 +58,7 @@ class Library(ctypes.CDLL):
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
 
     def call(self, name: str, *numbers: int) -> int:
-        """The result of one of its functions of whole numbers and addresses."""
+        """Call a function that takes integers and addresses; returns its integer."""
         function = getattr(self, name)
         function.restype = ctypes.c_int64
         return int(function(*map(ctypes.c_int64, numbers)))
@@ -66,16 +66,16 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def library() -> Library | None:
-    """The kernels for this machine, compiled if they are not yet; None where that cannot be."""
+    """The kernels for this machine, compiled on first use; None if that fails."""
     try:
         path = _compiled()
         return Library(path) if path else None
-    except OSError:  # no place to write, or a file that this system does not load
+    except OSError:  # the cache is not writable, or the system cannot load the file
         return None
 
 
 def loaded() -> Library:
-    """The kernels, where they are known to be."""
+    """The kernels, for callers that know that they exist."""
     native = library()
     assert native is not None
     return native
@@ -117,10 +117,10 @@ def mark() -> str:
 
 
 def _compiled() -> Path | None:
-    """The shared object in the cache directory, made if it is missing or damaged.
+    """Path of the shared object in the cache directory; compiles it if it is missing or damaged.
 
-    Its name has checksums of its sources, its compiler and itself: loading a file that is cut short
-    ends the process (SIGBUS). Without a compiler, a file made by any compiler here serves.
+    Its name contains checksums of its sources, its compiler and its content: loading a truncated
+    file would end the process (SIGBUS). Without a compiler, a file from any compiler is used.
     """
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     compiler = compiler or shutil.which("clang++")
@@ -151,13 +151,13 @@ def _compiled() -> Path | None:
             if _build([*shlex.split(compiler), *FLAGS, *machine], made):
                 path = directory / f"{stem}{_digest(made.read_bytes())}.so"
                 made.chmod(0o700)
-                made.replace(path)  # at once: another process may be reading
+                made.replace(path)  # atomic: another process may be reading
                 return path
     return None
 
 
 def _build(command: list[str], made: Path) -> bool:
-    """Compile every source, all at the same time, and link them; False: that cannot be."""
+    """Compile all sources in parallel and link them; returns whether that succeeded."""
     units = [(str(s), str(made.with_name(f"{s.stem}.o"))) for s in SOURCES.glob("*.cc")]
     started = [
         subprocess.Popen(
@@ -175,7 +175,7 @@ def _build(command: list[str], made: Path) -> bool:
 
 
 def _version(compiler: str) -> bytes:
-    """The command of a compiler, and its answer to --version."""
+    """A compiler's command and its output for --version."""
     asked = [*shlex.split(compiler), "--version"]
     return compiler.encode() + subprocess.run(asked, capture_output=True).stdout
 

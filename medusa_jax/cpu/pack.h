@@ -1,4 +1,4 @@
-// From rows of blocks as a GGUF file has them to panels (`blocks.h`).
+// Packs rows of blocks, as a GGUF file has them, into panels (`blocks.h`).
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// What a run of `kUnit` inputs of one output holds, whatever its type.
+// The content of `kUnit` inputs of one output, for any type.
 struct Unit {
   uint16_t d, m;
   uint8_t scales[16], minima[8], codes[256];
@@ -17,8 +17,8 @@ inline void Nibbles(const uint8_t* bytes, int n, uint8_t* codes) {
   for (int i = 0; i < n; ++i) codes[i] = bytes[i] & 15, codes[n + i] = bytes[i] >> 4;
 }
 
-// Scales and minima of 8 groups, six bits each, in 12 bytes: the first four of both whole with two bits of
-// the last four above them, whose other four bits follow.
+// Scales and minima of 8 groups, six bits each, in 12 bytes. Bytes 0 to 7 hold the scales and minima of the first four
+// groups, and above each two bits of the last four; bytes 8 to 11 hold the other four bits of these.
 inline void SixBits(const uint8_t* bytes, Unit& unit) {
   for (int g = 0; g < 4; ++g) {
     const uint8_t d = bytes[g], m = bytes[4 + g], both = bytes[8 + g];
@@ -56,12 +56,12 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
     case kQ8_0:
       unit.d = half();
       std::memcpy(unit.codes, skip(32), 32);
-      for (int i = 0; i < 32; ++i) unit.codes[i] ^= 0x80;  // 128 more
+      for (int i = 0; i < 32; ++i) unit.codes[i] ^= 0x80;  // adds 128
       return block;
     case kQ4_K:
     case kQ5_K: {
       unit.d = half();
-      unit.m = half() ^ 0x8000;  // theirs is taken away
+      unit.m = half() ^ 0x8000;  // llama.cpp subtracts it
       SixBits(skip(12), unit);
       const uint8_t* fifth = form == kQ5_K ? skip(32) : nullptr;
       for (int g = 0; g < 8; g += 2) Nibbles(skip(32), 32, unit.codes + 32 * g);
@@ -85,7 +85,7 @@ inline const uint8_t* ReadUnit(int64_t form, const uint8_t* block, Unit& unit) {
 
 inline bool Finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
-// Row o of a panel. `words` are zero before; false: a scale is not finite, which no model has.
+// Writes row o of a panel, whose words must be zero; returns false if a scale is not finite.
 template <class B>
 bool PackRow(int64_t form, const uint8_t* blocks, int64_t inputs, int o, uint32_t* words) {
   Unit unit{};

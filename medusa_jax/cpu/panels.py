@@ -44,11 +44,11 @@ class Panels(Stored):
         return {self.form: self.inputs * self.outputs}
 
     def product(self, x: jax.Array) -> jax.Array:
-        """x [..., inputs] times the kernel -> [..., outputs], summed up in float32.
+        """x [..., inputs] times the kernel -> [..., outputs], summed in float32.
 
-        Every row's sums are taken in the order of the inputs, so a row comes out the same, bit for
-        bit, with any other rows. For int8 and blocks, x is first rounded to integers of `activations`
-        bits with a scale for 32 inputs (cpu/integers.h).
+        Every row is summed in the order of the inputs, so its result is the same, bit for bit, with
+        any other rows. For int8 and blocks, x is first rounded to integers of `activations` bits with
+        one scale per 32 inputs (cpu/integers.h).
         """
         x_RI = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
         shape = jax.ShapeDtypeStruct((len(x_RI), self.outputs), jnp.float32)

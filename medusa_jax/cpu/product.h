@@ -1,6 +1,6 @@
-// y = x W for few rows, W in panels, each read once from end to end: of floats, [outputs / kPanel, inputs / n, kPanel]
-// words with the weights of n consecutive inputs, one float32 or two bfloat16; or in blocks (`blocks.h`), times
-// activations as integers (`integers.h`).
+// y = x W for few rows, W in panels, each read once and sequentially. Panels of floats are [outputs / kPanel,
+// inputs / n, kPanel] words with the weights of n consecutive inputs, one float32 or two bfloat16; panels in blocks
+// (`blocks.h`) are multiplied by activations as integers (`integers.h`).
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace {
 
 // Outputs of a panel of floats: two vectors, so that a row of words is whole cache lines.
 constexpr int kPanel = 2 * kLanes;
-// What one worker takes at a time: small enough to share out evenly, large enough to stream.
+// Bytes that one worker takes at a time: few enough to divide the work evenly, many enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
 // Blocks take more time for their bytes.
 constexpr int64_t kChunkOfBlocks = 1 << 15;
@@ -31,7 +31,7 @@ struct Part {
   int64_t Width() const { return Blocks() ? kWide : kPanel; }
   int64_t Panels() const { return (outputs + Width() - 1) / Width(); }
   int64_t Size() const { return Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel; }
-  // Panels that one worker takes at a time, and how many times they can be taken.
+  // Panels that one worker takes at a time, and the number of such chunks.
   int64_t Chunk() const {
     return std::clamp<int64_t>((Blocks() ? kChunkOfBlocks : kChunkBytes) / (Size() * 4), 1, Panels());
   }
@@ -83,16 +83,16 @@ inline Vector Weights(Words words, int j) {
   return reinterpret_cast<Vector>(words);
 }
 
-// More rows than fit the registers take turns at this much of a panel, which stays in the first cache while the
-// next arrives from memory. If each took the whole panel, memory would be idle from the second turn on.
+// If the rows do not fit the registers, groups of them take turns at this part of a panel, which stays in the first
+// cache while the next part arrives from memory. With whole panels, memory would be idle from the second turn on.
 constexpr int64_t kTileBytes = 1 << 13;
-// Rows that take turns at one.
+// Rows that take turns at one part.
 constexpr int64_t kBand = 4 * kRows;
 
-// Bytes to fetch ahead where rows take no turns; where they do, the next tile is fetched.
+// Bytes to fetch ahead if rows take no turns; otherwise the next tile is fetched.
 constexpr int64_t kFetched = 6144;
-// Multiply-adds for a word up to which memory is the limit. Weights are then fetched into the second cache, which
-// waits for more lines at a time than the first; else into the first.
+// Multiply-adds per word up to which memory is the limit. Weights are then fetched into the second cache, which can
+// wait for more lines at a time than the first; otherwise into the first.
 constexpr int64_t kMemoryBound = 12;
 
 // Adds R rows of x, `stride` apart, times the weights of `count` inputs of one panel to sums [R, kPanel]: every
@@ -178,7 +178,7 @@ inline void MultiplyBlocks(const Part& part, const uint32_t* panel, const Rows& 
   }
 }
 
-// y = sums * scales + bias + onto, of which any may be null.
+// y = sums * scales + bias + onto; scales, bias and onto may be null.
 inline void Finish(const float* sums, const float* scales, const float* bias, const float* onto, int64_t width,
                    float* y) {
   const auto finished = [&](int64_t i, auto load) {

@@ -1,4 +1,4 @@
-// What is done to each row by itself: the norm, its mean square in one order, rotation, and SwiGLU's gate.
+// Operations on single rows: the norm, with its mean square in one order, rotation, and SwiGLU's gate.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace {
 
-// Rows that are not worth waking another thread for.
+// Rows that one thread takes at a time: fewer are not worth waking another one.
 constexpr int64_t kFewRows = 32;
 
 inline void NormRow(const float* x, const float* scale, int64_t size, float eps, float* y) {

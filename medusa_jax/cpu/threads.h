@@ -1,4 +1,4 @@
-// Work shared out to XLA's own threads and the one that asks.
+// Work for XLA's threads and the calling thread.
 
 #pragma once
 
@@ -27,20 +27,19 @@ inline void Wait(int64_t tries) {
 #endif
 }
 
-// Unit `taken` of n, in the order of taking, for workers that take turns: each goes through neighbours, whose
-// memory is then read from end to end. Of 7 units two workers take 0 4 1 5 2 6 3: the first half, the second.
+// The unit that the `taken`-th request gets, of n: workers that take turns get neighbouring units each, and so read
+// memory sequentially. Of 7 units two workers get 0 4 1 5 2 6 3: one the first half, one the second.
 inline int64_t Neighbour(int64_t taken, int64_t n, int64_t workers) {
   const int64_t worker = taken % workers;
   return worker * (n / workers) + std::min(worker, n % workers) + taken / workers;
 }
 
-// `work(s, i)` for every i < sizes[s] of every stage s, a stage when all of the stages before it is done;
-// returns when all is done.
+// Runs `work(s, i)` for every i < sizes[s] of every stage s. A stage begins when the stages before it are done.
 //
 // No thread waits for another to begin: a running thread takes the next unit, and a late helper joins at the
-// current unit, or finds nothing left. Units are taken in the order of their stages, so a thread is already at
-// work on whatever a unit waits for. So it cannot lock up, whatever else the threads are busy with; and they
-// stay awake from one stage to the next.
+// current unit or finds none left. Units are taken in the order of their stages, so a unit waits only for units
+// that threads are already working on. This cannot deadlock, however busy the pool is, and threads stay awake
+// between stages.
 template <size_t kStages, typename Work>
 void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work) {
   std::array<int64_t, kStages> ends;
@@ -49,7 +48,7 @@ void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& size
     ends[s] = n += sizes[s];
     widest = std::max(widest, sizes[s]);
   }
-  struct Counts {  // a cache line each: taking a unit shall not disturb those who wait
+  struct Counts {  // a cache line each: taking a unit must not slow down waiting threads
     alignas(64) std::atomic<int64_t> next{0};
     alignas(64) std::atomic<int64_t> done{0};
   };

@@ -1,8 +1,8 @@
 // Vectors as wide as the machine's registers.
 //
-// Compiled on the machine it runs on (cpu/library.py), so the width is the compiler's to tell; vector
-// extensions of GCC and Clang keep one source for AVX2, AVX-512 and NEON. Operations that these do not reach
-// (multiply-adds, narrow numbers made wide, a look-up in a table) have forms for these and one that is portable.
+// The code is compiled on the machine that runs it (cpu/library.py), so the compiler knows the width. The vector
+// extensions of GCC and Clang serve AVX2, AVX-512 and NEON with one source. Operations that they lack (multiply-adds,
+// widening of narrow numbers, products of integers) have a form for each, and a portable one.
 
 #pragma once
 
@@ -42,8 +42,8 @@ inline Words LoadWords(const uint32_t* at) { return *reinterpret_cast<const Unal
 inline void Store(float* at, Vector x) { *reinterpret_cast<Unaligned*>(at) = x; }
 inline Vector Spread(float x) { return x - Vector{}; }
 
-// a * b + c, rounded once wherever the machine can. Compilers may not choose (-ffp-contract=off): for some processors
-// GCC rounds the product in one loop and not in another, and a row's bits would depend on how many there are.
+// a * b + c, rounded once if the machine can. The compiler must not choose (-ffp-contract=off): for some processors
+// GCC rounds the product in one loop and not in another, and a row's bits would depend on the number of rows.
 inline Vector MulAdd(Vector a, Vector b, Vector c) {
 #if defined(__AVX512F__)
   return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
@@ -56,7 +56,7 @@ inline Vector MulAdd(Vector a, Vector b, Vector c) {
 #endif
 }
 
-// Keeps x in a register: where registers are to spare, GCC loads from memory again at every use.
+// Keeps x in a register; GCC would load it from memory again at every use.
 template <typename Any>
 inline void InRegister(Any& x) {
 #if defined(__x86_64__)
@@ -66,8 +66,8 @@ inline void InRegister(Any& x) {
 #endif
 }
 
-// Whether four products of bytes are one operation, and whether it takes codes with a sign only. `kShortDots`: two
-// products of bytes are one, with a sum of 16 bits.
+// `kByteDots`: one operation sums four products of bytes. `kSignedBytes`: it takes signed bytes only. `kShortDots`: one
+// operation sums two products of bytes, in 16 bits.
 #if defined(__ARM_FEATURE_DOTPROD)
 constexpr bool kByteDots = true, kSignedBytes = true, kShortDots = false;
 #elif defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
@@ -118,7 +118,7 @@ inline Words DotShort(Words sum, Words w, Words x) {
 #endif
 }
 
-// kLanes float16 as float32, exactly. Infinities and what is no number do not occur (`pack.h` refuses them).
+// kLanes float16 as float32, exactly. Infinities and NaN do not occur (`pack.h` refuses them).
 inline Vector Halves(const uint16_t* at) {
 #if defined(__AVX512F__)
   return Vector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
@@ -160,7 +160,7 @@ struct Lanes {
   typedef T Type __attribute__((vector_size(n * 4)));
 };
 
-// n lanes folded to one, halves first. In registers: a loop over an array of them goes through memory.
+// Folds n lanes to one, halves first, in registers: a loop over an array of lanes would go through memory.
 template <int n, typename X, typename Fold>
 inline auto FoldOf(X x, const Fold& fold) {
   if constexpr (n == 1) {
@@ -179,7 +179,7 @@ inline auto SumOf(X x) {
 
 inline float Sum(Vector x) { return SumOf<kLanes>(x); }
 
-// Of each 2 d lanes: d of a, then d of b, both from lane `from` of them on.
+// In every 2 d lanes: d lanes of a, then d of b, each from its lane `from` on.
 template <int d, int from, int... l>
 inline Vector Mixed(Vector a, Vector b, std::integer_sequence<int, l...>) {
 #if defined(__clang__)

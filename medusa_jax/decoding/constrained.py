@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
@@ -27,7 +26,7 @@ from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_prog
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.fill import Level, inner_nodes
+from medusa_jax.heads.fill import best_places
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
@@ -81,19 +80,20 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
     B, M = drafts.nodes_BM.shape
     no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
     found, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
-    parents = inner_nodes(Level.of(tree.drafted), tree.drafted)
     drafted_N = np.setdiff1d(np.arange(M), tree.copied_C)
     for depth, (_, scores) in enumerate(drafts.ranked):
-        scores_BPO = scores.reshape(B, -1, scores.shape[-1])
-        P, K = scores_BPO.shape[1], min(GUESSES, scores_BPO.shape[-1])
-        best, tokens_BPK = lax.top_k(scores_BPO, K)
+        scores_RO = scores.reshape(-1, scores.shape[-1])
+        K = min(GUESSES, scores_RO.shape[1])
+        tokens_RK = places_RK = best_places(scores_RO, K)
         if drafts.ids_O is not None:
-            tokens_BPK = drafts.ids_O[tokens_BPK]
-        tokens_BPK = jnp.where(jnp.isfinite(best), tokens_BPK, NO_TOKEN)
-        rest = ((0, 0), (0, 0), (0, GUESSES - K))
+            tokens_RK = drafts.ids_O[places_RK]
+        best_RK = jnp.take_along_axis(scores_RO, places_RK, axis=1)
+        tokens_RK = jnp.where(jnp.isfinite(best_RK), tokens_RK, NO_TOKEN)
+        tokens_BPK = tokens_RK.reshape(B, -1, K)
+        P, rest = tokens_BPK.shape[1], ((0, 0), (0, 0), (0, GUESSES - K))
         found.append(jnp.pad(tokens_BPK, rest, constant_values=NO_TOKEN))
         place_M[tree.depth_M == depth] = n
-        own = drafted_N[parents[depth]]
+        own = drafted_N[tree.drafted.parents(depth)]
         place_M[own] = n + (np.arange(len(own)) if P > 1 else 0)
         n += P
     return jnp.concatenate(found, axis=1)[:, place_M].astype(jnp.int32)

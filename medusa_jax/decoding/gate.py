@@ -22,12 +22,12 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.tree.tree import Tree
 
-# Steps after which figures count half; levels that the acceptance rate of earlier texts counts for in a new one.
+# Steps after which a count weighs half; levels that the acceptance rate of earlier texts stands for in a new one.
 RECENT, PRIOR = 16, 4.0
 # Another tree must be faster by this factor, since p is uncertain.
 MARGIN = 1.05
-# Plain steps until drafts are tried again, doubled each time that they lose; levels that count as accepted, of how
-# many, when they are.
+# Plain steps before drafts are tried again, at first and at most (the number doubles each time that drafts lose);
+# levels to assume as accepted, and as tested, at such a trial.
 PAUSES, AGAIN = (64, 512), (1.0, 2.0)
 
 

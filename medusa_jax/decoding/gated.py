@@ -37,9 +37,7 @@ def loops(
             accepted_B: jax.Array | None = None
             if index:
                 accepted_B = new.n_new_B - old.n_new_B - 1
-            elif (
-                own.drafter.copies
-            ):  # its drafts cost nothing: would this one have been right?
+            elif own.drafter.copies:  # a draft costs nothing: test one
                 drafted_BM = draft(own, variables, old, Tree.chain(1)).nodes_BM
                 accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
             running_B = old.status_B == RUNNING

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
@@ -185,8 +186,8 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
         top_p_B=per_row(request.top_p, 1.0, np.float32),
         min_p_B=per_row(request.min_p, 0.0, np.float32),
         key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.int32)),
-        epsilon_B=per_row(request.epsilon, 0.09, np.float32),
-        delta_B=per_row(request.delta, 0.3, np.float32),
+        epsilon_B=per_row(request.epsilon, EPSILON, np.float32),
+        delta_B=per_row(request.delta, DELTA, np.float32),
         penalties=penalties_of(request.penalties, request.prompts, vocab_size),
         first_BW=first_bits(request.guides, vocab_size),
     )
@@ -322,8 +323,8 @@ def end_wanted(
 @program(static_argnums=0)
 def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The status with these rows stopped."""
-    ended_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
-    return pin_state(engine.llama.mesh, ended_B)
+    status_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
+    return pin_state(engine.llama.mesh, status_B)
 
 
 def warm_up(engine: Engine, variables: Params, request: Request) -> None:

@@ -35,4 +35,6 @@ def logprobs_of(logits_BLV: jax.Array, tokens_BL: jax.Array, n: int) -> Logprobs
     logits_BLV = logits_BLV.astype(at_least_f32(logits_BLV.dtype))
     log_p_BLV = jax.nn.log_softmax(logits_BLV, axis=-1)
     token_BL = jnp.take_along_axis(log_p_BLV, tokens_BL[..., None], axis=-1)[..., 0]
-    return Logprobs(token_BL, *lax.top_k(log_p_BLV, n))
+    # A TPU sorts all scores of an array of more than two axes.
+    best = lax.top_k(log_p_BLV.reshape(-1, log_p_BLV.shape[-1]), n)
+    return Logprobs(token_BL, *(x.reshape(*tokens_BL.shape, n) for x in best))

@@ -18,7 +18,6 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.devices.platforms import platform
@@ -39,7 +38,7 @@ class Sampling(struct.PyTreeNode):
       top_p_B: keep the smallest set of tokens with at least this probability; 1 keeps all.
       min_p_B: drop tokens with less than this share of the largest probability; 0 keeps all.
       key_B: the row's random key, from its seed and its request id, never its batch slot.
-      epsilon_B, delta_B: thresholds of typical acceptance (a single number applies to all rows).
+      epsilon_B, delta_B: thresholds of typical acceptance.
       penalties: biases and penalties; None if no row has any.
       first_BW: bits of the tokens that may come first (`masks`); None: all.
     """
@@ -49,8 +48,8 @@ class Sampling(struct.PyTreeNode):
     top_p_B: jax.Array
     min_p_B: jax.Array
     key_B: jax.Array
-    epsilon_B: jax.Array | float = EPSILON
-    delta_B: jax.Array | float = DELTA
+    epsilon_B: jax.Array
+    delta_B: jax.Array
     penalties: Penalties | None = None
     first_BW: jax.Array | None = None
 
@@ -107,28 +106,33 @@ def gumbel(
 
 
 def _largest_threshold(
-    keep_at_least: Callable[[list[jax.Array]], list[jax.Array]],
-    low: jax.Array,
-    high: jax.Array,
-    rounds: int,
+    keep_at_least: Callable[[list[jax.Array]], list[jax.Array]], like: jax.Array
 ) -> jax.Array:
     """Find by bisection the largest threshold at which `keep_at_least` holds (elementwise).
 
-    A round reads the whole vocabulary. Accelerators therefore test all thresholds that the next few rounds
-    can reach in one pass, then replay these rounds on the answers, with the same result.
+    It bisects the places of floats in the order of all floats, which their bits give, so it is exact
+    whatever the range of the scores. A round reads the whole vocabulary. Accelerators therefore test all
+    thresholds that the next few rounds can reach in one pass, then replay these rounds on the answers,
+    with the same result.
 
     Args:
-      keep_at_least: maps thresholds to an answer for each.
-      rounds: a multiple of the rounds per pass (`AT_ONCE`).
+      keep_at_least: maps thresholds to an answer for each; it holds at minus infinity.
+      like: has the shape and type of the thresholds.
     """
-    at_once = AT_ONCE[platform()]
+    at_once, bits = AT_ONCE[platform()], jnp.finfo(like.dtype).bits
+    integers = np.iinfo(f"int{bits}")
+
+    def number(place: jax.Array) -> jax.Array:
+        own = jnp.where(place < 0, place ^ integers.max, place)
+        return lax.bitcast_convert_type(own, like.dtype)
 
     def narrow(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         cuts = [*bounds]
         for _ in range(at_once):
-            middles = [a + (b - a) / 2 for a, b in itertools.pairwise(cuts)]
+            # The mean, rounded down; the sum of both might overflow.
+            middles = [(a & b) + ((a ^ b) >> 1) for a, b in itertools.pairwise(cuts)]
             cuts = [*itertools.chain(*zip(cuts, middles)), cuts[-1]]
-        holds = dict(enumerate(keep_at_least(cuts[1:-1]), 1))
+        holds = dict(enumerate(keep_at_least([number(c) for c in cuts[1:-1]]), 1))
 
         def follow(first: int, last: int) -> tuple[jax.Array, jax.Array]:
             if last - first == 1:
@@ -139,7 +143,9 @@ def _largest_threshold(
 
         return follow(0, len(cuts) - 1)
 
-    return lax.fori_loop(0, rounds // at_once, narrow, (low, high))[0]
+    infinity = int(np.array(np.inf, like.dtype).view(integers.dtype))
+    bounds = (jnp.full(like.shape, n, integers.dtype) for n in (~infinity, infinity + 1))
+    return number(lax.fori_loop(0, -(-bits // at_once), narrow, tuple(bounds))[0])
 
 
 # Most parallel partial sums; a power of two.
@@ -190,25 +196,20 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     """
     scale_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
     x = logits_BMV / scale_B.astype(logits_BMV.dtype)[:, None, None]
-    rounds = 40 if x.dtype == jnp.float32 else 60
+    x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # a large bias may overflow
     lowest = jnp.array(-jnp.inf, x.dtype)
     top_BM1 = jnp.max(x, axis=-1, keepdims=True)
-    # Barred tokens are already at minus infinity, which cannot be a bound of the bisection.
-    floor_BM1 = jnp.min(jnp.where(x > lowest, x, top_BM1), axis=-1, keepdims=True)
 
     def drop_by_rank(x: jax.Array) -> jax.Array:
-        k_B11 = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])[
-            :, None, None
-        ]
+        k_B = jnp.where(sampling.top_k_B > 0, sampling.top_k_B, x.shape[-1])
+        k_B11 = jnp.minimum(k_B, x.shape[-1])[:, None, None]
         cut = _largest_threshold(
             lambda cuts: [
                 n >= k_B11 for n in ordered_sums([(x >= t).astype(int) for t in cuts])
             ],
-            floor_BM1,
             top_BM1,
-            rounds,
         )
-        return jnp.where((x >= cut) | (sampling.top_k_B == 0)[:, None, None], x, lowest)
+        return jnp.where(x >= cut, x, lowest)
 
     # Skip filters that no row uses.
     with jax.named_scope("top_k"):
@@ -222,9 +223,7 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
                 mass >= wanted
                 for mass in ordered_sums([jnp.where(weight >= t, weight, 0) for t in cuts])
             ],
-            jnp.zeros_like(top_BM1),
-            jnp.ones_like(top_BM1),
-            rounds,
+            top_BM1,
         )
         return (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
 

@@ -62,7 +62,11 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     def propose(drafted: Tree) -> Proposal:
         if drafted.n_nodes == 1:
             return Proposal(state.root_B[:, None])
-        noise_BDO = noise_of_guesses(engine, state, backbone, drafted.depth)
+        noise_BDO = None
+        if engine.rule.noise is not None:
+            position_BD = state.length_B[:, None] + 1 + jnp.arange(drafted.depth)[None, :]
+            given = position_BD, backbone.scored, at_least_f32(engine.llama.dtype)
+            noise_BDO = engine.rule.noise(state.sampling, *given)
         rank = partial(rank_guesses, engine, state, backbone, noise_BDO)
         request = DraftRequest(state.root_B, drafted, rank)
         return engine.drafter.propose(heads, backbone, state.drafter, request)
@@ -75,17 +79,6 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     else:
         nodes_BM, ranked = propose(tree)
     return Drafts(filled, nodes_BM.astype(jnp.int32), ranked, backbone.ids_O)
-
-
-def noise_of_guesses(
-    engine: Engine, state: DecodeState, backbone: Backbone, depth: int
-) -> jax.Array | None:
-    """The rule's noise of the scored tokens at depths 1 to `depth` [B, D, O]; None if it draws nothing."""
-    if engine.rule.noise is None:
-        return None
-    position_BD = state.length_B[:, None] + 1 + jnp.arange(depth)[None, :]
-    dtype = at_least_f32(engine.llama.dtype)
-    return engine.rule.noise(state.sampling, position_BD, backbone.scored, dtype)
 
 
 def rank_guesses(
@@ -102,6 +95,7 @@ def rank_guesses(
     penalise the guesses of all depths.
 
     Args:
+      noise_BDO: the rule's noise of the scored tokens at every depth; None if it draws nothing.
       logits: [B, O] or [B, P, O].
     """
     text_BS = state.text_BS if engine.no_repeat_ngram_size and depth == 1 else None

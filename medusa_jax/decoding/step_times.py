@@ -132,10 +132,10 @@ class Watch:
 
 
 def is_ready(progress: Progress) -> bool:
-    """Whether a loop has already ended, so that nobody knows when."""
+    """Whether a loop has already ended, so that its end was not observed."""
     return progress.n_new_B.is_ready()  # type: ignore[attr-defined]
 
 
 def now() -> float:
-    """Seconds; on a CPU those that this process has computed, which other processes lengthen little."""
+    """Seconds; on a CPU this process's own computing time, which other processes hardly change."""
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()

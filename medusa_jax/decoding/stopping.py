@@ -80,9 +80,7 @@ def count_until_end(
     Example: n 4, room 9, stops after the second: (2, STOPPED); room 1: (1, LIMIT).
     """
     L = stops_BL.shape[1]
-    index_1L = jnp.arange(L, dtype=jnp.int32)[
-        None, :
-    ]  # int32 with 64-bit types enabled too
+    index_1L = jnp.arange(L, dtype=jnp.int32)[None]  # with 64-bit types enabled, too
     counts_BL = stops_BL & (index_1L < n_B[:, None])
     first_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
     count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)

@@ -91,7 +91,7 @@ class Level:
         above = np.array([0])  # the parents of the previous depth, as nodes of the tree
         for depth in range(tree.depth):
             here, children = tree.level(depth), tree.level(depth + 1)
-            parents = np.unique(tree.parent_M[children])
+            parents = tree.parents(depth)
             levels.append(
                 cls(
                     np.searchsorted(here, parents),
@@ -132,14 +132,6 @@ def fill_by_level(
     return Proposal(jnp.concatenate(tokens, axis=1), tuple(ranked))
 
 
-def inner_nodes(levels: Sequence[Level], tree: Tree) -> list[np.ndarray]:
-    """The nodes of each depth that have children, as nodes of the tree.
-
-    Example: for the tree of `Level`: [0] and [1, 3].
-    """
-    return [tree.level(depth)[level.nodes_P] for depth, level in enumerate(levels)]
-
-
 def level_rows(
     tree: Tree, with_root: bool = False
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
@@ -150,11 +142,11 @@ def level_rows(
     Args:
       with_root: the first pass also runs the root.
     """
-    inner = inner_nodes(Level.of(tree), tree)
     done, rows = np.zeros(0, int), {}
-    for depth, nodes_P in enumerate(inner[1:], start=1):
+    for depth in range(1, tree.depth):
+        nodes_P = tree.parents(depth)
         if with_root and depth == 1:
-            nodes_P = np.concatenate([inner[0], nodes_P])
+            nodes_P = np.concatenate([[0], nodes_P])
         done = np.concatenate([done, nodes_P])
         rows[depth] = nodes_P, tree.mask_MM[nodes_P][:, done]
     return rows

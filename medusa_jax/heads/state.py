@@ -21,10 +21,6 @@ class PositionState(struct.PyTreeNode):
         """The same state with room for `slots` positions."""
         raise NotImplementedError
 
-    def rewind(self, length_B: jax.Array) -> Self:
-        """The state truncated to the first `length_B` positions."""
-        return self.replace(length_B=length_B)
-
 
 class CacheState(PositionState):
     """A cache of keys and values; a slot for each accepted position."""
@@ -53,4 +49,4 @@ def rewind_state(state: PyTree, length_B: jax.Array) -> PyTree:
     The next `Drafter.commit` starts there with at least one position and replaces values that belong only
     to the last position, so these need not be restored.
     """
-    return _map(lambda part: part.rewind(length_B), state)
+    return _map(lambda part: part.replace(length_B=length_B), state)

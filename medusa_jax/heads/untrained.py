@@ -16,8 +16,8 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import Level
 
-# Score difference between siblings of given tokens: the first takes all remaining mass in any precision.
-AHEAD = 1e6
+# Score difference between siblings of given tokens: the first takes all remaining mass at any temperature.
+AHEAD = 1e30
 
 
 class Untrained(Drafter):

@@ -17,10 +17,8 @@ def random_words(seed_2: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     for axis in reversed(range(len(shape))):
         index += lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(stride)
         stride = stride * shape[axis] % 2**32
-    word = (
-        _mixed(index) ^ second
-    )  # otherwise the words of two keys would be shifts of one sequence
-    return _mixed(word)
+    # Without the second hash the words of two keys would be shifts of one sequence.
+    return _mixed(_mixed(index) ^ second)
 
 
 def _mixed(word: jax.Array) -> jax.Array:

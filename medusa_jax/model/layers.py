@@ -148,11 +148,8 @@ class Attention(nn.Module):
             assert isinstance(cache, tuple) and start_B is not None and not self.shards
             slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
             mask = tree_mask(slots, start_B + only_B, itself)
-        sizes = [
-            c.n_heads * c.head_dim,
-            c.n_kv_heads * c.head_dim,
-            c.n_kv_heads * c.head_dim,
-        ]
+        queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+        sizes = [queries, keys, keys]
         if self.shards:
             fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
             cuts = np.cumsum(sizes)[:2] // self.shards

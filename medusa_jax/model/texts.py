@@ -149,10 +149,8 @@ def attend_cached(
         slot_S = first + jnp.arange(size)
         distance_BS = start_B[:, None] - slot_S[None, :]
         seen_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
-        near_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None] < (
-            window or S + T
-        )
-        seen_BTS = seen_BS[:, None, :] & near_BTS
+        distance_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None]
+        seen_BTS = seen_BS[:, None, :] & (distance_BTS < (window or S + T))
         return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
     # The new keys come first: every token sees itself, so no running softmax starts empty.

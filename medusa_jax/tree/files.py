@@ -64,14 +64,14 @@ def order_of(calibrated: Json) -> Order:
     return Order(growth, calibrated.get("spares") or ())
 
 
-def tree_of_size(order: Order | Json, n_nodes: int) -> Tree:
-    """The first nodes of an order, or of a tree file's."""
-    order = order if isinstance(order, Order) else order_of(order)
-    growth = order.growth
-    if not 1 <= n_nodes <= len(growth) + 1:
+def tree_of_size(calibrated: Json, n_nodes: int) -> Tree:
+    """The first nodes of a tree file's order."""
+    order = order_of(calibrated)
+    most = len(order.growth) + 1
+    if not 1 <= n_nodes <= most:
         raise UserError(
             f"cannot build a tree of {n_nodes} nodes: the calibrated order has 1 to "
-            f"{len(growth) + 1} (run `python -m medusa_jax calibrate` for more)"
+            f"{most} (run `python -m medusa_jax calibrate` for more)"
         )
     return order.tree(n_nodes)
 
@@ -96,7 +96,7 @@ def own_tree(calibrated: Json) -> Tree:
     return Tree.from_choices(calibrated["choices"], calibrated.get("spares") or ())
 
 
-def file_ladder(calibrated: Json, platform: str = "cpu") -> dict[int, Tree]:
+def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
     """Return a tree file's trees by number of rows (`batches`); {} if none are for this platform.
 
     A CPU uses trees that were fitted to any platform, as in `auto_tree`.

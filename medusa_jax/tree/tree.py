@@ -59,7 +59,8 @@ class Tree:
 
         Raises:
           UserError: a path is empty, negative (and not a copied one), given twice, or its prefix is
-            missing; more than `MOST_NODES` nodes or deeper than `MOST_DEEP`.
+            missing, or listed after it among the spares; more than `MOST_NODES` nodes or deeper than
+            `MOST_DEEP`.
         """
         tree = cls(_ordered([_path(path) for path in choices]))
         known, n_copied = set(tree.choices), len(tree.copied_C)
@@ -67,6 +68,10 @@ class Tree:
         if any(path[0] == COPIED for path in new):
             raise UserError("spares stand for copied nodes and cannot be copied themselves")
         _ordered([*tree.drafted.choices, *new])
+        # A step may use only the first of them.
+        early = [path for i, path in enumerate(new) if path[:-1] in new[i:]]
+        if early:
+            raise UserError(f"spare {list(early[0])} is listed before its prefix")
         if len(new) < n_copied:
             return tree
         return cls(tree.choices, tuple(new[:n_copied]))
@@ -231,6 +236,10 @@ class Tree:
     def level(self, depth: int) -> np.ndarray:
         """Nodes at one depth, in order."""
         return np.flatnonzero(self.depth_M == depth)
+
+    def parents(self, depth: int) -> np.ndarray:
+        """Nodes at one depth that have children, in order."""
+        return np.unique(self.parent_M[self.level(depth + 1)])
 
     def check_depth(self, n_heads: int) -> None:
         """Raise UserError if drafts are deeper than the number of heads."""

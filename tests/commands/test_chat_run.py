@@ -14,6 +14,8 @@ from medusa_jax.api import Options, load
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.commands.chat import COMMANDS, Chat
 from medusa_jax.commands.decode import main
+from medusa_jax.decoding.guides import RowWork
+from medusa_jax.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +152,29 @@ def test_a_kept_cache_changes_no_text(directory, rule):
         assert result.token_ids == alone.token_ids
         assert bool(dialogue.reused) == (turn not in (0, 3))
         text = prompt + result.token_ids
+
+
+def test_a_constraint_that_fails_costs_one_turn(directory, monkeypatch):
+    """It fails after the backbone's pass, which has consumed the cache."""
+    pytest.importorskip("llguidance")
+    model = load(str(directory), str(directory / "heads"), tree="chain:2")
+    options = Options(max_new_tokens=8, constraint={"regex": "[a-z]{20}"})
+    dialogue, prompt = Dialogue(model), [5, 6, 7, 8]
+    *_, (_, [expected]) = dialogue.stream(prompt, options)
+    with monkeypatch.context() as patched:
+        fill, steps = RowWork.fill, []
+
+        def second_fails(self):
+            steps.append(self)
+            if len(steps) == 2:
+                raise UserError("too costly")
+            fill(self)
+
+        patched.setattr(RowWork, "fill", second_fails)
+        with pytest.raises(UserError, match="too costly"):
+            list(dialogue.stream(prompt, options))
+    *_, (_, [result]) = dialogue.stream(prompt, options)
+    assert result.token_ids == expected.token_ids
 
 
 def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):

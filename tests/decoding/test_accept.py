@@ -129,7 +129,10 @@ def test_typical_acceptance_is_the_papers_rule():
         logits = 2 * rng.standard_normal((2, 10, 8))
         nodes = rng.integers(0, 8, (2, 10)).astype(np.int32)
         epsilon, delta = thresholds
-        sampling = sampling_of(2, temperature).replace(epsilon_B=epsilon, delta_B=delta)
+        sampling = sampling_of(2, temperature)
+        sampling = sampling.replace(
+            epsilon_B=np.full(2, epsilon), delta_B=np.full(2, delta)
+        )
         got = traced_typical(nodes, logits, TreeArrays.of(tree), sampling)
         for row in range(2):
             # Temperatures are stored as float32.

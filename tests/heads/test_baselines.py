@@ -215,6 +215,23 @@ def test_guesses_are_branches_and_nothing_else():
     drafter.check_tree(Tree.from_choices([[0], [1], [1, 0], [-1], [-1, -1]]))
 
 
+def test_the_first_guess_has_all_the_mass_at_any_temperature():
+    """Rejection sampling tests guesses in order, as if they had been drawn one after the other."""
+    _, llama, backbone = model()
+    drafter, _ = family.baseline_of("lookahead", CONFIG)
+    state = drafter.start(1, 8, np.float64)
+    state = state.replace(
+        pool_BVGY=state.pool_BVGY.at[0, 2].set(np.int32([[5] * 3, [1] * 3, [6] * 3]))
+    )
+    tree = Tree.cartesian([3])
+    propose = family.proposed_logits(drafter, Backbone(llama, backbone), tree)
+    nodes, logits = propose({}, state, np.array([2], np.int32))
+    assert nodes.tolist() == [[2, 5, 1, 6]]
+    for temperature in (1e-3, 1e6):
+        mass_V = jax.nn.softmax(logits[0][0, 0] / temperature)
+        assert mass_V[5] == 1
+
+
 # All of them.
 
 

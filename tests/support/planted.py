@@ -11,6 +11,7 @@ import numpy as np
 from tiny import decoder, random_params
 from trees import TreeArrays
 
+from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
@@ -145,7 +146,8 @@ def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Samplin
     """The same parameters in every row; seed 0, the row number as request id."""
     full = lambda value, dtype=np.float32: jnp.asarray(np.full(rows, value, dtype))  # noqa: E731
     key = row_keys(full(0, np.uint32), jnp.asarray(np.arange(rows, dtype=np.int32)))
-    return Sampling(full(temperature), full(top_k, np.int32), full(top_p), full(min_p), key)
+    filters = full(temperature), full(top_k, np.int32), full(top_p), full(min_p)
+    return Sampling(*filters, key, full(EPSILON), full(DELTA))
 
 
 def plain_texts(config, model, request, acceptance="greedy", **fields):

@@ -117,6 +117,7 @@ def test_tree_files(tmp_path):
         ('{"choices": [], "evidence": {"ladder": [{"nodes": 2}]}}', "'tokens_per_step'"),
         ("[[0], [2, 1]]", r"\[2, 1\] needs its prefix"),
         ("[[0], 4]", "not 4"),
+        ('{"choices": [[-1]], "spares": [[0, 0], [0]]}', "listed before its prefix"),
         ("\udcff", "not valid JSON"),
     ],
 )

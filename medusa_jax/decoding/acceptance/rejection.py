@@ -159,7 +159,7 @@ def parents_logits(
     logits = draft_logits[depth]
     if logits.ndim == 2:
         return logits
-    parents = [v for v in tree.level(depth) if tree.children_MC[v, 0]]
+    parents = tree.parents(depth)
     place_M = np.zeros(tree.n_nodes, np.int32)
     place_M[parents] = np.arange(len(parents))
     return logits[jnp.arange(logits.shape[0]), jnp.asarray(place_M)[node_B]]

@@ -23,8 +23,7 @@ def accept_typical(
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
     epsilon_B1, delta_B1 = (
-        jnp.broadcast_to(jnp.asarray(x, p_BMV.dtype), nodes_BM.shape[:1])[:, None]
-        for x in (sampling.epsilon_B, sampling.delta_B)
+        x.astype(p_BMV.dtype)[:, None] for x in (sampling.epsilon_B, sampling.delta_B)
     )
     threshold_BM = jnp.minimum(epsilon_B1, delta_B1 * jnp.exp(-entropy_BM))
     parent_M = jnp.asarray(tree.parent_M)
