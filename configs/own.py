@@ -31,9 +31,8 @@ BLOCKS = {
     "heads.draft_vocab": 0, "optim.lr": 2e-3, "train.label_weight": 0.1, "train.teacher_weight": 0.0,
     "train.distance_weight": 0.9, "train.lambda_decay": 0.7788,
 }  # fmt: skip
-# Family -> fields that differ from those of Medusa in `get_config`, as in configs/smollm2_*.py.
+# Family -> fields that differ from those in `get_config`, as in configs/smollm2_*.py.
 FAMILIES = {
-    "medusa": {},
     "hydra": {"heads.skip": "fixed", "optim.lr": 2e-3},
     "hydrapp": {"heads.skip": "fixed", "heads.dropout": 0.0, "optim.lr": 2e-3},
     "amphista": {"optim.lr": 2e-3},
@@ -93,11 +92,11 @@ def complete(cfg: Config, given: frozenset[str]) -> Config:
         )
     if not cfg.data.source:
         raise UserError("set --config.data.source: a file of JSON lines, or a dataset's id")
-    if cfg.heads.drafter not in FAMILIES:
+    if cfg.heads.drafter not in DRAFTERS:
         drafter_class(cfg.heads.drafter)  # refuses unknown names
         raise UserError(f"{cfg.heads.drafter} has no heads: choose {', '.join(DRAFTERS)}")
     arch = model_shape(resolve(cfg.model.path, ["config.json"]))
-    fields: dict[str, object] = dict(FAMILIES[cfg.heads.drafter])
+    fields: dict[str, object] = FAMILIES.get(cfg.heads.drafter, {}).copy()
     if jax.default_backend() == "cpu":
         fields = ON_A_CPU | fields
     fields["data.seq_len"] = min(

@@ -130,8 +130,9 @@ def run(flags: Flags) -> int:
     if plots:
         draw(found, plots)
     inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
-    prompt = "Hello" if "messages" in records[0] else "import os"
-    following("decode", model=flags.model, drafter=flags.drafter, prompt=prompt, compare="")
+    talks = "messages" in records[0]
+    asked = {"chat": "", "prompt": "Hello"} if talks else {"prompt": "import os"}
+    following("decode", model=flags.model, drafter=flags.drafter, **asked, compare="")
     return 0
 
 

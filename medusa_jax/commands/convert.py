@@ -55,9 +55,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.interop.hf import BaseFiles
 
     if flags.dtype == "int8" and flags.to != "native":
-        raise UserError(
-            f"--dtype int8 is for --to native: no other engine reads it, nor {flags.to}"
-        )
+        raise UserError("--dtype int8 is for --to native: no other engine reads it")
     directory = find_model(flags.model)
     stored = find_heads(flags.model, flags.drafter)
     if stored is None:
@@ -66,11 +64,8 @@ def run(flags: Flags) -> int:
     export = Export(stored, BaseFiles.open(directory), name, flags.dtype)
     inform(f"{stored.source}: {stored.layout}, {stored.heads.n_heads} heads")
     written = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
-    same = f" (--to {flags.to} is the same as --to {written} for these heads)"
-    inform(
-        f"wrote {flags.out}: {TARGETS[written].purpose}{same if written != flags.to else ''}\n"
-        f"next: load it as {flags.out}/README.md says"
-    )
+    same = "" if written == flags.to else f" as --to {written}, the same for these heads"
+    inform(f"wrote {flags.out}{same}\nnext: load it as {flags.out}/README.md says")
     return 0
 
 

@@ -88,11 +88,13 @@ def summary(facts: Json, first_seconds: float) -> str:
     Args:
       first_seconds: from the start of the command to the first token.
     """
+    same = facts["weights"] == facts["dtype"]
+    stored = "" if same else f", {facts['weights']} weights"
     line = (
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
         f"({facts['form']}, {facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{facts['guarantee'].partition(':')[0]}, {precision(facts)}, "
+        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{stored}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
@@ -110,12 +112,6 @@ def summary(facts: Json, first_seconds: float) -> str:
             "latency, "
         )
     return line + ("identical text" if facts["identical"] else _difference(facts))
-
-
-def precision(facts: Json) -> str:
-    """The arithmetic type, and the weights' type if it differs."""
-    same = facts["weights"] == facts["dtype"]
-    return facts["dtype"] if same else f"{facts['dtype']}, {facts['weights']} weights"
 
 
 def _difference(facts: Json) -> str:

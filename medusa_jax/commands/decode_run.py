@@ -128,9 +128,7 @@ def run(flags: Flags, began: float) -> int:
     if talking:
         if defaults:
             own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(
-                f"sampling by the model's publisher, where no flag says otherwise: {own}"
-            )
+            inform(f"sampled as the publisher advises, unless a flag differs: {own}")
         chat = importlib.import_module("medusa_jax.commands.chat")
         about = options[0], template, flags.acceptance, flags.show_drafts
         return chat.Chat(model, *about).run()
@@ -160,7 +158,7 @@ def run(flags: Flags, began: float) -> int:
         return 0
     status = answer_one(job, flags.show_drafts, flags.save_drafts, began)
     if flags.compare and flags.drafter and flags.drafter not in BASELINES:
-        following("serve", model=flags.model, drafter=flags.drafter)
+        following("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
     return status
 
 
@@ -213,7 +211,7 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     [result] = results
     result.compile_seconds = seconds
     inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
-    if result.tree_nodes == 1:
+    if result.tree_nodes == 1 and result.steps:
         inform(
             f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
             "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"

@@ -53,9 +53,6 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     if flags.prompts_file:
         file = importlib.import_module("medusa_jax.commands.request_file")
         return file.read(flags.prompts_file, shared)
-    return [read_stdin() if flags.prompt == "-" else flags.prompt], [shared]
-
-
-def read_stdin() -> str:
-    """All of standard input, without a byte order mark."""
-    return sys.stdin.read().lstrip("\ufeff")
+    if flags.prompt == "-":  # without a byte order mark
+        return [sys.stdin.read().lstrip("\ufeff")], [shared]
+    return [flags.prompt], [shared]

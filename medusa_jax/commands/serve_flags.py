@@ -21,9 +21,11 @@ class Flags(MeshFlags, ModelFlags):
         "auto",
     )
     chat: str | None = flag(
-        "chat template: a shipped one by name, or plain: turns with an empty line between (default: "
-        "a chat model's own, plain for other models)",
+        "chat template: a shipped one by name, plain (an empty line between turns), or without a "
+        "value the model's own (default: a chat model's own, plain for other models)",
         None,
+        nargs="?",
+        const="",
         metavar="TEMPLATE",
     )
     name: str | None = flag(

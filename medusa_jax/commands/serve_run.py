@@ -111,7 +111,11 @@ def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
       UserError: the template is unknown, or does not fit the tokenizer.
     """
     if asked is None:
-        return "" if is_chat_model(model.tokenizer, name) else PLAIN
+        if is_chat_model(model.tokenizer, name):
+            return ""
+        if model.tokenizer.chat_template:
+            log("turns are joined by empty lines; --chat applies the model's template")
+        return PLAIN
     if asked != PLAIN:
         template_source(model.tokenizer, asked)
     return asked

@@ -146,9 +146,9 @@ def vocab_counts(
 def coverage(counts_V: np.ndarray) -> str:
     """A line about the share of the text that the most frequent tokens cover."""
     sizes = [n for n in DRAFT_SIZES if n < counts_V.size] or [counts_V.size]
-    shares = [f"{n} {100 * covered(counts_V, n):.2f}%" for n in sizes]
+    shares = [f"the top {n} cover {100 * covered(counts_V, n):.2f}%" for n in sizes]
     used = int((counts_V > 0).sum())
-    return f"{used} of {counts_V.size} tokens occur; the most frequent cover {', '.join(shares)}"
+    return f"{used} of {counts_V.size} tokens occur; {', '.join(shares)}"
 
 
 def sizes(mode: str, lines: Sequence[Json]) -> Json:

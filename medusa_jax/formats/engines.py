@@ -210,9 +210,9 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
 
     heads, row = whole_config(heads), TARGETS[target]
     if heads.drafter not in row.drafters:
-        return (
-            f"--to {target} is for {' and '.join(row.drafters)} heads, not {heads.drafter}"
-        )
+        fit = [name for name, one in TARGETS.items() if heads.drafter in one.drafters]
+        kinds = f"{' and '.join(row.drafters)} heads, not {heads.drafter}"
+        return f"--to {target} is for {kinds} (these: --to {', '.join(fit)})"
     target = row.instead.get(heads.drafter, target)
     # Heads that share the backbone's LM head can score all tokens.
     if heads.draft_vocab and heads.lm_head != "shared" and not row.draft_vocab:

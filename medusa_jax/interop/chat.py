@@ -11,7 +11,7 @@ from pathlib import Path
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.interop.literal_text import Message, literal_text
 from medusa_jax.interop.rendering import Span, render_template
-from medusa_jax.interop.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
+from medusa_jax.interop.tokenizer import SPECIALS, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
 
 TEMPLATES = {
@@ -34,8 +34,6 @@ MESSAGE_ROLES = {
     "system": "system",
     "developer": "system",
 }
-# Variables of templates in addition to the messages.
-SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_turn(
@@ -122,8 +120,8 @@ def encode_turns(
 def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
     """Whether prompts for a model are chat turns by default.
 
-    A chat model has a chat template, and "instruct" or "chat" in its name or its own metadata, or it
-    ends every text with the token that ends a turn.
+    A chat model has a chat template, and "instruct" or "chat" in its name or its own metadata, or the
+    token that ends a turn ends its texts (in any of its files).
 
     Args:
       model: its path, name or hub id.
@@ -133,8 +131,10 @@ def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
     names = f"{os.path.basename(os.path.normpath(model or ''))} {tokenizer.origin}"
     if re.search("instruct|chat", names, re.IGNORECASE):
         return True
-    end = tokenizer.token_to_id(tokenizer.special_texts.get("eos_token", ""))
-    return end is not None and end == _turn_end(tokenizer, tokenizer.chat_template)
+    eos = tokenizer.token_to_id(tokenizer.special_texts.get("eos_token", ""))
+    # A GGUF file's ends are llama.cpp's list, for a base model as well.
+    ends = {eos} if (model or "").lower().endswith(".gguf") else tokenizer.eos_ids
+    return not _turn_end(tokenizer, tokenizer.chat_template).isdisjoint(ends)
 
 
 def speaks(directory: str, model: str | None) -> bool:
@@ -150,13 +150,13 @@ def stop_ids(tokenizer: Tokenizer, template_name: str = "") -> frozenset[int]:
     """Ids that end the assistant's turn: the tokenizer's EOS ids and the template's end-of-turn token."""
     if template_name == PLAIN or not (template_name or tokenizer.chat_template):
         return tokenizer.eos_ids
-    end = _turn_end(tokenizer, template_source(tokenizer, template_name))
-    return tokenizer.eos_ids | ({end} if end is not None else set())
+    source = template_source(tokenizer, template_name)
+    return tokenizer.eos_ids | _turn_end(tokenizer, source)
 
 
 @lru_cache(maxsize=8)
-def _turn_end(tokenizer: Tokenizer, source: str) -> int | None:
-    """The added token that a template writes after an answer, None if it writes none."""
+def _turn_end(tokenizer: Tokenizer, source: str) -> frozenset[int]:
+    """The added token that a template writes after an answer, if it writes one."""
     mark = f"turn{secrets.token_hex(16)}"
     turns = [("user", "a"), ("assistant", mark), ("user", "b")]
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -170,7 +170,7 @@ def _turn_end(tokenizer: Tokenizer, source: str) -> int | None:
     added = tokenizer.backend.get_added_tokens_decoder()
     texts = {t.content: i for i, t in added.items() if t.special or t.content[:1] in "<["}
     found = [text for text in texts if text and after.startswith(text)]
-    return texts[max(found, key=len)] if found else None
+    return frozenset({texts[max(found, key=len)]} if found else ())
 
 
 def template_source(

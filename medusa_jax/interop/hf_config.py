@@ -53,6 +53,8 @@ def read_config(path: str) -> LlamaConfig:
       UserError: no such file, or an unsupported feature.
     """
     file = os.path.join(path, "config.json")
+    if not os.path.exists(file) and os.path.exists(f"{path}/adapter_config.json"):
+        raise UserError(f"{path} is an adapter: save the model that PEFT merges it into")
     return parse_config(file, read_json(file))
 
 

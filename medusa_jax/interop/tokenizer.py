@@ -18,6 +18,8 @@ SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
 # The folder of named chat templates.
 TEMPLATES = "additional_chat_templates"
+# Special tokens that chat templates read.
+SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
 # second.
 LONG = 4096
@@ -163,8 +165,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         known = _ids(model.get("bos_token_id"), backend.get_vocab_size())
         bos_id = min(known, default=None)
     eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special = {name: text for name in names if (text := text_of(name)) is not None}
+    special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
     return Tokenizer(

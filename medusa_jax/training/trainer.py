@@ -117,7 +117,7 @@ class Run:
         with announced("initialising"):
             start = (setup.frozen, cfg.train.seed, setup.start)
             state = init_state(stage, optimizer, mesh, *start)
-        self.best = float("inf")
+        self.best, self.figures = float("inf"), dict[str, Json]()
         self.state = self.restore(state, changed) if resumed else state
         resume.record(cfg)
         schedule = make_schedule(cfg.optim, self.steps)
@@ -177,6 +177,8 @@ class Run:
                 if stop and not end:
                     self.checkpoints.wait()
                     return last | {"stopped": stop_request.report(n)}
+            if self.evaluator and start == self.steps:  # a run that was finished before
+                self.figures = {"held_out": self.evaluator(state.params, frozen)}
             where = self.export("export", self.steps, state)
             self.checkpoints.wait()
             if hosts.first():
@@ -193,9 +195,7 @@ class Run:
         self.bad_in_row = self.bad_in_row + 1 if skipped else 0
         self.bad += skipped
         if skipped:
-            inform(
-                f"step {n}: loss or gradient is not finite, update skipped ({self.bad} in all)"
-            )
+            inform(f"step {n}: loss or gradient is not finite, skipped ({self.bad} in all)")
         record = hosts.numbers(metrics) | {"bad_steps": self.bad}
         if n % self.cfg.train.log_every == 0 or n in (1, self.steps):
             self.log.train(n, record)
@@ -214,11 +214,12 @@ class Run:
         train = self.cfg.train
         weights = [train.lambda_decay**k for k in range(len(record["loss"]))]
         score = float(np.dot(weights, record["loss"]))
+        self.figures = {"held_out": record}
         if "lm_loss" in record:
             score = record["lm_objective"] + train.lambda_0 * train.lambda_decay * score
         if score < self.best:
             self.best = score
-            self.export("best", n, state, held_out=record)
+            self.export("best", n, state)
 
     def save(self, n: int, state: TrainState) -> None:
         """Start to write the checkpoint of step n."""
@@ -227,7 +228,7 @@ class Run:
         with announced("saving a checkpoint"):
             self.checkpoints.save(n, state.params, state.opt, data, meta)
 
-    def export(self, name: str, n: int, state: TrainState, **more: Json) -> str:
+    def export(self, name: str, n: int, state: TrainState) -> str:
         """Write the result of step n, with its recipe, to `<workdir>/<name>/`; returns that path.
 
         A new directory appears complete; in one that exists each file is replaced by itself.
@@ -236,7 +237,7 @@ class Run:
         recipe = {"step": n, "steps": self.steps, "config": dataclasses.asdict(cfg)}
         if setup.heads_recipe is not None:
             recipe["start"] = setup.heads_recipe
-        recipe |= more
+        recipe |= self.figures
         with replacing(directory) if hosts.first() else nullcontext(directory) as new:
             export(new, cfg.model, cfg.heads, cfg.lora, setup, state.params, recipe)
         return directory

@@ -321,7 +321,7 @@ def test_continuations_are_counted_without_their_prompts():
     assert counts.tolist() == [1, 0, 1, 2, 0]
     counts = np.repeat([8, 1, 0], [1024, 2048, 3072])
     assert files.coverage(counts) == (
-        "3072 of 6144 tokens occur; the most frequent cover 2048 90.00%, 4096 100.00%"
+        "3072 of 6144 tokens occur; the top 2048 cover 90.00%, the top 4096 cover 100.00%"
     )
 
 

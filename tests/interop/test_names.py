@@ -78,17 +78,22 @@ def test_which_models_speak(byte_level_dir):
     """A chat template, and a name, metadata or an end of text that says so."""
     tokenizer = load_tokenizer(str(byte_level_dir))
     assert not is_chat_model(tokenizer, "owner/Llama-3.2-1B-Instruct")  # no template
-    for name, origin, eos, speaks in [
-        ("owner/Llama-3.2-1B-INSTRUCT/", "", "", True),
-        ("path/to/m1.gguf", "Qwen2.5 Coder 0.5B Instruct AWQ", "", True),
-        ("m", "TinyLlama-1.1B-Chat", "", True),
+    turn_end = tokenizer.token_to_id("<|im_end|>")
+    for name, origin, eos, ends, speaks in [
+        ("owner/Llama-3.2-1B-INSTRUCT/", "", "", (), True),
+        ("path/to/m1.gguf", "Qwen2.5 Coder 0.5B Instruct AWQ", "", (), True),
+        ("m", "TinyLlama-1.1B-Chat", "", (), True),
         # As Qwen3's, which no name tells from its base model.
-        ("m", "", "<|im_end|>", True),
-        ("instruct/base-model", "", "<|end_of_text|>", False),
-        (None, "", "", False),
+        ("m", "", "<|im_end|>", (turn_end,), True),
+        ("m.gguf", "", "<|im_end|>", (0, turn_end), True),
+        # As a fine-tuned model's generation_config.json says; GGUF files of base models do so, too.
+        ("m", "", "<|end_of_text|>", (0, turn_end), True),
+        ("m.gguf", "", "<|end_of_text|>", (0, turn_end), False),
+        ("instruct/base-model", "", "<|end_of_text|>", (0,), False),
+        (None, "", "", (), False),
     ]:
         tokenizer.chat_template, tokenizer.origin = TEMPLATE, origin
-        tokenizer.special_texts = {"eos_token": eos}
+        tokenizer.special_texts, tokenizer.eos_ids = {"eos_token": eos}, frozenset(ends)
         assert is_chat_model(tokenizer, name) == speaks, (name, origin, eos)
         served = serve_run.chosen_template(SimpleNamespace(tokenizer=tokenizer), None, name)
         assert served == ("" if speaks else "plain")

@@ -11,6 +11,7 @@ from training_setup import ROOT
 
 from medusa_jax.__main__ import main
 from medusa_jax.commands import train
+from medusa_jax.commands.serve import main as serving
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.interop.hf_writer import save_backbone
 
@@ -86,9 +87,11 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
             assert "; not SGLang: " in said.err and "  objective " in said.err
             assert "hidden states of the frozen model, computed once" in said.err
     assert "identical" in said.err and "not identical" not in said.err
+    assert serving.parse(serve[4:]).chat == ""  # the model's own template
     assert run(convert) == 0
-    best = json.loads((tmp_path / "own" / "run" / "best" / "heads.json").read_text())
-    assert best["recipe"]["held_out"]["accepted_length_tree"] >= 1
+    for result in ("best", "export"):
+        made = json.loads((tmp_path / "own" / "run" / result / "heads.json").read_text())
+        assert made["recipe"]["held_out"]["accepted_length_tree"] >= 1, result
 
 
 def own(*fields):

@@ -309,7 +309,7 @@ def _with_tools(
       Refused: the template knows no tools, or the text has another constraint.
     """
     if template == PLAIN:
-        raise Refused(400, "the model has no chat template, which tools need", "tools")
+        raise Refused(400, "tools need the model's chat template (serve --chat)", "tools")
     with fields.blamed("tools"):
         form = call_form(model.tokenizer, template)
     if tools is None:
