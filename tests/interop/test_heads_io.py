@@ -54,14 +54,13 @@ def fails(match, path, *args, **options):
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
-    _, heads, params = save(
-        tmp_path, base, *make(base, lm_head=lm_head), recipe={"a": [1, "é"]}
-    )
+    recipe = {"a": [1, "é"]}
+    _, heads, params = save(tmp_path, base, *make(base, lm_head=lm_head), recipe=recipe)
     mark = fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    assert meta["recipe"] == {"a": [1, "é"]} and meta["base"]["fingerprint"] == mark
+    assert meta["recipe"] == recipe and meta["base"]["fingerprint"] == mark
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heads.json", "heads.safetensors"]
     save(tmp_path, base, heads, params, "bfloat16")
     stored = load_file(tmp_path / "heads.safetensors")
@@ -113,9 +112,8 @@ def test_deeper_heads_are_not_read(saved):
     """They may even be damaged."""
     path, _, params = saved
     file = path / "heads.safetensors"
-    save_file(
-        load_file(file) | {"heads_2/layers_1/bias": np.full(32, np.nan, np.float32)}, file
-    )
+    spoilt = {"heads_2/layers_1/bias": np.full(32, np.nan, np.float32)}
+    save_file(load_file(file) | spoilt, file)
     fails("'heads_2/layers_1/bias' contains NaN or infinity", path)
     heads, loaded, _ = load(path, n_heads=2)
     assert heads.n_heads == 2

@@ -74,11 +74,13 @@ class Planted(Drafter):
         return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
 
 
-def fresh_medusa(config: LlamaConfig, params, n_heads: int = 2):
-    """Untrained Medusa heads, which guess what the LM head says: the drafter and its parameters."""
+def fresh_medusa(config, tree, acceptance="greedy", seed=0, n_heads=2, **fields):
+    """An engine with untrained Medusa heads, which guess what the LM head says, and its variables."""
+    params, llama, backbone = random_model(config, seed)
     drafter = make_drafter(HeadsConfig(n_heads=n_heads), config)
-    backbone = Backbone(Llama(config, jnp.float64), params)
-    return drafter, drafter.init(jax.random.key(0), backbone)
+    heads = drafter.init(jax.random.key(0), Backbone(Llama(config, jnp.float64), params))
+    engine = Engine(llama, drafter, tree, acceptance, **fields)
+    return engine, {"backbone": backbone, "heads": heads}
 
 
 def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 32):

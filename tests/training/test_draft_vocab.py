@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from test_trainer import records, run
-from training_setup import VOCAB, tiny_config
+from training_setup import VOCAB, records, run, tiny_config
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError

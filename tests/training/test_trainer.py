@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import shutil
 import types
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from training_setup import abstract_batch, groups_of, stage_of, tiny_config
+from training_setup import abstract_batch, groups_of, records, run, stage_of, tiny_config
 
 import medusa_jax
 from medusa_jax.errors import UserError
@@ -25,17 +24,6 @@ from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import compile_step, microbatches
 from medusa_jax.training.trainer import init_state, make_step
-
-
-def records(workdir, kind="train"):
-    lines = (pathlib.Path(workdir) / "log.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
-
-
-def run(cfg, workdir):
-    cfg.workdir = str(workdir)
-    os.makedirs(workdir, exist_ok=True)
-    return trainer.train(cfg)
 
 
 def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
@@ -81,9 +69,8 @@ def test_eagle_learns_and_its_export_decodes(
     heads, kind, lr, share, fields, backbone, tokens, tmp_path
 ):
     """From hidden states that were kept, over the first two of its levels."""
-    cfg = tiny_config(
-        tokens, "medusa1", steps=60, save_every=60, levels=2, label_weight=0.0, **fields
-    )
+    fields |= {"steps": 60, "save_every": 60, "levels": 2, "label_weight": 0.0}
+    cfg = tiny_config(tokens, "medusa1", **fields)
     cfg.model.path, cfg.optim.name, cfg.heads = backbone, "adamw", heads
     cfg.data.packing, cfg.data.cache_features, cfg.optim.lr = "first_fit", kind, lr
     cfg.data.eval_source, cfg.data.eval_samples = tokens, 12
@@ -176,9 +163,8 @@ def test_a_poisoned_batch_changes_nothing(tokens):
 
 @pytest.mark.wide
 def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
+    run(tiny_config(tokens, steps=4), tmp_path)
     cfg = tiny_config(tokens, steps=30, max_bad_steps=3)
-    run_cfg = tiny_config(tokens, steps=4)
-    run(run_cfg, tmp_path)
     cfg.optim.lr = 1e30  # the first update ruins the weights
     with pytest.raises(UserError, match="3 steps in a row"):
         run(cfg, tmp_path)
