@@ -303,11 +303,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
     assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
     options = Options(max_new_tokens=NEW, logprobs=barred.config.vocab_size)
-    for prompt, one, without in zip(
-        PROMPTS,
-        compare(barred, PROMPTS, options, repeats=1),
-        free.generate(PROMPTS, options),
-    ):
+    found = compare(barred, PROMPTS, options, repeats=1), free.generate(PROMPTS, options)
+    for prompt, one, without in zip(PROMPTS, *found):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
         text = barred.encode(prompt)

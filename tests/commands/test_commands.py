@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from files import PROMPTS
+from safetensors.numpy import load_file
 
 import medusa_jax
 from medusa_jax import Options, progress
@@ -23,14 +24,12 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     directory, prompts = files
     monkeypatch.setattr(progress, "LINES", 0.0)
     out = tmp_path / "tree.json"
-    code = calibrate.main(
-        [
-            f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
-            "--batches=1,2", f"--plots={tmp_path}/plots",
-        ]
-    )  # fmt: skip
-    assert code == 0
+    flags = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
+        "--batches=1,2", f"--plots={tmp_path}/plots",
+    ]  # fmt: skip
+    assert calibrate.main(flags) == 0
     found = json.loads(out.read_text())
     evidence = found["evidence"]
     ladder = evidence["ladder"]
@@ -171,6 +170,21 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
     there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
     assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
+    # In a byte a weight, with the tree next to them, and back to a type that holds all values.
+    small, wide, flags = (
+        tmp_path / "small",
+        tmp_path / "wide",
+        "--drafter medusa --dtype int8",
+    )
+    assert convert.main([*flags.split(), "--to=tgi", f"--out={small}"]) == 2
+    assert "int8 is for --to native" in capfd.readouterr().err
+    assert convert.main([*flags.split(), "--to=native", f"--out={small}"]) == 0
+    assert convert.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
+    read, again = (load_file(d / "heads.safetensors") for d in (small, wide))
+    kernel = "heads_0/layers_0/kernel"
+    found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
+    np.testing.assert_array_equal(again[kernel], found)
+    assert (small / "tree.json").exists()
 
 
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):

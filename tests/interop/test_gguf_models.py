@@ -46,6 +46,7 @@ from research.peers.float32 import as_float32, gguf_file
 THETA = 500000.0
 LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
 LLAMA3 |= {"rope_high_freq_factor": 4.0, "rope_original_max_position": 8192}
+LLAMA3 |= {"rope_theta": THETA}
 YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
 YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
 BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
@@ -62,11 +63,7 @@ CASES = {
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 20.0}
         | {"rope.scaling.original_context_length": 16},
     ),
-    "llama_llama3_rope": (
-        "llama",
-        LLAMA3 | {"rope_theta": THETA},
-        {"rope.freq_base": THETA},
-    ),
+    "llama_llama3_rope": ("llama", LLAMA3, {"rope.freq_base": THETA}),
     "mistral_window": ("llama", {"sliding_window": 7}, {"attention.sliding_window": 7}),
     "qwen2": ("qwen2", {"qkv_bias": True}, {}),
     "qwen3": (
@@ -185,6 +182,7 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
 
 
 PHI, HARMONY = ["<|end|>", "<|assistant|>"], ["<|return|>", "<|call|>", "<|end|>"]
+FIM = ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"]
 DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
 
 
@@ -198,11 +196,7 @@ DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
         (HARMONY, {"eos": 0}, {0, 1}),
         (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 0}, {0, 1}),
         (DEEPSEEK, {"eos": 0}, {0}),
-        (
-            ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"],
-            {"fim_rep": 3, "eos": 0},
-            {0, 1, 3},
-        ),
+        (FIM, {"fim_rep": 3, "eos": 0}, {0, 1, 3}),
         (["none", "of", "them"], {"eom": 2, "eos": 0}, {0, 2}),
     ],
 )
@@ -311,12 +305,7 @@ REFUSED = [
     ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
     ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
-    (
-        {},
-        {},
-        {"blk.1.attn_q.weight": None},
-        "'model.layers.1.*q_proj.weight' .* is missing",
-    ),
+    ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
     ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
     ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
     ({}, {"eos_token_id": 4000}, {}, "eos_token_id should be the id of one of"),

@@ -11,7 +11,6 @@ from head_files import WIDER as LLAMA
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 
-from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
@@ -91,21 +90,6 @@ def test_kernels_in_a_byte_a_weight(base, tmp_path):
         state = {key: x for key, x in stored.items() if key != name}
         save_file(state | ({} if array is None else {name: array}), file)
         fails("needs codes in int8", tmp_path)
-
-
-def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
-    """By command, with the tree next to them; and back to a type that holds all values."""
-    small, wide = str(tmp_path / "small"), str(tmp_path / "wide")
-    flags = ["--drafter=medusa", "--dtype=int8"]
-    assert command.main([*flags, "--to=tgi", f"--out={small}"]) == 2
-    assert "int8 is for --to native" in capsys.readouterr().err
-    assert command.main([*flags, "--to=native", f"--out={small}"]) == 0
-    assert (tmp_path / "small" / "tree.json").exists()
-    assert command.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
-    read, again = (load_file(f"{d}/heads.safetensors") for d in (small, wide))
-    kernel = "heads_0/layers_0/kernel"
-    found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
-    np.testing.assert_array_equal(again[kernel], found)
 
 
 def test_deeper_heads_are_not_read(saved):

@@ -67,10 +67,8 @@ class Planted(Drafter):
         picked_B = jnp.take_along_axis(params["pick_BS"], at_B1, axis=1)[:, 0] * M
         on_path_BM = jnp.asarray(tree.mask_MM)[picked_B.astype(jnp.int32)]
         true_BM = jnp.take_along_axis(params["text_BS"], at_B1 + depth_M[None, :], axis=1)
-        noise_BM = jnp.take_along_axis(params["noise_BSM"], at_B1[..., None], axis=1)[
-            :, 0, :M
-        ]
-        drafts_BM = jnp.where(on_path_BM, true_BM, noise_BM)
+        noise_B1M = jnp.take_along_axis(params["noise_BSM"], at_B1[..., None], axis=1)
+        drafts_BM = jnp.where(on_path_BM, true_BM, noise_B1M[:, 0, :M])
         return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
 
 
@@ -108,10 +106,10 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
     def running(state):
         return jnp.any(state.status_B == RUNNING)
 
-    state = jax.lax.while_loop(
-        running, lambda s: decode_step(engine, variables, s, tree), state
-    )
-    return progress_of(state)
+    def step(state):
+        return decode_step(engine, variables, state, tree)
+
+    return progress_of(jax.lax.while_loop(running, step, state))
 
 
 def drafted(
