@@ -7,6 +7,7 @@ import shutil
 import sys
 
 import pytest
+from files import write_lines
 
 from medusa_jax import Options
 from medusa_jax.commands.decode import main
@@ -99,8 +100,7 @@ def test_a_model_without_a_tokenizer(directory, decode, tmp_path):
     """It takes ids and gives the same tokens as with one, and text where there is none is refused."""
     bare = tmp_path / "bare"
     shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt_ids": [1, 5, 9]}) + "\n")
+    file = write_lines(tmp_path / "prompts.jsonl", [{"prompt_ids": [1, 5, 9]}])
     got = [
         json.loads(decode("--prompts_file", file, "--show_drafts", model=model)[1])
         for model in (directory, bare)
@@ -128,32 +128,26 @@ def test_stop_and_standard_input(decode, monkeypatch):
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
 
 
-def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
-    flags = ("--tokenizer", chatty, "--json", "--dtype", "float64")
-    status, out, err = decode("--prompt", "the cat", "--chat", *flags)
-    assert status == 0, err
-    got = json.loads(out)
-    plain = json.loads(decode("--prompt", "uthe cat.a", "--raw", *flags)[1])
-    assert got["prompt_tokens"] == plain["prompt_tokens"]
-    assert got["token_ids"] == plain["token_ids"]
-    bare = json.loads(decode("--prompt", "the cat", "--raw", *flags)[1])
-    assert got["token_ids"] != bare["token_ids"]
-
-
-def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
-    turns = [
-        {"role": "user", "content": "in"},
-        {"role": "assistant", "content": "the hat"},
-        {"role": "user", "content": "a cat"},
-    ]
-    file = tmp_path / "requests.jsonl"
-    file.write_text(json.dumps({"messages": turns}) + "\n")
+def test_chat_wraps_prompts_and_messages_in_the_tokenizers_template(
+    decode, chatty, tmp_path
+):
     flags = ("--tokenizer", chatty, "--dtype", "float64")
-    [line] = decode("--prompts_file", file, *flags)[1].splitlines()
-    text = "uin.athe hat</s>ua cat.a"
-    plain = json.loads(decode("--prompt", text, "--json", "--raw", *flags)[1])
-    assert json.loads(line)["token_ids"] == plain["token_ids"]
-    file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
+
+    def said(*given):
+        status, out, err = decode(*given, *flags)
+        assert status == 0, err
+        facts = json.loads(out)
+        return facts["prompt_tokens"], facts["token_ids"]
+
+    chat = said("--prompt", "the cat", "--chat", "--json")
+    assert chat == said("--prompt", "uthe cat.a", "--raw", "--json")
+    assert chat[1] != said("--prompt", "the cat", "--raw", "--json")[1]
+    texts = ("user", "in"), ("assistant", "the hat"), ("user", "a cat")
+    turns = [{"role": role, "content": text} for role, text in texts]
+    file = write_lines(tmp_path / "requests.jsonl", [{"messages": turns}])
+    raw = said("--prompt", "uin.athe hat</s>ua cat.a", "--raw", "--json")
+    assert said("--prompts_file", file) == raw
+    write_lines(file, [{"messages": turns[:2]}])
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
 
 
@@ -186,10 +180,11 @@ def test_flags(flags, options, tmp_path):
 
 def test_lines_of_a_file(tmp_path):
     """Each line's fields; those of the flags where it has none."""
-    file = tmp_path / "requests.jsonl"
     own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
     own |= {"eos_ids": [5], "stop_sequences": [[4, 6], [0]], "logprobs": 2, "max_steps": 3}
-    file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
+    file = write_lines(
+        tmp_path / "requests.jsonl", [{"prompt": "x"} | own, {"prompt": "y"}]
+    )
     flags = main.parse(["--prompts_file", str(file), "--constraint", "regex:b"])
     _, [first, second] = read_requests(flags)
     assert first == Options(**own)

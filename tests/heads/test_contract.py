@@ -27,13 +27,10 @@ from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
-from medusa_jax.heads import layers
-from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
-from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.state import CacheState, grow_state, rewind_state
+from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -118,26 +115,20 @@ def test_a_state_goes_on_from_an_earlier_position(name):
     again = rewind_state(whole, parted)
     again = taken(again, second, followed, parted, zero + 4)
     fresh = taken(start, second, followed, zero, parted + 4)
-    for mine, other in zip(*(jax.tree.leaves(last_of(s)) for s in (again, fresh))):
-        assert_close(mine, other)
+    assert_close(*(visible(state, 64, parted + 4) for state in (again, fresh)))
 
 
-def last_of(state):
-    """What a state holds of the last position, and how many it has; of a text all that counts."""
-    if isinstance(state, layers.LayerState):
-        return state.context_BSD, state.length_B
-    if isinstance(state, DraftState):
-        return state.hidden_BE, state.length_B
-    if isinstance(state, TextState):
-        index_1S = jnp.arange(state.text_BS.shape[1])[None]
-        counts_BS = index_1S < state.length_B[:, None]
-        return jnp.where(counts_BS, state.text_BS, -1), state.length_B
-    if isinstance(state, CacheState):
-        slots_S = jnp.arange(state.cache.slots)
-        seen_B1S1 = (slots_S[None] < state.length_B[:, None])[:, None, :, None]
-        seen = jax.tree.map(lambda x: jnp.where(seen_B1S1, x, 0), state.cache)
-        return seen, state.length_B
-    return state
+def visible(state, slots, length_B):
+    """Of caches, and of a drafter's text, the slots that count."""
+
+    def seen(x):
+        axis = {4: 2, 2: 1}.get(np.ndim(x))
+        if axis is None or x.shape[axis] not in (slots, slots + 1):
+            return np.asarray(x)
+        seen_BS = np.arange(x.shape[axis])[None, :] < length_B[:, None]
+        return np.where(seen_BS[:, None, :, None] if axis == 2 else seen_BS, x, 0)
+
+    return jax.tree.map(seen, state)
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
@@ -268,16 +259,7 @@ def prefilled(engine, variables, monkeypatch, piece):
     monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
     state = read(variables, prompt_BT.astype(np.int32), *rest)
-
-    def visible(x):
-        """Of a cache, and of a drafter's text, the slots that count."""
-        axis = {4: 2, 2: 1}.get(np.ndim(x))
-        if axis is None or x.shape[axis] not in (slots, slots + 1):
-            return np.asarray(x)
-        seen_BS = np.arange(x.shape[axis])[None, :] < length[:, None]
-        return np.where(seen_BS[:, None, :, None] if axis == 2 else seen_BS, x, 0)
-
-    return jax.tree.map(visible, state.replace(sampling=None))
+    return visible(state.replace(sampling=None), slots, length)
 
 
 PIECES = thinned(

@@ -248,10 +248,8 @@ def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
             total -= np.log(p[:, right].sum(-1).mean()) if right.any() else 0
         # Some pairs have such a row, some have none, and some that have one do not count.
         every = first_pairs(rows, np.ones_like(counted))
-        have, all_that_have = (
-            sum(earlier(t, x).any() for t, _, x in p) for p in (pairs, every)
-        )
-        assert 0 < have < min(len(pairs), all_that_have)
+        found, most = (sum(earlier(t, x).any() for t, _, x in p) for p in (pairs, every))
+        assert 0 < found < min(len(pairs), most)
         return 0.7 * 3 * total / len(pairs)
 
     targets = TrainConfig(label_weight=0.0, induction_weight=3.0)

@@ -118,11 +118,12 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
         assert "q_proj" not in fused["layers_0"]["self_attn"]
         assert fused["lm_head"]["kernel"].shape == (16, 23)
         llama = Llama(decoding_config(config), jnp.float64, shards=shards)
-        mask = np.tril(np.ones((6, 6), bool))
-        start = np.zeros((1,), np.int32)
-        out, _ = cached(
-            llama, fused, tokens, np.arange(6)[None], empty_cache(config, 1), start, mask
+        cache, start, mask = (
+            empty_cache(config, 1),
+            np.zeros(1, np.int32),
+            np.tri(6, dtype=bool),
         )
+        out, _ = cached(llama, fused, tokens, np.arange(6)[None], cache, start, mask)
         results.append(np.asarray(out)[0])
     assert_close(results[1], results[0])
     assert_close(results[2], results[0])

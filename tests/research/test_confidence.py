@@ -46,10 +46,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         fields = {"n_layers": 1, "markov_rank": 4, "tap_layers": "1"}
         heads = DSparkConfig(n_heads=2, confidence=name == "sure", **fields)
         write_heads(tmp_path / name, config, params, heads)
-    flags = (
-        "--model model --prompts prompts.jsonl --sizes 1,2,3 --rounds 1 --max_new_tokens 24"
-    )
-    assert confidence.main(f"{flags} --drafter sure --out out".split()) == 0
+    flags = "--model model --prompts prompts.jsonl --sizes 1,2,3 --rounds 1"
+    more = "--drafter sure --out out --max_new_tokens 24"
+    assert confidence.main(f"{flags} {more}".split()) == 0
     assert "| bound |" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "confidence.json").read_text())
     assert found["speed"].keys() == {"one tree", "confidences", "probabilities", "bound"}

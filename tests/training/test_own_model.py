@@ -34,11 +34,9 @@ def model(tmp_path_factory):
 def questions(tmp_path_factory):
     rng = np.random.default_rng(0)
     words = ["the", "cat", "in", "a", "bar", "is", "there", "and"]
-    asked = (" ".join(rng.choice(words, 3)) for _ in range(40))
+    asked = [{"role": "user", "content": " ".join(rng.choice(words, 3))} for _ in range(40)]
     file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
-    return write_lines(
-        file, ({"messages": [{"role": "user", "content": q}]} for q in asked)
-    )
+    return write_lines(file, ({"messages": [turn]} for turn in asked))
 
 
 def commands(model, questions, place):
