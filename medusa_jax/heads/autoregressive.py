@@ -38,7 +38,6 @@ from medusa_jax.model.draft_caches import LevelCache
 from medusa_jax.model.layers import zero_output
 from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import PyTree
 
 
@@ -108,10 +107,6 @@ class Autoregressive(Drafter):
         module = self.layers(backbone.llama.dtype)
         return module.apply({"params": params["heads_0"]}, *args, **options)
 
-    def native(self, backbone: Backbone) -> bool:
-        """Whether the CPU engine runs the layers."""
-        return backbone.llama.native and cpu().attends(self.shape.head_dim)
-
     def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
     ) -> jax.Array:
@@ -159,7 +154,7 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = state.mask(next_BTD.shape[1], self.native(backbone))
+        mask = state.mask(next_BTD.shape[1], backbone.native(self.shape))
         read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -181,7 +176,7 @@ class Autoregressive(Drafter):
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
                 start_B = state.length_B
-                mask = state.mask(P, self.native(backbone), mask_PR)
+                mask = state.mask(P, backbone.native(self.shape), mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

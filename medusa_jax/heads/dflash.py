@@ -19,6 +19,7 @@ to t.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -41,10 +42,10 @@ from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.cache import KVCache, write_both
+from medusa_jax.model.cache import KVCache, LayerCache, write_both
 from medusa_jax.model.draft_caches import BlockCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
-from medusa_jax.model.masks import CausalMask
+from medusa_jax.model.masks import CausalMask, PathMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import Pair
@@ -199,24 +200,26 @@ class DFlash(Tapped):
         backbone: Backbone,
         root_BT: jax.Array,
         position_BT: jax.Array,
-        text: tuple[Pair, ...],
-        visible_BTS: jax.Array,
+        caches: Iterable[LayerCache],
+        start_B: jax.Array | None = None,
     ) -> jax.Array:
         """Inputs of the LM head for all guesses after the roots: [B, T, K, D].
 
         Args:
           position_BT: positions of the roots.
-          text: keys and values of c by layer.
-          visible_BTS: the positions of the text that each root sees.
+          caches: by layer, a `BlockCache`; or, for one root a row, keys and values of c with free slots from
+            `start_B` on, by the CPU engine.
         """
         B, T = root_BT.shape
         slots_K = jnp.arange(self.n_slots, dtype=position_BT.dtype)
         positions_BQ = (position_BT[:, :, None] + slots_K[None, None]).reshape(B, -1)
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
-        given = rope_tables(c, positions_BQ, dtype), CausalMask()
+        rope = rope_tables(c, positions_BQ, dtype)
+        both_ways = PathMask(jnp.ones((self.n_slots, self.n_slots), bool))
+        mask = CausalMask() if start_B is None else both_ways
         x_BQD = self.block(backbone, root_BT).astype(dtype)
-        for j, pair in enumerate(text):
-            layer = x_BQD, *given, BlockCache(pair, visible_BTS)
+        for j, cache in enumerate(caches):
+            layer = x_BQD, rope, mask, cache, start_B
             x_BQD, _ = applied(Block(c, dtype), mine[f"layers_{j}"], *layer)
         out_BQD = applied(RMSNorm(c.rms_eps, dtype), mine["norm"], x_BQD)
         return out_BQD.reshape(B, T, self.n_slots, -1)[:, :, -self.n_heads :]
@@ -253,7 +256,8 @@ class DFlash(Tapped):
             at_BQ, segment_BQ, root_BQ, position_BQ = given
             visible_BQT = jnp.arange(T)[None, None] <= at_BQ[..., None]
             visible_BQT &= segment_ids_BT[:, None] == segment_BQ[..., None]
-            return self.guesses(params, backbone, root_BQ, position_BQ, text, visible_BQT)
+            caches = [BlockCache(pair, visible_BQT) for pair in text]
+            return self.guesses(params, backbone, root_BQ, position_BQ, caches)
 
         given = (index_BA, taken(segment_ids_BT), taken(shift_left(tokens_BT, 1)),
                  taken(positions_BT) + 1)  # fmt: skip
@@ -306,15 +310,19 @@ class DFlash(Tapped):
         self, params: Params, backbone: Backbone, state: CacheState, request: DraftRequest
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
-        slots_S = jnp.arange(state.cache.slots)
-        visible_B1S = (slots_S[None] < state.length_B[:, None])[:, None]
-        root_B1, position_B1 = request.root_B[:, None], state.length_B[:, None]
-        x_B1KD = self.guesses(
-            params, backbone, root_B1, position_B1, state.cache.layers, visible_B1S
-        )
+        own, start_B = (params, backbone), state.length_B
+        root = request.root_B[:, None], start_B[:, None]
+        if backbone.native(self.shape):
+            free = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
+            caches = jax.tree.map(lambda x: jnp.pad(x, free), state.cache.layers)
+            x_B1KD = self.guesses(*own, *root, caches, start_B)
+        else:
+            visible_B1S = (jnp.arange(state.cache.slots)[None] < start_B[:, None])[:, None]
+            blocks = [BlockCache(pair, visible_B1S) for pair in state.cache.layers]
+            x_B1KD = self.guesses(*own, *root, blocks)
         depth, dtype = request.tree.depth, backbone.llama.dtype
-        own = self.heads, params["heads_0"], backbone
-        logits_BKO = lm_head_logits(*own, x_B1KD[:, 0, :depth])
+        mine, x_BKD = params["heads_0"], x_B1KD[:, 0, :depth]
+        logits_BKO = lm_head_logits(self.heads, mine, backbone, x_BKD)
         if not self.heads.markov_rank:
             return fill_by_rank(request, backbone, [logits_BKO[:, k] for k in range(depth)])
 

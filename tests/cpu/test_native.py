@@ -202,7 +202,7 @@ def test_texts_are_equal_bit_for_bit(model, rule):
     assert np.asarray(progress.histogram_BL)[:, 1:].sum() > 0
 
 
-@pytest.mark.parametrize("name", ["hydrapp", "amphista", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["hydrapp", "amphista", "eagle", "eagle3", "dspark"])
 def test_layers_of_draft_heads_are_native_calls(name):
     """The states and drafts of XLA's layers, level by level; rows of two lengths."""
     raw = random_params(CONFIG, 0)
@@ -230,7 +230,8 @@ def test_layers_of_draft_heads_are_native_calls(name):
         rank = lambda depth, logits: Ranked(logits, logits)  # noqa: E731
         request = DraftRequest(jnp.array([3, 4]), tree, rank)
         nodes, ranked = drafter.propose(own, backbone, state, request)
-        return nodes, [r.logits for r in ranked], state.context_BSD
+        kept = state.cache if name == "dspark" else state.context_BSD
+        return nodes, [r.logits for r in ranked], kept
 
     run = jax.jit(run, static_argnums=0)
     (nodes, *native), (wanted, *plain) = run(library().panel), run(0)

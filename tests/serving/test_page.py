@@ -136,3 +136,14 @@ def test_a_conversation_survives_a_reload(page, http):
     page.browser.refresh()
     page.until(lambda: page.all(".examples button"))
     assert not page.all(".turn")
+
+
+def test_the_number_of_a_long_item_stays_in_one_line(page):
+    lines = page.browser.execute_script(
+        "const text = '12. ' + 'word '.repeat(300), card = make('div', 'text');"
+        "card.append(blockElement({runs: [[text, 0]]}, text, blocksOf(text, true)[0]));"
+        "document.getElementById('log').append(card);"
+        "const height = card.querySelector('.item > span').getBoundingClientRect().height;"
+        "return height / parseFloat(getComputedStyle(card).lineHeight)"
+    )
+    assert 0 < lines < 1.5
