@@ -63,7 +63,7 @@ def noise_at(
         return Noise(where.gap, 0.0, at_cut=False)
     new, pair = theirs[: where.position], [where.ours, where.theirs]
     text = [*prompt, *new]
-    tokens_1S = padded(text, tree.n_nodes)
+    tokens_1S = padded([*text, *[0] * tree.n_nodes])
     passes = [
         three_passes(tree, model.backbone, tokens_1S, np.int32(length))
         for length in range(len(text), max(len(text) - POSITIONS, 0), -1)

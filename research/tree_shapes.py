@@ -48,6 +48,12 @@ LEVEL_DEPTH = 4
 DENSE_NODES = 256
 
 
+def cut(text: growth.Recorded, depth: int) -> growth.Recorded:
+    """The same positions, limited to trees of this depth."""
+    copied_P = np.minimum(text.copied_P, depth)
+    return growth.Recorded(text.ranks_PK[:, :depth], copied_P, text.repeats_P)
+
+
 def of_one_depth(
     texts: Sequence[growth.Recorded],
     grow: Callable[[Sequence[growth.Recorded]], Order],
@@ -58,7 +64,7 @@ def of_one_depth(
     Args:
       texts: positions of each text, two texts at least; trees are evaluated on held-out texts.
     """
-    texts = [text.cut(LEVEL_DEPTH) for text in texts]
+    texts = [cut(text, LEVEL_DEPTH) for text in texts]
     order = grow(texts)
     sizes = [size for size in sizes if size <= len(order.growth) + 1]
     trees = [order.tree(size) for size in sizes]

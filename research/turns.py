@@ -69,7 +69,8 @@ def answered_turns(
     """Answer every turn of every question by plain decoding; arguments as of `all_turns`."""
 
     def ask(prompts: list[list[int]]) -> list[tuple[Text, str]]:
-        return [(text, text.answer_text) for text in own_texts(model, prompts, options)]
+        texts = own_texts(model, prompts, options)
+        return [(x, model.tokenizer.decode(x.ids[x.n_prompt :])) for x in texts]
 
     return all_turns(model, questions, template, room, ask)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.interop import answers, chat, rendering
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.interop.tokenizer import BROKEN, Tokenizer
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -81,7 +81,10 @@ def talk(
             result = yield Turn(fitting(ids), None)
             ids, finish = result.token_ids, result.finish_reason
             ends = chat.stop_ids(tokenizer, template)
-            said = tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids).strip()
+            said = tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
+            if finish != "stop":
+                said = said.rstrip(BROKEN)  # a character that was cut in two
+            said = said.strip()
             if not said:
                 raise Ended("an empty answer")
             messages.append({"role": "assistant", "content": said})

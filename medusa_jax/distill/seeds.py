@@ -52,8 +52,6 @@ def read_seed(number: int, record: object) -> Seed:
         return Seed(number, turns=turns)
     name = tokenise.field_of(record, (*tokenise.TURNS, "prompt_ids", "prompt"))
     prompt = record.get(name)
-    if isinstance(prompt, str):
-        return Seed(number, prompt, turns=(prompt,) if prompt.strip() else ())
     if name == "prompt_ids" and isinstance(prompt, list):
         return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
@@ -61,7 +59,8 @@ def read_seed(number: int, record: object) -> Seed:
         message, _ = tokenise.parse_turn(turn)
         if message and message["content"].strip():
             texts[message["role"]].append(message["content"])
-    return Seed(number, system=(texts["system"] or [""])[0], turns=tuple(texts["user"]))
+    text, system = prompt if isinstance(prompt, str) else "", (texts["system"] or [""])[0]
+    return Seed(number, text, system, tuple(texts["user"]))
 
 
 def read_seeds(source: str, split: str, limit: int) -> list[Seed]:

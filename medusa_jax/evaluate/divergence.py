@@ -77,9 +77,9 @@ def find_divergence(
     return Divergence(first, pair[0], pair[1], float(best[1] - best[0]))
 
 
-def padded(text: Sequence[int], room: int = 0) -> np.ndarray:
-    """A text as [1, S] with room for further tokens; few lengths S, so few programs."""
-    tokens_1S = np.zeros((1, power_of_two(len(text) + room, 64)), np.int32)
+def padded(text: Sequence[int]) -> np.ndarray:
+    """A text as [1, S]; few lengths S, so few programs."""
+    tokens_1S = np.zeros((1, power_of_two(len(text), 64)), np.int32)
     tokens_1S[0, : len(text)] = text
     return tokens_1S
 

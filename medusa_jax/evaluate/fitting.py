@@ -6,6 +6,7 @@ growing trees are timed until larger ones are clearly slower.
 """
 
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from medusa_jax.api.asking import Prompt
 from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, own_texts, record
+from medusa_jax.interop.fingerprint import sample_bytes
 from medusa_jax.progress import Progress
 from medusa_jax.tree import growth
 from medusa_jax.tree.growth import Recorded
@@ -114,7 +116,9 @@ def rank_texts(
       UserError: fewer than two answers are long enough.
     """
     asked = [model.encode(prompt) for prompt in prompts]
-    marks = repr((asked, options, model.drafter.heads, str(model.dtype), model.storage))
+    weights = b"".join(map(sample_bytes, jax.tree.leaves(model.variables)))
+    made_by = (model.drafter.heads, str(model.dtype), model.storage, zlib.crc32(weights))
+    marks = repr((asked, options, *made_by))
     found = _kept(keep, marks)
     with Progress("texts and their ranks", len(prompts), "text", len(found)) as bar:
         for at in range(len(found), len(prompts), ROWS):

@@ -45,10 +45,10 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
 
 
 def check(question: Json, where: str) -> None:
-    """Refuse a question whose turns are no texts and whose `prompt_ids` are no token ids.
+    """Check that the turns of a question are texts, and its `prompt_ids`, if any, token ids.
 
     Raises:
-      UserError: such a question, or one without both.
+      UserError: they are not, or it has neither.
     """
     ids, turns = question.get("prompt_ids"), question["turns"]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):

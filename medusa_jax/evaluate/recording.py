@@ -33,16 +33,10 @@ class Text(NamedTuple):
     Attributes:
       ids: all tokens.
       n_prompt: number of prompt tokens among them.
-      answer_text: the answer as text.
     """
 
     ids: list[int]
     n_prompt: int
-    answer_text: str
-
-    @property
-    def answer(self) -> list[int]:
-        return self.ids[self.n_prompt :]
 
 
 def own_texts(
@@ -55,7 +49,7 @@ def own_texts(
             batch = [model.encode(prompts[i]) for i in rows]
             results = model.generate(batch, options, [0] * len(rows), tree="none")
             for _, ids, result in zip(own, batch, results):
-                texts.append(Text([*ids, *result.token_ids], len(ids), result.text))
+                texts.append(Text([*ids, *result.token_ids], len(ids)))
             bar.update(len(own))
     return texts
 

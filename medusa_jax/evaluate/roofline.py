@@ -151,30 +151,27 @@ def paper_acceleration(nodes: int) -> float:
     return max(1.0, 0.477 * math.log2(nodes))
 
 
-def measured_acceleration(path: str) -> Acceleration:
-    """Tokens per step from the evidence of a tree file.
+def acceleration_of(curve: str) -> Acceleration:
+    """The paper's fit for "paper", else tokens per step from the evidence of this tree file.
 
     Linear in log(nodes) between the measured sizes, constant outside.
 
     Raises:
       UserError: the file has no such evidence.
     """
-    found = load_tree_file(path)
+    if curve == "paper":
+        return paper_acceleration
+    found = load_tree_file(curve)
     ladder = (found.get("evidence") or {}).get("ladder")
     if not ladder:
         raise UserError(
-            f"{path} holds no measured tokens per step: write them with "
+            f"{curve} holds no measured tokens per step: write them with "
             "`python -m medusa_jax calibrate`"
         )
     x, y = zip(
         *sorted((math.log(rung["nodes"]), rung["tokens_per_step"]) for rung in ladder)
     )
     return lambda nodes: float(np.interp(math.log(nodes), x, y))
-
-
-def acceleration_of(curve: str) -> Acceleration:
-    """The paper's fit for "paper", else `measured_acceleration` of this tree file."""
-    return paper_acceleration if curve == "paper" else measured_acceleration(curve)
 
 
 def speedups(

@@ -79,13 +79,11 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
                 )
         values = config | table
     values = {k: x for k, x in values.items() if x is not None}
-    Fields(file, values).expect(EXPECTED)
-    if "sliding_attention" in values.get("layer_types", ()):
-        raise UserError(f"{file}: heads with sliding attention are not supported")
     given, layer = Fields(file, values), parse_config(file, values)
+    given.expect(EXPECTED)
     if not layer.qk_norm:
         raise UserError(f"{file}: layers of {config.get('model_type')} are not supported")
-    shape, sizes = shape_of(layer)
+    shape, sizes = shape_of(given, layer)
     dspark = _W1 in tensors
     if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
         raise UserError(f"{file}: projector_type contradicts the keys of {source}")

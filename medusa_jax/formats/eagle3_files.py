@@ -10,8 +10,8 @@
 speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
 keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
 backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
-layers next to it (`speculators_config.py`). The keys decide where fields contradict them. Engines drop flags
-that they do not know; here an unknown one is refused if it says something.
+layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
+flags; here an unknown field with a value is refused.
 """
 
 import os
@@ -123,12 +123,12 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
         raise UserError(
             f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
         )
-    shape, sizes = shape_of(layer)
+    given = Fields(file, {name: x for name, x in fields.items() if x is not None})
+    shape, sizes = shape_of(given, layer)
     ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
     outputs = layer.vocab_size if ids is None else len(ids)
     if (told := fields.get("draft_vocab_size") or outputs) != outputs:
         raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
-    given = Fields(file, {name: x for name, x in fields.items() if x is not None})
     flags: Json = {flag: given.switch(flag) for flag in _FLAGS}
     draft_vocab = 0 if ids is None else len(ids)
     heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
@@ -147,11 +147,16 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     return key, transposed
 
 
-def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
+def shape_of(given: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
     """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
 
     A `rope_theta` of 0 is the backbone's rotation.
+
+    Raises:
+      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
     """
+    if "sliding_attention" in given.items("layer_types", str, []):
+        raise UserError(f"{given.file}: heads with sliding attention are not supported")
     shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
     sizes: Json = {
         "n_layers": layer.n_layers,
@@ -168,10 +173,10 @@ def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
 
 
 def _depth(file: str, ids: Any) -> dict[str, int]:
-    """The number of layers of the backbone that the numbers of the tapped layers tell, if any.
+    """The backbone's number of layers, which follows from the numbers of the tapped layers, if given.
 
-    Files name the layers that streams enter (2, L / 2, L - 3) or those that they leave (one less). Other
-    numbers may be meant either way.
+    Files number a stream by the layer that it enters (2, L / 2, L - 3) or by the layer that it leaves (one less).
+    Other numbers are ambiguous.
     """
     if not ids:
         return {}

@@ -5,7 +5,7 @@
   transformer_layer_config           the layers, as in a model's config.json
   draft_vocab_size, target_hidden_size
   eagle_aux_hidden_state_layer_ids   EAGLE-3: layers whose input is read; none: 2, L / 2, L - 3
-  aux_hidden_state_layer_ids         the others: the same
+  aux_hidden_state_layer_ids         DFlash, DSpark: layers whose input is read
   ...                                fields of the kind of heads, under the names of its other files
 
 Tapped layers are numbered as in vLLM: i is the stream that enters layer i. SpecForge, SGLang and z-lab number them by

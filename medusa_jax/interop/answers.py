@@ -44,12 +44,12 @@ def encode_conversation(
     if not MARKED.search(source):
         spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
     ids, offsets = tokenize(tokenizer, text, hidden is not None)
-    counted = [0] * len(ids)
+    counted, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
     for span in spans:
-        _mark(counted, ids, offsets, span, tokenizer.eos_ids)
+        _mark(counted, ids, offsets, span, ends, tokenizer.eos_ids)
     if cut:
         last = max((i for i, counts in enumerate(counted) if counts), default=0)
-        counted[last] *= ids[last] not in stop_ids(tokenizer, template_name)
+        counted[last] *= ids[last] not in ends
     if not any(counted):
         raise SampleError("no token of the conversation is the assistant's")
     return ids, counted
@@ -101,9 +101,10 @@ def _mark(
     ids: list[int],
     offsets: list[Span],
     span: Span,
+    turn_ends: frozenset[int],
     eos_ids: frozenset[int],
 ) -> None:
-    """Set the tokens that overlap `span`, up to and including the turn's end-of-text token.
+    """Set the tokens that overlap `span`, up to and including the token that ends the turn.
 
     Text of the template after that token (often a line break) is never generated. An end-of-text token directly
     after the span counts too.
@@ -118,7 +119,7 @@ def _mark(
     if not inside:
         return
     last = inside[-1]
-    ends = [i for i in inside if ids[i] in eos_ids]
+    ends = [i for i in inside if ids[i] in turn_ends]
     if ends:
         last = ends[-1]
     elif last + 1 < len(ids) and ids[last + 1] in eos_ids:

@@ -63,10 +63,10 @@ class Fields:
         return value
 
     def expect(self, able: Mapping[str, tuple]) -> None:
-        """Refuse fields with another value than these; absent and null are none.
+        """Refuse a field whose value is not supported; absent and null fields pass.
 
         Args:
-          able: the supported values of each field; others would change a computation.
+          able: the supported values of each field; any other would change the computation.
         """
         for name, values in able.items():
             if (value := self.values.get(name)) not in (None, *values):

@@ -110,13 +110,11 @@ def save_heads(
       UserError: the directory cannot be written.
     """
     flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
-    quantised = np.dtype(dtype or "float32") == np.int8
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}
-    if dtype is not None:
-        kind = np.dtype("float32" if quantised else dtype)
-        arrays = {name: x.astype(kind) for name, x in arrays.items()}
-    if quantised:
+    if np.dtype(dtype or "float32") == np.int8:
         arrays = codes.encode(arrays)
+    elif dtype is not None:
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
     if heads.draft_vocab:
         ids = on_host(params[vocabulary.GROUP]["ids"]).astype(np.int32)
         check_ids(ids, heads, base["vocab_size"], directory)

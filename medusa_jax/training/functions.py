@@ -59,12 +59,11 @@ class HeadFunctions:
                 f"the backbone is frozen: train.stage medusa1, not {train.stage}"
             )
         self._stage = make_stage(train, arch, heads, LoraConfig(), 1)
-        self._drafter = make_drafter(heads, arch)
-        self.heads, self.arch = self._drafter.heads, arch
-        self._levels = self._drafter.loss_view(train.levels)
+        drafter = make_drafter(heads, arch)
+        self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
+        self._levels = drafter.loss_view(train.levels)
         llama = Llama(arch, jnp.dtype(train.dtype))
         self._grouped = GroupedBackbone(llama, LoraConfig())
-        self.taps = self._drafter.taps
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
         """Fresh float32 parameters, as docs/formats.md lists them, in nested dictionaries."""
@@ -111,9 +110,8 @@ class HeadFunctions:
         self, params: Params, frozen: Params, k: int, features: jax.Array
     ) -> jax.Array:
         """Logits [..., O] of token t + k + 2 from head k's features [..., D] at t; k is 0-based."""
-        return self._drafter.head_logits(
-            params, self._grouped.drafting(frozen), k, features
-        )
+        backbone = self._grouped.drafting(frozen)
+        return self._levels.head_logits(params, backbone, k, features)
 
     def save(self, directory: str, params: Params, frozen: Params, model: str) -> None:
         """Write heads that `decode.py --drafter` and `convert` read.

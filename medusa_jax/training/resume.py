@@ -41,7 +41,7 @@ FREE = ("workdir", "dry_run")
 # After a change of these, held-out scores are not comparable: the best score is reset.
 SCORED = (
     "data.eval_source", "data.eval_samples", "train.lambda_decay", "train.lambda_0",
-    "train.backbone_loss",
+    "train.backbone_loss", "train.levels",
 )  # fmt: skip
 # Entries of a checkpoint's `data` and their names for messages.
 CONTENT = {

@@ -124,7 +124,13 @@ def make_stage(
     offsets += tuple(k + 2 for k in range(view.n_heads))
     loss = stage_loss(backbone, train, view, trains_backbone)
     hidden = None if trains_backbone else backbone.hidden_states
-    ranks = partial(label_ranks, backbone, drafter, train.loss_chunk)
+
+    def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
+        given = backbone.drafting(frozen | backbone.with_adapters(params))
+        hidden_BTE = objectives.hidden_states(given, batch)
+        model = (params["heads"], drafter, given)
+        return estimate.head_ranks(*model, hidden_BTE, batch, train.loss_chunk)
+
     return Stage(
         groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
         train.anchors,
@@ -223,16 +229,6 @@ def stage_loss(
         return lm_loss + inputs.lambda_0 * loss, sums
 
     return loss
-
-
-def label_ranks(
-    grouped: GroupedBackbone, drafter: Drafter, chunk: int, params: PyTree, frozen: PyTree,
-    batch: PyTree,
-) -> jax.Array:  # fmt: skip
-    """Rank of each head's label [B, T, K], -1 where a pair does not count."""
-    backbone = grouped.drafting(frozen | grouped.with_adapters(params))
-    hidden_BTE = objectives.hidden_states(backbone, batch)
-    return estimate.head_ranks(params["heads"], drafter, backbone, hidden_BTE, batch, chunk)
 
 
 def fresh_groups(

@@ -346,9 +346,12 @@ class Evaluator:
             # Rows beyond the last sample become padding.
             batch["segment_ids"][numbers >= self.total] = 0
             placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
-            out = self.sums(params, frozen, placed)
+            rank = self.ranks if first < estimate.ROWS else None
+            with jax.set_mesh(self.mesh):  # attention is split over it
+                out = self.sums(params, frozen, placed)
+                ranked = rank(params, frozen, placed) if rank else None
             total = out if total is None else jax.tree.map(jnp.add, total, out)
-            if self.ranks is not None and first < estimate.ROWS:
-                ranks.append(hosts.on_host(self.ranks(params, frozen, placed)))
+            if ranked is not None:
+                ranks.append(hosts.on_host(ranked))
         record = hosts.numbers(self.stage.metrics(*total))
         return record | (estimate.accepted_lengths(np.concatenate(ranks)) if ranks else {})

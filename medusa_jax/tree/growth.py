@@ -43,12 +43,6 @@ class Recorded(NamedTuple):
         """Concatenate the positions of several texts."""
         return cls(*(np.concatenate(column) for column in zip(*texts, strict=True)))
 
-    def cut(self, depth: int) -> "Recorded":
-        """The same positions, limited to trees of this depth."""
-        return Recorded(
-            self.ranks_PK[:, :depth], np.minimum(self.copied_P, depth), self.repeats_P
-        )
-
 
 def head_accuracies(tuples_PK: np.ndarray, n_ranks: int = 10) -> np.ndarray:
     """a_k^(i): how often the i-th guess of head k is the right one, [K, n_ranks]."""

@@ -79,16 +79,12 @@ class Tree:
     @classmethod
     def chain(cls, depth: int) -> "Tree":
         """A chain: one candidate per head (blockwise parallel decoding)."""
-        if depth < 0:
-            raise UserError(f"the depth of a chain must be 0 or more, not {depth}")
         _check_size(depth + 1, depth)
         return cls.cartesian([1] * depth)
 
     @classmethod
     def copies(cls, depth: int) -> "Tree":
         """A chain of `depth` tokens copied from the text, without heads' guesses."""
-        if depth < 0:
-            raise UserError(f"the number of copied tokens must be 0 or more, not {depth}")
         _check_size(depth + 1, depth)
         return cls(tuple((COPIED,) * d for d in range(1, depth + 1)))
 
@@ -278,7 +274,9 @@ def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 def _check_size(n_nodes: int, depth: int) -> None:
-    """Refuse a tree that is too large, before its paths are built."""
+    """Refuse a tree of an impossible size, before its paths are built."""
+    if depth < 0:
+        raise UserError(f"the depth of a tree must be 0 or more, not {depth}")
     if n_nodes > MOST_NODES or depth > MOST_DEEP:
         raise UserError(
             f"a tree has at most {MOST_NODES} nodes and is at most {MOST_DEEP} deep; this one has "

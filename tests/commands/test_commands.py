@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from files import PROMPTS
@@ -133,6 +134,9 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
         np.testing.assert_array_equal(one.ranks_PK, other.ranks_PK)
     fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 7
+    model.variables = jax.tree.map(lambda x: x * 2, model.variables)
+    fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
+    assert written == [2] * 9
 
 
 def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):

@@ -47,6 +47,8 @@ def tokenizer(model):
         ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "x"}, 5]},
          {"turns": ("a",)}),
         ({"prompt": "a"}, {"prompt": "a", "turns": ("a",)}),
+        ({"system": "s", "prompt": "a", "context": "b"},
+         {"prompt": "a", "system": "s", "turns": ("a\n\nb",)}),
         ({"prompt": "a", "prompt_ids": [4, 5]}, {"prompt": [4, 5]}),
         ({"instruction": "a", "input": "b", "output": "c"}, {"turns": ("a\n\nb",)}),
         ({"instruction": "a", "input": "b"}, {"turns": ("a\n\nb",)}),
@@ -135,6 +137,13 @@ def test_multi_turn_asks_the_seed_s_turns_over_its_own_answers(tokenizer):
     assert contents(records[3]) == ["x"] and records[3]["problem"] == "an empty answer"
     assert script.asked[0][1] == "<s>s\nu hi\na"
     assert script.asked[-1] == (0, "<s>s\nu hi\na yes</s>u and\na", "")
+
+
+def test_a_character_that_was_cut_in_two_is_left_out(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip_special=True: "ab\ufffd")
+    for finish, said in (("length", "ab"), ("stop", "ab\ufffd")):
+        talk, _ = converse(tokenizer, {0: [("ab", finish)]})
+        assert contents(talk([Seed(0, turns=("x",))])[0]) == ["x", said]
 
 
 def test_most_turns_and_the_context(tokenizer):

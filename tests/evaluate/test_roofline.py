@@ -59,15 +59,15 @@ def test_curve_of_a_tree_file(tmp_path):
     steps = {1: 1.0, 4: 2.0, 16: 2.5}
     ladder = [{"nodes": n, "tokens_per_step": t} for n, t in steps.items()]
     path.write_text(json.dumps({"choices": [], "evidence": {"ladder": ladder}}))
-    curve = roofline.measured_acceleration(str(path))
+    curve = roofline.acceleration_of(str(path))
     found = [curve(n) for n in (1, 2, 4, 8, 16, 64)]
     assert found == pytest.approx([1, 1.5, 2, 2.25, 2.5, 2.5])
     path.write_text("[[0]]")
     with pytest.raises(UserError, match="holds no measured tokens per step"):
-        roofline.measured_acceleration(str(path))
+        roofline.acceleration_of(str(path))
     path.write_text('{"choices": [], "evidence": {"ladder": [{"nodes": 1}]}}')
     with pytest.raises(UserError, match="a number 'tokens_per_step'"):
-        roofline.measured_acceleration(str(path))
+        roofline.acceleration_of(str(path))
 
 
 def test_shapes_by_name_or_file(tmp_path):

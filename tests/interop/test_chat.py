@@ -145,6 +145,16 @@ def test_what_counts_by_the_models_own_template(template, talk, runs, llama3):
     assert ids.count(llama3.token_to_id("<|eot_id|>")) == ends[template]
 
 
+def test_a_turn_may_end_with_another_token_than_a_text(llama3):
+    """As in a fine-tuned base model: ChatML's turns, and the EOS of the base model."""
+    tokenizer = with_template(llama3, UNMARKED.replace("<|eot_id|>", "<|im_end|>"))
+    ids, counted = encode_conversation(tokenizer, TALK)
+    said = ["I am fine<|im_end|>", "Fine 😀!<|im_end|>"]
+    assert counted_texts(llama3, ids, counted) == said
+    ids, counted = encode_conversation(tokenizer, TALK, cut=True)
+    assert counted_texts(llama3, ids, counted) == [said[0], "Fine 😀!"]
+
+
 THOUGHTS = [
     {"role": "user", "content": "Hello?"},
     {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nI am fine"},

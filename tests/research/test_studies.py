@@ -81,7 +81,7 @@ def test_trees_of_one_depth_leave_deeper_heads_out():
     found = shapes.of_one_depth(five, grow, (*sizes, 200))
     assert [tree.n_nodes for tree in found] == list(sizes)
     assert [tree.depth for tree in found] == [4] * 4
-    four = shapes.of_one_depth([text.cut(4) for text in five], grow, sizes)
+    four = shapes.of_one_depth([shapes.cut(text, 4) for text in five], grow, sizes)
     assert found == four
     lengths = list(found.values())
     assert lengths == sorted(lengths) and lengths[-1] > lengths[0] > 1.5

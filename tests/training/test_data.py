@@ -106,6 +106,11 @@ def test_several_texts_are_mixed_row_by_row(tmp_path, packing):
     counts_V = both.counts(VOCAB)
     assert np.array_equal(counts_V, texts[0].counts(VOCAB) + texts[1].counts(VOCAB))
     assert mix(texts[:1]) is texts[0]
+    # For evaluation, which reads the first rows, the texts take turns.
+    texts = [open_rows(text.directory, packing, shuffle=False) for text in texts]
+    first = mix(texts).batch(0, 4)["tokens"]
+    turns = [text.row(i)["tokens"] for i in range(2) for text in texts]
+    assert np.array_equal(first, turns)
 
 
 def test_held_out_samples_are_in_no_training_row(tmp_path):
@@ -123,6 +128,7 @@ def test_held_out_samples_are_in_no_training_row(tmp_path):
     assert 0.1 < len(held) / len(every) < 0.3
     assert np.flatnonzero(held_out(6, 1 / 3)).tolist() == [1, 4]
     assert held_out(2, 0.05).sum() == 1 and not held_out(1, 0.05).any()
+    assert held_out(2, 0.9).sum() == 1  # something is left to learn from
 
 
 # The input pipeline: what a step reads is a function of its number.

@@ -25,6 +25,7 @@ from medusa_jax.sharding import make_mesh
 from medusa_jax.training import losses
 from medusa_jax.training.data import features, hidden_store
 from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.trainer import Evaluator
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -106,6 +107,27 @@ def test_every_batch_of_every_epoch_has_its_own_states(
         assert_close(stored.astype(np.float32), expected, roundings, kind)
     opened = [os.path.realpath(file) for file in Path("/proc/self/fd").glob("*")]
     assert sum(name.startswith(found.directory) for name in opened) <= 1
+
+
+def test_passes_without_gradient_are_split_like_a_step(tokens, tmp_path, frozen):
+    """The mesh is in sight where attention is traced, or devices would not use their kernels."""
+    cfg, seen = config(tokens, tmp_path), []
+    stage = stage_of(cfg)
+
+    def watched(f):
+        def run(*given):
+            seen.append(jax.sharding.get_abstract_mesh().empty)
+            return f(*given)
+
+        return run
+
+    names = ("hidden", "loss", "ranks")
+    stage = dataclasses.replace(stage, **{x: watched(getattr(stage, x)) for x in names})
+    made = dataclasses.replace(cache(cfg, frozen), stage=stage)
+    heads = stage.init(jax.random.key(0), frozen)
+    Evaluator(stage, make_mesh(), rows_of(cfg, shuffle=False), 8, 8)(heads, frozen)
+    made.rows(rows_of(cfg), 8)
+    assert len(seen) >= 3 and not any(seen)
 
 
 def test_eight_bits_keep_small_values_next_to_large_ones():

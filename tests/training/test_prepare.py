@@ -1,6 +1,7 @@
 """Text of any kind to token arrays; what cannot be used is skipped, counted, reported."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -210,6 +211,17 @@ def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
     first = directory_of(cfg)
     monkeypatch.setattr("medusa_jax.training.data.tokenise.tokenise", None)
     assert directory_of(cfg) == first
+
+
+def test_an_edited_tokenizer_reads_the_text_again(vicuna, sharegpt, tmp_path):
+    copy = shutil.copytree(vicuna, tmp_path / "tokenizer")
+    cfg = text_config(str(copy), tmp_path, sharegpt, seq_len=256)
+    found = []
+    for mark in ("Q", "W"):
+        template = f"{{% for m in messages %}}{mark}{{{{ m.content }}}}{{% endfor %}}"
+        (copy / "chat_template.jinja").write_text(template + "{# #}" * len(found))
+        found.append(samples_of(directory_of(cfg))[0][0].tolist())
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize(

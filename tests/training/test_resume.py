@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tensorstore
 from cases import thinned
@@ -13,7 +15,9 @@ from training_setup import records, run, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
+from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
+from medusa_jax.training.trainer import Run, TrainState
 from medusa_jax.whole_files import write_json
 
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native", "packed moments")
@@ -128,6 +132,19 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
     refused |= {"optim.name", "model.arch.d_ff"}
     assert {said[name] for name in refused} == {"refused"}
     assert {said[name] for name in ("optim.lr", "train.steps", "data.source")} == {"logged"}
+
+
+@pytest.mark.parametrize(("name", "best"), [("train.levels", np.inf), ("optim.lr", 1.5)])
+def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, best):
+    """With more levels the score is the sum of more losses."""
+    run, one = object.__new__(Run), np.int32(1)
+    run.cfg, run.content, run.steps = begun(tmp_path), {}, 4
+    run.mesh, run.best = make_mesh(), np.inf
+    meta = {"step": 2, "updates": 2, "best": 1.5}
+    saved = ({}, {}, {"step": 2}, meta)
+    run.checkpoints = SimpleNamespace(restore=lambda params, opt: saved)
+    run.restore(TrainState(one, one, {}, {}), {name: "1 -> 4"})
+    assert run.best == best
 
 
 def test_configurations_of_other_versions_and_damaged_ones(tmp_path, capsys):

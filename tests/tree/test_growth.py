@@ -130,7 +130,6 @@ def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> No
     # Two of the three copied tokens have nodes: on to position 3; one draft each there and at 5.
     assert fit.replay([text], tree) == (6, 3)
     assert fit.replay([text], tree.drafted) == (6, 4)
-    assert fit.replay([text.cut(1)], tree) == (6, 4)
 
 
 def test_spares_count_where_the_text_does_not_repeat() -> None:

@@ -12,8 +12,8 @@ from medusa_jax.formats.gguf.reader import BlockTensor, GGUFFile, read_gguf
 from medusa_jax.interop.tensor import Tensor, Tensors
 from medusa_jax.model.blocks import Blocks
 
-# general.architecture -> model_type. Mistral's files say "llama".
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Values of general.architecture, which are the model types, too; Mistral's files say "llama".
+FAMILIES = ("llama", "qwen2", "qwen3")
 
 # GGUF's name of a module -> Hugging Face's, outside of the layers and in them.
 MODULES = {
@@ -68,8 +68,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             file.refuse(f"{arch}.{name}", f"{head_dim}, the size of a head")
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
-        "architectures": [f"{FAMILIES[arch].capitalize()}ForCausalLM"],
-        "model_type": FAMILIES[arch],
+        "architectures": [f"{arch.capitalize()}ForCausalLM"],
+        "model_type": arch,
         "vocab_size": embedding.shape[0] if embedding else 0,
         "hidden_size": width,
         "intermediate_size": file.count(f"{arch}.feed_forward_length"),

@@ -43,7 +43,8 @@ class BlockTensor:
       kind: its block type, a `gguf.GGMLQuantizationType`.
       blocks: its bytes, one row of the tensor a row, mapped.
       start: where they begin in the file.
-      order: the stored rows (of a vector its values) in the order in which they are read; None for their own.
+      order: numbers of the stored rows (values, of a vector) in the order in which they are returned; None: as
+        stored.
     """
 
     file: str

@@ -145,14 +145,13 @@ class Cache:
         Raises:
           UserError: the disk is too small; gives the required size.
         """
-        arch, width = self.stage.arch, self.stage.width
         count = min(text.rows, limit or text.rows)
         digest = hashlib.sha256(json.dumps([*self.key(text), count]).encode()).hexdigest()
         home = self.data.features_path or os.path.join(self.workdir, "features")
         directory = os.path.join(home, digest[:12])
         kind = self.data.cache_features
-        stored = stored_width(kind, arch.d_model, width)
-        found = CachedRows(text, count, directory, stored, kind)
+        width = stored_width(kind, self.stage.arch.d_model, self.stage.width)
+        found = CachedRows(text, count, directory, width, kind)
         if not found.missing:
             if hosts.first():
                 inform(
@@ -196,7 +195,9 @@ class Cache:
                     rows = [found.source.row(int(i)) for i in numbers]
                     batch = {name: np.stack([row[name] for row in rows]) for name in names}
                     placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
-                    yield hosts.on_host(encoded(self.frozen, placed))
+                    with jax.set_mesh(self.mesh):  # attention is split over it
+                        states = encoded(self.frozen, placed)
+                    yield hosts.on_host(states)
                     bar.update(min(size, end - at))
 
             for shard in missing:

@@ -77,9 +77,10 @@ class Rows(abc.ABC):
 class MixedRows(Rows):
     """Rows of several texts shuffled together; each text is packed separately.
 
-    So adding a text does not change the rows of the others or their cached features.
+    So adding a text does not change the rows of the others or their cached features. In rows that are not shuffled
+    the texts take turns: an evaluation reads the first ones.
 
-    Example: texts of 3 and 2 rows: row 1 is the first text's row 1, row 4 the second's row 1.
+    Example: texts of 3 and 2 rows: rows 0 to 2 are the first text's. Not shuffled, rows 0, 2 and 4 are.
     """
 
     def __init__(self, texts: Sequence[Rows]):
@@ -87,9 +88,12 @@ class MixedRows(Rows):
         self.texts = texts
         self.firsts = np.cumsum([0, *(text.rows for text in texts)])
         self.rows = int(self.firsts[-1])
+        within = np.concatenate([np.arange(text.rows) for text in texts])
+        self.turns = np.argsort(within, kind="stable")
         self.crc = zlib.crc32(repr([text.crc for text in texts]).encode())
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
+        number = number if self.shuffle else int(self.turns[number])
         i = int(np.searchsorted(self.firsts, number, side="right")) - 1
         return self.texts[i].row(number - int(self.firsts[i]), epoch)
 
@@ -194,11 +198,11 @@ class TokenRows(Rows):
 
 
 def held_out(n: int, share: float) -> np.ndarray:
-    """Which of n samples are held out, evenly spread: [n] bool; at least one of several.
+    """Which of n samples are held out, evenly spread: [n] bool; of several at least one, never all.
 
     Example: 6 samples and a share of 1/3: the second and the fifth.
     """
-    held, count = np.zeros(n, bool), math.ceil(share * n) if n > 1 else 0
+    held, count = np.zeros(n, bool), min(math.ceil(share * n), n - 1)
     held[(2 * np.arange(count) + 1) * n // (2 * max(count, 1))] = True
     return held
 

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
+from medusa_jax import hosts
 from medusa_jax.config import DataConfig, ModelConfig
 from medusa_jax.console import entries
 from medusa_jax.errors import UserError, first_line
+from medusa_jax.interop.hub import TOKENIZER_FILES
 from medusa_jax.training.data.rows import TokenRows, write_tokens
 from medusa_jax.whole_files import decode_text, read_text, replacing, write_json
 
@@ -205,10 +208,13 @@ def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: 
         raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
     path = model.tokenizer or model.path
     key = [
-        source, stamps(source), path, pack.split, pack.format, pack.chat_template,
-        pack.max_samples, pack.seq_len, pack.packing, pack.max_repeats,
+        source, stamps(source), path, stamps(path, *TOKENIZER_FILES, "*/*.jinja"), pack.split,
+        pack.format, pack.chat_template, pack.max_samples, pack.seq_len, pack.packing,
+        pack.max_repeats,
     ]  # fmt: skip
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:12]
+    own = np.frombuffer(hashlib.sha256(json.dumps(key).encode()).digest()[:6], np.uint8)
+    # Copies of the files on several machines have other times.
+    digest = hosts.broadcast_from_first(own).astype(np.uint8).tobytes().hex()
     directory = os.path.join(workdir, "tokens", digest)
     if jax.process_index() == 0 and not os.path.isdir(directory):
         # Seam: a source that holds tokens needs no tokenizer.
@@ -222,9 +228,8 @@ def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: 
     return directory
 
 
-def stamps(source: str) -> object:
-    """Sizes and modification times of the files of a source."""
-    if os.path.isdir(source):
-        return [(str(path), stamps(str(path))) for path in files_in(source)]
-    stamp = os.stat(source) if os.path.exists(source) else None
-    return stamp and (stamp.st_size, stamp.st_mtime_ns)
+def stamps(path: str, *patterns: str) -> list[tuple[str, int, int]]:
+    """Sizes and modification times of a file, or of a directory's `files_in`, or its files of these patterns."""
+    found = [file for pattern in patterns for file in sorted(Path(path).glob(pattern))]
+    files = [file for file in found or files_in(path) or [Path(path)] if file.exists()]
+    return [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in files]

@@ -215,12 +215,6 @@ def _streamed(
     return _summed(plan, params, weight_K, rows, False)[0]
 
 
-def _streamed_fwd(
-    plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows
-) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:
-    return _summed(plan, params, weight_K, rows, True)
-
-
 def _summed(
     plan: LossPlan, params: list[jax.Array], weight_K: jax.Array, rows: Rows, gradients: bool
 ) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array], tuple[jax.Array, ...]]]:  # fmt: skip
@@ -295,4 +289,4 @@ def _streamed_bwd(
     return d_params, None, Rows(d_features, None, None, None)  # type: ignore[arg-type]
 
 
-_streamed.defvjp(_streamed_fwd, _streamed_bwd)
+_streamed.defvjp(partial(_summed, gradients=True), _streamed_bwd)
