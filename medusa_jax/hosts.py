@@ -173,8 +173,8 @@ def numbers(arrays: PyTree) -> dict[str, Any]:
 def asked_to_stop(step: int) -> bool:
     """Whether all processes stop after `step`, because one of them received SIGTERM.
 
-    JAX's coordination service agrees on a step that no process has passed yet, so every process has
-    to ask after each step. A single process has no such service.
+    JAX's coordination service agrees on one step that no process has passed yet, so every process has
+    to ask after each step and number its steps consecutively. A single process has no such service.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step)
 

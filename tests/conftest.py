@@ -42,7 +42,7 @@ gc.set_threshold(100_000, 50, 50)
 
 
 def restored_x64():
-    """`load(dtype="float64")` switches the whole process; the next test must not notice."""
+    """`x64` and `load(dtype="float64")` switch the whole process; the next test must not notice."""
     before = jax.config.jax_enable_x64
     yield
     if jax.config.jax_enable_x64 != before:
@@ -75,11 +75,8 @@ def _drop_programs():
 
 @pytest.fixture
 def x64():
-    """64-bit types, in which decoding is exact."""
-    before = jax.config.jax_enable_x64
+    """64-bit types, in which decoding is exact, until the test has ended."""
     jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +86,16 @@ def directory(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("tiny")
     write_model(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory):
+    """The same with a chat template."""
+    from tiny import write_chat_model
+
+    path = tmp_path_factory.mktemp("chatty")
+    write_chat_model(path)
     return path
 
 

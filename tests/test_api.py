@@ -68,9 +68,8 @@ def test_greedy_text_is_the_argmax_of_the_model_on_disk(model, directory):
 
 
 def test_streamed_pieces_join_to_the_text(model):
-    rows = [
-        Options(n, temperature, seed=3) for n, temperature in ((24, 0), (9, 1), (17, 1))
-    ]
+    kinds = (24, 0), (9, 1), (17, 1)
+    rows = [Options(n, temperature, seed=3) for n, temperature in kinds]
     expected = model.generate(PROMPTS, rows)
     shown, final = ["", "", ""], None
     depths = set()
@@ -194,9 +193,10 @@ def test_a_text_ends_where_its_request_says(model):
 
 @pytest.mark.parametrize("tree", [TREE, *wide("none")])
 def test_log_probabilities_are_the_models_own(model, directory, tree):
-    """Of drafts, bonus tokens and prefill's alike, whatever temperature and filters drew them."""
+    """Of drafts, bonus tokens and prefill's alike, whatever temperature, filters and penalties drew them."""
     _, config, params = directory
-    drawn = Options(max_new_tokens=NEW, temperature=1.5, top_k=12)
+    penalties = {"presence_penalty": 0.7, "logit_bias": {3: 2.0, 5: -100.0}}
+    drawn = Options(max_new_tokens=NEW, temperature=1.5, top_k=12, **penalties)
     rows = [dataclasses.replace(drawn, logprobs=n) for n in (None, 0, 3)]
     results = model.generate(PROMPTS, rows, tree=tree)
     assert results[0].logprobs is None is results[0].top_logprobs
@@ -303,11 +303,8 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
     assert (barred.no_repeat_ngram_size, free.no_repeat_ngram_size) == (1, 0)
     assert load(no_repeat_ngram_size=3).no_repeat_ngram_size == 3
     options = Options(max_new_tokens=NEW, logprobs=barred.config.vocab_size)
-    for prompt, one, without in zip(
-        PROMPTS,
-        compare(barred, PROMPTS, options, repeats=1),
-        free.generate(PROMPTS, options),
-    ):
+    found = compare(barred, PROMPTS, options, repeats=1), free.generate(PROMPTS, options)
+    for prompt, one, without in zip(PROMPTS, *found):
         tokens = one.drafted.token_ids
         assert one.identical and tokens != without.token_ids
         text = barred.encode(prompt)

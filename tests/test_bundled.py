@@ -1,17 +1,21 @@
-"""Bundled heads, of the demo and of models by name: sizes, provenance, trees, exactness of the demo."""
+"""Bundled heads, of the demo and of models by name: sizes, provenance, trees, exactness of the demo, and what
+the README's first command would run on every platform."""
 
 import json
 import os
 from functools import cache
 
+import jax
 import numpy as np
 import pytest
+from cases import thinned
 
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import DEMO
 from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
+from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.fitting import fastest
 from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.interop.names import NAMES
@@ -117,3 +121,28 @@ def test_fifty_prompts_by_two_hundred_tokens_without_a_mismatch(name, tree):
         ours = model.generate([prompt], Options(max_new_tokens=200))[0]
         plain = model.generate([prompt], Options(max_new_tokens=200), tree="none")[0]
         assert ours.token_ids == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("platform", "drafter"),
+    thinned(
+        [("cpu", "hydra"), ("tpu", "hydra"), *(("gpu", drafter) for drafter in OF_DEMO)],
+        ("cpu", "hydra"),
+        ("gpu", "hydrapp"),
+        ("gpu", "medusa"),
+    ),
+)
+def test_the_demo_traces_with_its_tree_and_type(platform, drafter, monkeypatch):
+    """Tracing meets every shape of the prefill and the loop."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    model = medusa_jax.load(drafter=drafter)
+    _, engine, request = model.plan(["def parse("], Options(), None, {})
+
+    def run(variables):
+        state, _ = loop.begin(engine, variables, request)
+        return loop.decode_loop(engine, variables, state, 1)
+
+    jax.eval_shape(run, model.variables)
+    assert (engine.tree.n_nodes == 64) == (platform != "cpu")
+    assert 1 < engine.tree.path_length <= model.drafter.n_heads + 1
+    assert model.dtype == ("float32" if platform == "cpu" else "bfloat16")

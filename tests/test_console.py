@@ -3,13 +3,12 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-from children import environment
+from children import run
 
 from medusa_jax import console, progress
 from medusa_jax.progress import Progress
@@ -46,16 +45,7 @@ FULL = "cannot write: No space left on device"
 
 def run_shell(words, redirection="", **variables):
     """Run a command line in a shell; returns its status, stdout and stderr."""
-    done = subprocess.run(
-        ["bash", "-c", f'"$@" {redirection}', "bash", *map(str, words)],
-        cwd=Path(__file__).parents[1],
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        stdin=subprocess.DEVNULL,
-        timeout=60,
-    )
+    done = run("bash", "-c", f'"$@" {redirection}', "bash", *words, stdin="", **variables)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -97,8 +87,9 @@ def test_every_encoding_prints_every_text(encoding):
         ["train.py", "--config=configs/demo_backbone.py", "--workdir=nowhere"],
     ],
 )
-def test_a_python_without_the_packages_is_told_in_one_line(words):
+def test_a_python_without_the_packages_is_told_in_one_line(words, monkeypatch):
     """-S leaves out what is installed, as the system's Python lacks it."""
+    monkeypatch.chdir(Path(__file__).parents[1])
     status, out, err = run_shell([sys.executable, "-S", *words], PYTHONPATH=".")
     assert status == 2 and out == "" and err.count("\n") == 1, err
     assert f"which this Python ({sys.executable}) does not have" in err

@@ -43,9 +43,8 @@ def floor_of(room):
 def statements(node, types):
     """All nodes of a syntax tree; those of `if TYPE_CHECKING` only with `types`."""
     for child in ast.iter_child_nodes(node):
-        if types or not (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
-        ):
+        of_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        if types or not of_types:
             yield child
             yield from statements(child, types)
 
@@ -109,9 +108,7 @@ def test_no_circle_inside_a_room():
     arrows = {}
     for _, file in files():
         name = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
-        arrows[name.removesuffix(".__init__")] = {
-            ".".join(parts) for parts in imports(file)
-        }
+        arrows[name.removesuffix(".__init__")] = set(map(".".join, imports(file)))
     done, path = set(), []
 
     def visit(name):
@@ -216,9 +213,8 @@ def test_files_that_are_not_python_come_with_the_package():
     settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["medusa_jax"]
     packaged = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
-    others = {
-        f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")
-    }
+    every = (file for file in PACKAGE.rglob("*") if file.is_file())
+    others = {file for file in every if file.suffix not in (".py", ".pyc")}
     assert others - packaged == set() and PACKAGE / "py.typed" in others
 
 

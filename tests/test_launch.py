@@ -1,6 +1,5 @@
 """The launch files: SLURM's run as SLURM runs it, GKE's against what JAX reads there."""
 
-import json
 import os
 import signal
 import socket
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from children import devices, environment
-from training_setup import ROOT, write_config, write_tokens
+from training_setup import ROOT, records, write_config, write_tokens
 
 from medusa_jax import hosts
 
@@ -105,12 +104,9 @@ def test_a_preempted_job_goes_on_to_its_export(submit, tmp_path):
     fields = {"train.steps": STEPS, "train.save_every": 1000, "mesh": "1,-1,1"}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     args = [f"--config={config}", f"--workdir={tmp_path / 'run'}", *flags]
-    log = tmp_path / "run" / "log.jsonl"
 
     def steps():
-        lines = log.read_text().splitlines() if log.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [r["step"] for r in records if r["kind"] == "train"]
+        return [r["step"] for r in records(tmp_path / "run")]
 
     job = start(SRUN, *args)
     while len(steps()) < 3:

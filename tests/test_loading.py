@@ -1,21 +1,23 @@
-"""Loading: what a device holds while a model is read is the model and one layer more."""
+"""Loading: what a device holds while a model is read is its part of the model and one layer more."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import wide
+from children import devices, printed_by
 from closeness import assert_close
 from live import Peak, shard_bytes
-from tiny import write_heads, write_model
+from tiny import random_params, write_heads, write_model
 from training_setup import setup_of, tiny_config
 
 import medusa_jax
 from medusa_jax.api import load
+from medusa_jax.config import LlamaConfig
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
-from medusa_jax.interop import hf, tensors
+from medusa_jax.interop import hf, hf_writer, tensors
 from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
 from medusa_jax.model.stored import Codes
@@ -99,9 +101,8 @@ def test_bfloat16_with_native_products(tmp_path, monkeypatch):
     assert held.dtype == jnp.float32 and (held != table).any()
     np.testing.assert_array_equal(held, table.astype(jnp.bfloat16))
     options = medusa_jax.Options(max_new_tokens=20, eos_ids=())
-    plain, drafted = (
-        model.generate([[4, 5]], options, tree=t)[0] for t in ("none", "chain:2")
-    )
+    [plain] = model.generate([[4, 5]], options, tree="none")
+    [drafted] = model.generate([[4, 5]], options)
     assert plain.token_ids == drafted.token_ids
 
 
@@ -136,7 +137,7 @@ def test_a_shared_lm_head_is_read_in_columns(
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", products)
     config, params = write_model(tmp_path, tie_embeddings=tied)
     ids = np.arange(1, config.vocab_size, 2, dtype=np.int32)
-    write_heads(tmp_path / "few", config, params, ids)
+    write_heads(tmp_path / "few", config, params, ids=ids)
     form = {"dtype": "float32", "weights": weights}
     model = medusa_jax.load(str(tmp_path), str(tmp_path / "few"), **form)
     kernel = model.variables["heads"][GROUP]["lm_head"]["kernel"]
@@ -202,3 +203,84 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
 def test_bad_specs(spec, message, directory):
     with pytest.raises(UserError, match=message):
         load(str(directory), spec)
+
+
+# 84 MB in float32, of which each of eight devices is to hold an eighth or a quarter.
+CONFIG = LlamaConfig(
+    vocab_size=8192, d_model=512, n_layers=4, n_heads=8, n_kv_heads=8, head_dim=64,
+    d_ff=1408, max_position=64,
+)  # fmt: skip
+
+WATCHED = r"""
+import gc, json, math, sys, tracemalloc
+
+import jax
+
+import medusa_jax
+from live import Peak, on_a_device, shard_bytes
+from medusa_jax.interop import tensors
+from medusa_jax.model import placing
+
+on_host = 0
+
+
+def host_bytes():
+    # What a simulated device holds may be the very memory that was read.
+    held = sum(on_a_device(x) * len(x.sharding.device_set) for x in jax.live_arrays())
+    return tracemalloc.get_traced_memory()[0] - held
+
+
+def watched_open(path):
+    def watched(t):
+        before = []
+
+        def read(index):
+            global on_host
+            before.append(host_bytes())
+            # Parts of this tensor that were read before and have not left the host.
+            on_host = max(on_host, (before[-1] - before[0]) / (4 * math.prod(t.shape)))
+            return t.read(index)
+
+        return tensors.Tensor(t.file, t.shape, t.dtype, peak.watching(read))
+
+    return {name: watched(t) for name, t in open_file(path).items()}
+
+
+open_file, tensors.open_safetensors = tensors.open_safetensors, watched_open
+prepare = placing._prepared
+tracemalloc.start()
+
+
+def loaded(mesh):
+    global on_host, peak
+    gc.collect()  # the model on another mesh
+    on_host, peak = 0, Peak()
+    placing._prepared = peak.watching(prepare)
+    mesh = tuple(map(int, mesh.split(",")))
+    model = medusa_jax.load(sys.argv[1], drafter="none", mesh=mesh, dtype="float32")
+    leaves = jax.tree.leaves(model.variables["backbone"])
+    return {
+        "share": shard_bytes(leaves) / sum(x.nbytes for x in leaves),
+        "most": peak.bytes / shard_bytes(leaves),
+        "on host": on_host,
+    }
+
+
+print(json.dumps({mesh: loaded(mesh) for mesh in sys.argv[2:]}))
+"""
+MESHES = {"1,8,1": 1 / 8, "2,2,2": 1 / 4}
+
+
+@pytest.mark.wide
+def test_no_device_and_not_the_host_holds_a_whole_parameter(tmp_path, monkeypatch):
+    """As stored, fused for decoding, or on the way from one to the other."""
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 20 * 10**6)
+    hf_writer.save_backbone(str(tmp_path), CONFIG, random_params(CONFIG, 0), "float32")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    found = printed_by(WATCHED, tmp_path, *MESHES, xla_flags=devices(8))
+    for mesh, share in MESHES.items():
+        seen = found[mesh]
+        assert seen["share"] == pytest.approx(share, rel=0.01)
+        # Beside its share a device has a layer twice, or the embedding that is being read.
+        assert 1 <= seen["most"] < 1.4
+        assert seen["on host"] <= share + 0.01  # of the tensor that is read

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from children import devices, ended, output_of, two
+from files import write_lines
 from tiny import write_model
 
 pytestmark = pytest.mark.slow
@@ -43,7 +44,7 @@ def test_decoded_tokens_are_those_of_one_device(model, tmp_path, mesh):
         for i, text in enumerate(TEXTS)
     ]
     lines[3]["stop"] = ["e"]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(file, lines)
     args = module(
         "decode", "--model", model, "--drafter", model / "heads", "--tree", "cartesian:3,2",
         "--dtype", "float64", "--prompts_file", file, "--batch_size", 8,
@@ -62,9 +63,8 @@ def test_decoded_tokens_are_those_of_one_device(model, tmp_path, mesh):
 
 def test_decoding_that_is_stopped_ends_after_a_batch(model, tmp_path):
     """SIGTERM to process 1 alone: both end after the same one, whose answers are there."""
-    file = tmp_path / "requests.jsonl"
-    lines = [json.dumps({"prompt": TEXTS[i % 8]}) + "\n" for i in range(400)]
-    file.write_text("".join(lines))
+    prompts = ({"prompt": TEXTS[i % 8]} for i in range(400))
+    file = write_lines(tmp_path / "requests.jsonl", prompts)
     args = module(
         "decode", "--model", model, "--drafter", "none", "--prompts_file", file,
         "--batch_size", 8, "--max_new_tokens", 60, "--eos_ids", "none", "--mesh", "8,1,1",
@@ -89,9 +89,8 @@ def written(out):
 
 def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
     """One process is sent SIGTERM and both end after the same batch; both again; the same files."""
-    seeds, out = tmp_path / "seeds.jsonl", tmp_path / "out"
-    lines = [json.dumps({"prompt": TEXTS[i % 8] + " ab" * (i // 8)}) for i in range(80)]
-    seeds.write_text("\n".join(lines))
+    prompts = ({"prompt": TEXTS[i % 8] + " ab" * (i // 8)} for i in range(80))
+    seeds, out = write_lines(tmp_path / "seeds.jsonl", prompts), tmp_path / "out"
     args = module(
         "distill", "--model", model, "--prompts", seeds, "--batch_size", 8, "--temperature", 0.8,
         "--max_new_tokens", 60, "--dtype", "float64", "--drafter", model / "heads",

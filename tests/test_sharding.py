@@ -3,10 +3,8 @@
 What needs several devices runs in one child process with eight simulated CPU devices.
 """
 
-import json
-
 import pytest
-from children import devices, output_of
+from children import devices, printed_by
 
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
@@ -24,6 +22,8 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.interop import hf, tensors
+from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.tree.tree import Tree
@@ -56,6 +56,29 @@ for shape in ((1, 2, 4), (2, 2, 2)):
                 wrong.append([shape, path_string(path), str(sizes), cut])
 report["wrong"] = wrong
 
+# A checkpoint: which parts are read, and what it is known by.
+read, open_file = [], tensors.open_safetensors
+
+
+def watched_open(path):
+    def watched(name, t):
+        def part(index):
+            read.append(name)
+            return t.read(index)
+
+        return tensors.Tensor(t.file, t.shape, t.dtype, part)
+
+    return {name: watched(name, t) for name, t in open_file(path).items()}
+
+
+tensors.open_safetensors = watched_open
+report["marks"] = [
+    fingerprint(*hf.load_backbone(model_dir, make_mesh(shape)))
+    for shape in ((1, 1, 1), (2, 2, 2))
+]
+tensors.open_safetensors = open_file
+report["reads"] = read.count("model.layers.0.mlp.up_proj.weight")
+
 jax.config.update("jax_enable_x64", True)  # in which texts agree token for token
 
 # Programs made, those that the compilation cache holds included.
@@ -71,9 +94,8 @@ temperatures = (0, 0, 0.9, 0, 0, 0.7, 0, 0)
 everything = [Options(12 + 2 * i, t, seed=2) for i, t in enumerate(temperatures)]
 for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
     heads = "/few" if shape == (2, 2, 2) else "/heads"  # with a draft vocabulary of 20 of 40
-    model = medusa_jax.load(
-        model_dir, model_dir + heads, tree=tree, dtype="float64", mesh=shape
-    )
+    form = {"tree": tree, "dtype": "float64", "mesh": shape}
+    model = medusa_jax.load(model_dir, model_dir + heads, **form)
     if heads == "/few":
         columns = model.variables["heads"]["draft_vocab"]["lm_head"]["kernel"]
         report["columns"] = [columns.shape, columns.addressable_shards[0].data.shape]
@@ -128,14 +150,20 @@ def report(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("model")
     config, params = write_model(path, n_kv_heads=4)
-    write_heads(path / "few", config, params, range(1, 40, 2))
-    return json.loads(output_of(CHILD, path, xla_flags=devices(8)).splitlines()[-1])
+    write_heads(path / "few", config, params, ids=range(1, 40, 2))
+    return printed_by(CHILD, path, xla_flags=devices(8))
 
 
 def test_parameters_lie_where_the_table_says(report):
     assert report["devices"] == 8
     assert report["columns"] == [[16, 20], [8, 10]]
     assert report["wrong"] == []
+
+
+def test_each_part_of_a_checkpoint_is_read_once(report):
+    """Whole by one device, then in quarters by eight; the two that hold the same do not read it twice."""
+    assert report["reads"] == 1 + 4
+    assert report["marks"][0] == report["marks"][1]
 
 
 def test_decoding_over_devices_gives_the_same_tokens(report):

@@ -71,6 +71,7 @@ def test_shapes_of_parameters_come_from_one_layer(traced):
 
 
 RUN = "import runpy, sys; sys.argv[1:] = {!r}; runpy.run_path('{}.py', run_name='__main__')"
+NOPE = ["--prompt", "a", "--model", "nope"]
 # transformers takes half a second; training and pictures have their libraries.
 DEAR = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torch"
 
@@ -82,11 +83,7 @@ DEAR = "transformers orbax.checkpoint optax grain datasets scipy matplotlib torc
         ("import medusa_jax; dir(medusa_jax)", "jax", ""),
         (RUN.format(["--help"], "decode"), "jax", "--show_drafts"),
         (RUN.format(["--help"], "train"), "jax", "--config"),
-        (
-            RUN.format(["--prompt", "a", "--model", "nope"], "decode"),
-            "jax",
-            "'nope' is not",
-        ),
+        (RUN.format(NOPE, "decode"), "jax", "'nope' is not"),
     ],
 )
 def test_a_start_imports_no_more_than_it_needs(code, unneeded, words):

@@ -120,8 +120,8 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
             file.flush()
             writer.show(answered=1)
 
-        for at in range(0, len(seeds), writer.batch_size):
+        for batch, at in enumerate(range(0, len(seeds), writer.batch_size)):
             writer.answer(seeds[at : at + writer.batch_size], ended)
-            if hosts.asked_to_stop(at):
+            if hosts.asked_to_stop(batch):
                 break
     return lines

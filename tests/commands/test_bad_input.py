@@ -60,10 +60,7 @@ ROWS = {
             for line, words in [
                 ("{", " is not JSON"),
                 ('{"prompt": 5}', ": 'prompt'"),
-                (
-                    '{"prompt": "a", "max_tokens": 5}',
-                    ": unknown field 'max_tokens'; did you",
-                ),
+                ('{"prompt": "a", "max_tokens": 5}', ": unknown field 'max_tokens'; did"),
                 ('{"prompt": "a", "temperature": "hot"}', ": temperature"),
                 ('{"prompt": "a", "prompt_ids": [5]}', ""),
                 ('{"prompt": ' + "[" * 200_000, ""),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from live import compilations
-from tiny import CONTEXT, write_chat_model
+from tiny import CONTEXT
 
 from medusa_jax.api import Options, load
 from medusa_jax.api.dialogue import Dialogue
@@ -18,20 +18,13 @@ from medusa_jax.decoding.guides import RowWork
 from medusa_jax.errors import UserError
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    write_chat_model(path)
-    return path
-
-
-def flags_of(directory):
-    given = ["--model", str(directory), "--drafter", str(directory / "heads")]
+def flags_of(chatty):
+    given = ["--model", str(chatty), "--drafter", str(chatty / "heads")]
     return [*given, "--tree", "chain:2", "--max_new_tokens", "6", "--chat"]
 
 
 @pytest.fixture
-def talk(directory, capsys, monkeypatch):
+def talk(chatty, capsys, monkeypatch):
     """Say these things (exceptions are raised); returns status, stdout, stderr and prompts."""
 
     def run(*said, flags=(), during=None):
@@ -57,7 +50,7 @@ def talk(directory, capsys, monkeypatch):
         monkeypatch.setattr(Dialogue, "stream", chunks)
         monkeypatch.setattr(builtins, "input", listen)
         capsys.readouterr()
-        status = main([*flags_of(directory), *flags])
+        status = main([*flags_of(chatty), *flags])
         return status, *capsys.readouterr(), prompts
 
     return run
@@ -136,9 +129,9 @@ def test_a_retry_without_an_answer_keeps_the_last_one(talk):
 
 
 @pytest.mark.parametrize("rule", ["auto", "typical"])
-def test_a_kept_cache_changes_no_text(directory, rule):
+def test_a_kept_cache_changes_no_text(chatty, rule):
     """Follow-ups, other texts and a stopped answer: all as if every prompt was read alone."""
-    model = load(str(directory), str(directory / "heads"), tree="chain:2")
+    model = load(str(chatty), str(chatty / "heads"), tree="chain:2")
     rng, dialogue, text = np.random.default_rng(0), Dialogue(model), []
     options = Options(max_new_tokens=8, eos_ids=(), temperature=0.7, seed=3)
     for turn in range(6):
@@ -154,10 +147,10 @@ def test_a_kept_cache_changes_no_text(directory, rule):
         text = prompt + result.token_ids
 
 
-def test_a_constraint_that_fails_costs_one_turn(directory, monkeypatch):
+def test_a_constraint_that_fails_costs_one_turn(chatty, monkeypatch):
     """It fails after the backbone's pass, which has consumed the cache."""
     pytest.importorskip("llguidance")
-    model = load(str(directory), str(directory / "heads"), tree="chain:2")
+    model = load(str(chatty), str(chatty / "heads"), tree="chain:2")
     options = Options(max_new_tokens=8, constraint={"regex": "[a-z]{20}"})
     dialogue, prompt = Dialogue(model), [5, 6, 7, 8]
     *_, (_, [expected]) = dialogue.stream(prompt, options)
@@ -177,7 +170,7 @@ def test_a_constraint_that_fails_costs_one_turn(directory, monkeypatch):
     assert result.token_ids == expected.token_ids
 
 
-def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
+def test_a_second_turn_compiles_nothing(chatty, capsys, monkeypatch):
     """Its prompt is of another size, and the conversation longer, than the first one's."""
     jax.clear_caches()
     by_turn = []
@@ -189,7 +182,7 @@ def test_a_second_turn_compiles_nothing(directory, capsys, monkeypatch):
 
     monkeypatch.setattr(builtins, "input", listen)
     with compilations() as compiled:
-        assert main(flags_of(directory)) == 0
+        assert main(flags_of(chatty)) == 0
     _, second, end = by_turn
     assert end == second > 0, by_turn
 

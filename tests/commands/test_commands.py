@@ -1,4 +1,4 @@
-"""calibrate, distill, bench and convert: files, figures, resuming; how flags are declared."""
+"""calibrate, bench and convert: files, figures, resuming; how flags are declared."""
 
 import dataclasses
 import json
@@ -7,19 +7,17 @@ import jax
 import numpy as np
 import pytest
 from files import PROMPTS
+from safetensors.numpy import load_file
 
 import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.api import find_heads
-from medusa_jax.commands import bench, calibrate, convert, distill
+from medusa_jax.commands import bench, calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
-from medusa_jax.config import DataConfig
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
 from medusa_jax.formats import export_heads
 from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.hf_config import read_config
-from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.tree.tree import Order, Tree
 
 
@@ -27,14 +25,12 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     directory, prompts = files
     monkeypatch.setattr(progress, "LINES", 0.0)
     out = tmp_path / "tree.json"
-    code = calibrate.main(
-        [
-            f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
-            f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
-            "--batches=1,2", f"--plots={tmp_path}/plots",
-        ]
-    )  # fmt: skip
-    assert code == 0
+    flags = [
+        f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",
+        f"--out={out}", "--max_new_tokens=40", "--sizes=1,2,4,", "--rounds=2",
+        "--batches=1,2", f"--plots={tmp_path}/plots",
+    ]  # fmt: skip
+    assert calibrate.main(flags) == 0
     found = json.loads(out.read_text())
     evidence = found["evidence"]
     ladder = evidence["ladder"]
@@ -54,37 +50,11 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     printed, said = capsys.readouterr()
     assert "2 at a time" in printed
     assert "two stages: text for 4 prompts with its ranks, " in said
-    assert (
-        f"texts and their ranks: {len(PROMPTS)} of {len(PROMPTS)} texts, 0 seconds left"
-        in said
-    )
+    assert "texts and their ranks: 4 of 4 texts, 0 seconds left" in said
     assert "trees for batch 1: " in said and "trees for batch 2: " in said
     assert not out.with_name("tree.json.ranks").exists()
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}
-
-
-def test_distill_writes_a_training_set_of_the_model_s_own_text(files, tmp_path):
-    directory, prompts = files
-    arguments = [
-        f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
-        "--max_new_tokens=12", "--batch_size=3", "--temperature=0.7",
-    ]  # fmt: skip
-    assert distill.main(arguments) == 0
-    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines]
-    assert len(samples) == len(PROMPTS)
-    tokens, counted = np.load(tmp_path / "tokens.npy"), np.load(tmp_path / "counted.npy")
-    assert counted.sum() == sum(len(s["token_ids"]) for s in samples)
-    assert tokens[~counted].tolist() == [i for s in samples for i in s["prompt_ids"]]
-    cfg = DataConfig(seq_len=32, packing="first_fit")
-    assert TokenRows(str(tmp_path), cfg, read_config(str(directory)).vocab_size).rows >= 1
-
-    # Stopped in mid-line and started again: the same file.
-    whole = (tmp_path / "samples.jsonl").read_bytes()
-    (tmp_path / "samples.jsonl").write_bytes(whole[: len("\n".join(lines[:3])) + 9])
-    assert distill.main(arguments) == 0
-    assert (tmp_path / "samples.jsonl").read_bytes() == whole
 
 
 def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
@@ -204,6 +174,21 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     assert config["torch_dtype"] == "float16" and (out / "tokenizer.json").exists()
     there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
     assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
+    # In a byte a weight, with the tree next to them, and back to a type that holds all values.
+    small, wide, flags = (
+        tmp_path / "small",
+        tmp_path / "wide",
+        "--drafter medusa --dtype int8",
+    )
+    assert convert.main([*flags.split(), "--to=tgi", f"--out={small}"]) == 2
+    assert "int8 is for --to native" in capfd.readouterr().err
+    assert convert.main([*flags.split(), "--to=native", f"--out={small}"]) == 0
+    assert convert.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
+    read, again = (load_file(d / "heads.safetensors") for d in (small, wide))
+    kernel = "heads_0/layers_0/kernel"
+    found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
+    np.testing.assert_array_equal(again[kernel], found)
+    assert (small / "tree.json").exists()
 
 
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):

@@ -7,16 +7,15 @@ import shutil
 import sys
 
 import pytest
-from tiny import write_chat_model
+from files import write_lines
 
 from medusa_jax import Options
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
 
 NEW = "20"
-FIELDS = dict.fromkeys(
-    ["text", "drafter", "acceptance", "guarantee", "dtype", "device"], str
-)
+FIELDS = dict.fromkeys(["text", "drafter", "acceptance", "guarantee"], str)
+FIELDS |= dict.fromkeys(["dtype", "device"], str)
 FIELDS |= dict.fromkeys(["token_ids", "acceptance_histogram"], list)
 FIELDS |= dict.fromkeys(["prompt_tokens", "new_tokens", "steps", "tree_nodes", "seed"], int)
 SECONDS = [f"{part}_seconds" for part in ("prefill", "decode", "compile")]
@@ -35,19 +34,6 @@ def decode(directory, capsys):
         capsys.readouterr()
         status = main([*given, *map(str, flags)])
         return status, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def refused(decode):
-    """The one line that a bad call prints, without "error: "."""
-
-    def run(*flags, **options):
-        status, out, err = decode(*flags, **options)
-        assert status == 2 and out == ""
-        assert err.startswith("error: ") and err.count("\n") == 1, err
-        return err[len("error: ") :]
 
     return run
 
@@ -110,12 +96,11 @@ def test_prompts_file_answers_line_by_line_in_order(decode, tmp_path):
     assert got[0]["token_ids"] == alone["token_ids"] != got[2]["token_ids"]
 
 
-def test_a_model_without_a_tokenizer(directory, decode, refused, tmp_path):
+def test_a_model_without_a_tokenizer(directory, decode, tmp_path):
     """It takes ids and gives the same tokens as with one, and text where there is none is refused."""
     bare = tmp_path / "bare"
     shutil.copytree(directory, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt_ids": [1, 5, 9]}) + "\n")
+    file = write_lines(tmp_path / "prompts.jsonl", [{"prompt_ids": [1, 5, 9]}])
     got = [
         json.loads(decode("--prompts_file", file, "--show_drafts", model=model)[1])
         for model in (directory, bare)
@@ -143,41 +128,30 @@ def test_stop_and_standard_input(decode, monkeypatch):
 # --chat: the prompt goes through a chat template, its turn ends stop the text.
 
 
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory):
-    """A directory whose tokenizer has a chat template."""
-    path = tmp_path_factory.mktemp("chatty")
-    write_chat_model(path)
-    return path
-
-
-def test_chat_wraps_the_prompt_in_the_tokenizers_template(decode, chatty):
-    flags = ("--tokenizer", chatty, "--json", "--dtype", "float64")
-    status, out, err = decode("--prompt", "the cat", "--chat", *flags)
-    assert status == 0, err
-    got = json.loads(out)
-    plain = json.loads(decode("--prompt", "uthe cat.a", "--raw", *flags)[1])
-    assert got["prompt_tokens"] == plain["prompt_tokens"]
-    assert got["token_ids"] == plain["token_ids"]
-    bare = json.loads(decode("--prompt", "the cat", "--raw", *flags)[1])
-    assert got["token_ids"] != bare["token_ids"]
-
-
-def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
-    turns = [
-        {"role": "user", "content": "in"},
-        {"role": "assistant", "content": "the hat"},
-        {"role": "user", "content": "a cat"},
-    ]
-    file = tmp_path / "requests.jsonl"
-    file.write_text(json.dumps({"messages": turns}) + "\n")
+def test_chat_wraps_prompts_and_messages_in_the_tokenizers_template(
+    decode, chatty, tmp_path
+):
     flags = ("--tokenizer", chatty, "--dtype", "float64")
-    [line] = decode("--prompts_file", file, *flags)[1].splitlines()
-    text = "uin.athe hat</s>ua cat.a"
-    plain = json.loads(decode("--prompt", text, "--json", "--raw", *flags)[1])
-    assert json.loads(line)["token_ids"] == plain["token_ids"]
-    file.write_text(json.dumps({"messages": turns[:2]}) + "\n")
+
+    def said(*given):
+        status, out, err = decode(*given, *flags)
+        assert status == 0, err
+        facts = json.loads(out)
+        return facts["prompt_tokens"], facts["token_ids"]
+
+    chat = said("--prompt", "the cat", "--chat", "--json")
+    assert chat == said("--prompt", "uthe cat.a", "--raw", "--json")
+    assert chat[1] != said("--prompt", "the cat", "--raw", "--json")[1]
+    texts = ("user", "in"), ("assistant", "the hat"), ("user", "a cat")
+    turns = [{"role": role, "content": text} for role, text in texts]
+    file = write_lines(tmp_path / "requests.jsonl", [{"messages": turns}])
+    raw = said("--prompt", "uin.athe hat</s>ua cat.a", "--raw", "--json")
+    assert said("--prompts_file", file) == raw
+    write_lines(file, [{"messages": turns[:2]}])
     assert "last turn has to be the user's" in decode("--prompts_file", file, *flags)[2]
+
+
+NULL = '{"type": "null"}'
 
 
 @pytest.mark.parametrize(
@@ -187,6 +161,8 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
         ("--constraint json_object", {"constraint": {"json_object": True}}),
         ("--constraint regex:a:b|c", {"constraint": {"regex": "a:b|c"}}),
         ("--constraint choice:yes|no", {"constraint": {"choice": ["yes", "no"]}}),
+        ("--constraint json_schema:{file}", {"constraint": {"json_schema": NULL}}),
+        ("--constraint grammar:{file}", {"constraint": {"grammar": NULL}}),
         ("--logit_bias 15=-100,7=2.5,", {"logit_bias": {7: 2.5, 15: -100}}),
         ("--repetition_penalty 1.2", {"repetition_penalty": 1.2}),
         ("--max_steps 3 --logprobs 2", {"max_steps": 3, "logprobs": 2}),
@@ -195,25 +171,20 @@ def test_messages_in_a_prompts_file_use_the_template(decode, chatty, tmp_path):
         ("--eos_ids none", {"eos_ids": ()}),
     ],
 )
-def test_flags(flags, options):
-    parsed = main.parse(["--prompt", "a", *flags.split()])
+def test_flags(flags, options, tmp_path):
+    file = tmp_path / "file"
+    file.write_text(NULL)
+    parsed = main.parse(["--prompt", "a", *flags.format(file=file).split()])
     assert shared_options(parsed) == Options(**options)
-
-
-def test_constraints_from_files(tmp_path):
-    for kind, text in (("json_schema", '{"type": "null"}'), ("grammar", 'start: "a"')):
-        (tmp_path / "file").write_text(text)
-        flags = ["--prompt", "a", "--constraint", f"{kind}:{tmp_path}/file"]
-        found = shared_options(main.parse(flags))
-        assert found == Options(constraint={kind: text})
 
 
 def test_lines_of_a_file(tmp_path):
     """Each line's fields; those of the flags where it has none."""
-    file = tmp_path / "requests.jsonl"
     own = {"constraint": {"choice": ["a"]}, "logit_bias": {"3": 1}, "presence_penalty": 1}
     own |= {"eos_ids": [5], "stop_sequences": [[4, 6], [0]], "logprobs": 2, "max_steps": 3}
-    file.write_text(json.dumps({"prompt": "x"} | own) + '\n{"prompt": "y"}\n')
+    file = write_lines(
+        tmp_path / "requests.jsonl", [{"prompt": "x"} | own, {"prompt": "y"}]
+    )
     flags = main.parse(["--prompts_file", str(file), "--constraint", "regex:b"])
     _, [first, second] = read_requests(flags)
     assert first == Options(**own)

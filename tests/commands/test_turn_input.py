@@ -60,12 +60,8 @@ def typed(tmp_path):
             child.kill()
             child.wait()
             os.close(ours)
-        text = shown.decode(errors="replace")
-        return [
-            ast.literal_eval(line[4:])
-            for line in text.splitlines()
-            if line.startswith("GOT ")
-        ]
+        lines = shown.decode(errors="replace").splitlines()
+        return [ast.literal_eval(line[4:]) for line in lines if line[:4] == "GOT "]
 
     return run
 

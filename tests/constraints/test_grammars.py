@@ -238,16 +238,9 @@ KINDS = [
     }
     for kind in (1, 2)
 ]
-TEXTS = [
-    "{}",
-    '{"kind":1}',
-    '{"kind":2,"x":3}',
-    '{"kind":3}',
-    "7",
-    '"a b"',
-    "[1,1]",
-    "null",
-]
+TEXTS = ["{}", '{"kind":1}', '{"kind":2,"x":3}', '{"kind":3}', "7", '"a b"']
+TEXTS += ["[1,1]", "null"]
+LARGE = {"maxLength": 2**32, "maxItems": 2**40, "minItems": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -261,12 +254,7 @@ TEXTS = [
         {"enum": [{"format": "path", "uniqueItems": False}, 7]},
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": False},
         {"type": "integer", "maximum": 2**63 - 1, "default": 2**80},
-        {
-            "type": ["string", "array"],
-            "maxLength": 2**32,
-            "maxItems": 2**40,
-            "minItems": 2.0,
-        },
+        {"type": ["string", "array"]} | LARGE,
         {"oneOf": [kind | {"required": ["kind"]} for kind in KINDS]},
         {"oneOf": [*KINDS, {"type": "null"}], "description": "no object"},
         {"oneOf": [KINDS[0] | {"required": ["kind"]}, KINDS[1] | {"required": ["x"]}]},
@@ -295,10 +283,7 @@ def test_schemas_that_are_served(printable, schema):
     [
         ({"type": "integer", "maximum": 2**63}, "'maximum' has a number beyond 2^63"),
         ({"properties": {"a": {"const": -(2**64)}}}, "'const' has a number beyond 2^63"),
-        (
-            {"type": "string", "minLength": 2**32},
-            "no answer is as long as 'minLength' asks",
-        ),
+        ({"type": "string", "minLength": 2**32}, "no answer is as long as 'minLength'"),
         ({"items": {"minItems": 1e12}}, "no answer is as long as 'minItems' asks"),
         ({"pattern": "a{0,99999999999}"}, "regex parse error: error: decimal literal"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "anyOf takes any"),

@@ -34,8 +34,7 @@ def test_the_kernels_built_for_avx2():
     """XLA's limit on instructions holds for the kernels. Tuned for Zen 2, where GCC would split some multiply-adds."""
     if "avx2" not in processor():
         pytest.skip("this processor has no AVX2")
-    tests = [
-        str(Path(__file__).with_name(f"test_{name}.py")) for name in ("native", "blocks")
-    ]
+    here = Path(__file__)
+    tests = [here.with_name(name) for name in ("test_native.py", "test_blocks.py")]
     compiler = f"{os.environ.get('CXX') or shutil.which('c++')} -mtune=znver2"
     output_of(CHILD, *tests, "-k", CHOSEN, xla_flags="--xla_cpu_max_isa=AVX2", CXX=compiler)

@@ -1,12 +1,16 @@
-"""The compiled kernels in the user's cache: made once, and again where they are damaged or made otherwise."""
+"""The compiled kernels: where they are used, and in the user's cache made once, and again where they are damaged."""
 
 import ctypes
 import importlib
 
+import jax.numpy as jnp
 import pytest
 
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
+from medusa_jax.model.placing import choose_storage
+from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # The package's name for it is the function.
@@ -81,3 +85,30 @@ def test_a_compiler_that_is_no_command(monkeypatch):
         monkeypatch.setenv("CXX", malformed)
         with pytest.raises(UserError, match="CXX is no command"):
             module._compiled()
+
+
+def choose(dtype="float32", weights=None):
+    return choose_storage(jnp.dtype(dtype), make_mesh(), weights)
+
+
+def test_panels_where_the_kernels_compute(monkeypatch):
+    panel = library().panel
+    for asked in ("", "native"):
+        monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", asked)
+        assert choose() == Storage(panel)
+        assert choose(weights="int8") == Storage(panel, "int8")
+        assert choose("float64") == Storage(0)
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "plain")
+    assert choose() == Storage()
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "tiles")
+    with pytest.raises(UserError, match="plain or native, not 'tiles'"):
+        choose()
+
+
+def test_without_a_compiler_products_are_plain(monkeypatch):
+    monkeypatch.setattr(module, "library", lambda: None)
+    monkeypatch.delenv("MEDUSA_JAX_PRODUCTS")
+    assert choose(weights="bfloat16") == Storage(0, "bfloat16")
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+        choose()

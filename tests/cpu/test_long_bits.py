@@ -28,16 +28,9 @@ def test_no_token_differs_in_float32(monkeypatch):
             (1, 0.9, 1.0, "16"), (3, 0.9, 0.9, "bundled"),
         ):  # fmt: skip
             prompts = rng.integers(0, model.config.vocab_size, (batch, 32)).tolist()
-            options = Options(
-                max_new_tokens=440,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                eos_ids=(),
-            )
-            plain, drafted = (
-                model.generate(prompts, options, tree=t) for t in ("none", tree)
-            )
+            options = Options(440, temperature, top_p=top_p, seed=seed, eos_ids=())
+            plain = model.generate(prompts, options, tree="none")
+            drafted = model.generate(prompts, options, tree=tree)
             for one, other in zip(plain, drafted):
                 assert one.token_ids == other.token_ids, (seed, batch, temperature)
                 compared += other.new_tokens

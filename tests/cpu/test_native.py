@@ -39,15 +39,8 @@ CONFIG = tiny_arch(
 @pytest.mark.parametrize("weights", ["", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     ("rows", "inputs", "outputs"),
-    [
-        (1, 1, 1),
-        (2, 3, 5),
-        (5, 64, 64),
-        (7, 65, 33),
-        (13, 50, 150),
-        (30, 67, 97),
-        (50, 601, 33),
-    ],
+    [(1, 1, 1), (2, 3, 5), (5, 64, 64), (7, 65, 33), (13, 50, 150), (30, 67, 97)]
+    + [(50, 601, 33)],
 )
 def test_a_product_in_panels(rows, inputs, outputs, weights):
     rng = np.random.default_rng(rows)
@@ -107,9 +100,8 @@ def test_a_fused_layer_call(weights, options):
     tree, start_B = Tree.cartesian([2, 2]), jnp.array([29, 3])
     shape = (2, config.n_kv_heads, 40, config.head_dim)
     rng = np.random.default_rng(0)
-    cache = KVCache(
-        (tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in "kv"),)
-    )
+    keys, values = jnp.asarray(rng.standard_normal((2, *shape)), jnp.float32)
+    cache = KVCache(((keys, values),))
     tokens_BT = rng.integers(0, config.vocab_size, (2, tree.n_nodes))
     positions_BT = start_B[:, None] + tree.depth_M[None]
 
@@ -149,9 +141,8 @@ def model(request):
     storage = Storage(library().panel, weights, activations=int(bits or 16))
     llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
     assert llama.native
-    return llama, jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage))(
-        params
-    )
+    stored = jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage))
+    return llama, stored(params)
 
 
 def test_every_number_is_that_of_one_token_at_a_time(model):
@@ -177,9 +168,8 @@ def test_every_number_is_that_of_one_token_at_a_time(model):
     for size in (2, 12, 24):
         several = empty
         for t in range(0, T, size):
-            hidden, logits, several = run(
-                tokens[:, t : t + size], jnp.full((B,), t), several
-            )
+            part, start_B = tokens[:, t : t + size], jnp.full((B,), t)
+            hidden, logits, several = run(part, start_B, several)
             for i in range(size):
                 np.testing.assert_array_equal(hidden[:, i], one_by_one[t + i][0][:, 0])
                 np.testing.assert_array_equal(logits[:, i], one_by_one[t + i][1][:, 0])
@@ -243,9 +233,8 @@ def test_layers_of_draft_heads_are_native_calls(name):
         kept = state.cache if name == "dspark" else state.context_BSD
         return nodes, [r.logits for r in ranked], kept
 
-    (nodes, *native), (wanted, *plain) = (
-        jax.jit(run, static_argnums=0)(panel) for panel in (library().panel, 0)
-    )
+    run = jax.jit(run, static_argnums=0)
+    (nodes, *native), (wanted, *plain) = run(library().panel), run(0)
     np.testing.assert_array_equal(nodes, wanted)
     assert_close(native, plain, roundings=1024)
-    assert "medusa_layer" in jax.jit(run, static_argnums=0).lower(library().panel).as_text()
+    assert "medusa_layer" in run.lower(library().panel).as_text()

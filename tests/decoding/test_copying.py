@@ -73,17 +73,14 @@ def test_spares_are_used_where_the_text_does_not_repeat(texts, running, repeats)
         return Proposal(nodes_BM)
 
     arguments = map(np.array, (texts, [4] * len(texts), running))
-    (nodes_BM, _), filled = jax.jit(with_copies, static_argnums=(0, 1))(
-        tree, propose, *arguments
-    )
+    run = jax.jit(with_copies, static_argnums=(0, 1))
+    (nodes_BM, _), filled = run(tree, propose, *arguments)
     jax.effects_barrier()
     # No spares are drafted where the chain is copied.
     assert ran == [Tree.from_choices([[0]]) if repeats else tree.drafted]
     chosen = tree if repeats else tree.drafted
-    assert filled.parent_M.tolist() == chosen.parent_M.tolist()
-    assert filled.depth_M.tolist() == chosen.depth_M.tolist()
-    assert filled.mask_MM.tolist() == chosen.mask_MM.tolist()
-    assert filled.ancestors_ML.tolist() == chosen.ancestors_ML.tolist()
+    for name in ("parent_M", "depth_M", "mask_MM", "ancestors_ML"):
+        assert getattr(filled, name).tolist() == getattr(chosen, name).tolist()
     # Copied 7 is at depth 1, before or after the head's first guess: the order of the choices.
     expected = [[6, 7, 1, 5]] if repeats else [[6, 1, 2, 3]]
     assert nodes_BM[:1].tolist() == expected
@@ -109,9 +106,8 @@ def check_copied(prompt, tokens, depths):
     """Tokens of negative depths are those that a step could copy; returns their number."""
     begins = [i for i, depth in enumerate(depths) if abs(depth) == 1]
     for i in begins:
-        run = 1 + next(
-            (n for n, d in enumerate(depths[i + 1 :]) if abs(d) < 2), len(depths)
-        )
+        later = depths[i + 1 :]
+        run = 1 + next((n for n, d in enumerate(later) if abs(d) < 2), len(later))
         own = depths[i : i + run]
         assert len({depth < 0 for depth in own}) == 1
         if own[0] < 0:

@@ -37,7 +37,6 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import sampling, step
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.sampling import gumbel, row_keys
-from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
 from medusa_jax.model import attention, grouped, kernels, seams, texts, tpu
 from medusa_jax.tree.tree import Tree
@@ -91,10 +90,8 @@ class Mechanism:
     def scores(self, request, row, logits_TV, text):
         """What each token of a row's text is the best of [T, V], by the definitions of its options."""
         prompt, scores = request.prompts[row], np.array(logits_TV)
-        rule, n = (
-            (request.guides or [None] * 3)[row],
-            self.engine.get("no_repeat_ngram_size"),
-        )
+        rule = (request.guides or [None] * 3)[row]
+        n = self.engine.get("no_repeat_ngram_size")
         for t, z in enumerate(scores):
             if n and not rule:  # a grammar often requires repeated tokens
                 z[barred_tokens([*prompt, *text[:t]], n, len(z))] = -np.inf
@@ -200,11 +197,9 @@ def test_any_tree_gives_the_text_of_plain_decoding(name, acceptance):
 def test_rules_whose_text_is_another_obey_the_options(acceptance):
     m = MECHANISMS["all"]
     for seed in range(2):
-        params, llama, backbone = random_model(m.config, seed)
-        drafter, heads = fresh_medusa(m.config, params)
-        engine = Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance, **m.engine)
+        given = m.config, Tree.cartesian([2, 2]), acceptance, seed
+        engine, variables = fresh_medusa(*given, **m.engine)
         request = m.request(acceptance, seed)
-        variables = {"backbone": backbone, "heads": heads}
         for row, text in enumerate(texts_of(loop.generate(engine, variables, request))):
             flat = np.zeros((len(text), m.config.vocab_size))
             scores = m.scores(request, row, flat, text)
@@ -257,15 +252,12 @@ def test_the_forms_for_accelerators_give_the_same_text(
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("rejection")])
 def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
     m = MECHANISMS["penalties"]
-    params, llama, backbone = random_model(m.config, 0)
-    drafter, heads = fresh_medusa(m.config, params)
-    engine = Engine(llama, drafter, Tree.cartesian([2, 2]), acceptance)
+    engine, variables = fresh_medusa(m.config, Tree.cartesian([2, 2]), acceptance)
     rows = {name: x for name, x in vars(m.request(acceptance, 3)).items() if x}
 
     def texts(order, ids=None):
         picked = {name: [column[row] for row in order] for name, column in rows.items()}
         request = loop.Request(**picked, ids=list(ids or order))
-        variables = {"backbone": backbone, "heads": heads}
         return texts_of(loop.generate(engine, variables, request))
 
     together = texts([0, 1, 2])

@@ -13,9 +13,8 @@ TREES = (Tree.none(), Tree.chain(2), Tree.chain(4))
 
 
 def drafter_of(name):
-    return make_drafter(
-        whole_config(HeadsConfig(drafter=name, lm_head="shared")), LlamaConfig()
-    )
+    heads = HeadsConfig(drafter=name, lm_head="shared")
+    return make_drafter(whole_config(heads), LlamaConfig())
 
 
 def decode(drafter, right, ratios=(1.0, 1.3, 1.6), n=400, acceptance_rate=0.5):

@@ -49,9 +49,8 @@ def model(ids=()):
     config = tiny_arch(vocab_size=V, n_layers=1)
     params = random_params(config, 3, scale=0.8)
     llama, backbone = decoder(config, params)
-    drafter = make_drafter(
-        HeadsConfig(n_heads=2, lm_head="own", draft_vocab=len(ids)), config
-    )
+    heads = HeadsConfig(n_heads=2, lm_head="own", draft_vocab=len(ids))
+    drafter = make_drafter(heads, config)
     rng = np.random.default_rng(0)
     kernel = params["lm_head"]["kernel"]
     heads = {
@@ -87,33 +86,22 @@ def joint_law(setting):
     return joint
 
 
-def draws(
-    acceptance,
-    setting,
-    tree=TREE,
-    batches=BATCHES,
-    mark=0,
-    ids=(),
-    baseline=None,
-    seed=None,
-):
+def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None, **other):
     """First three tokens of many rows, and how often drafts were accepted.
 
-    seed: of all rows; by default each has its own.
-    mark: as many stops more that are never met, so that a patched function is compiled again.
     baseline: a drafter in the place of the heads.
+    other: `seed` of all rows, which have their own by default; `mark`: as many stops more that are never met, so
+      that a patched function is compiled again.
     """
     _, _, llama, drafter, variables = model(ids)
     engine = Engine(llama, baseline or drafter, tree, acceptance)
-    stops = [(100 + i,) for i in range(1 + mark)]
+    stops = [[(100 + i,) for i in range(1 + other.get("mark", 0))]] * ROWS
     fields = {k: [v] * ROWS for k, v in SETTINGS[setting].items()}
     tokens, histogram = [], 0
     for batch in range(batches):
-        seeds = list(range(batch * ROWS, (batch + 1) * ROWS))
-        seeds = seeds if seed is None else [seed] * ROWS
-        request = loop.Request(
-            [PROMPT] * ROWS, [4] * ROWS, [stops] * ROWS, seed=seeds, **fields
-        )
+        own = range(batch * ROWS, (batch + 1) * ROWS)
+        fields["seed"] = [other.get("seed", seed) for seed in own]
+        request = loop.Request([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
         progress = loop.generate(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)

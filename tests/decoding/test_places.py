@@ -12,8 +12,8 @@ from closeness import assert_close
 from guides import Rule, V, barred_tokens, penalised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import PROMPTS, fresh_medusa, plain_texts, planted, random_model, texts_of
-from tiny import forward_logits, tiny_arch
+from planted import PROMPTS, fresh_medusa, texts_of
+from tiny import tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.decoding import generate as loop
@@ -21,19 +21,10 @@ from medusa_jax.decoding.constrained import look_ahead
 from medusa_jax.decoding.masks import NO_TOKEN
 from medusa_jax.decoding.penalties import Asked, penalise, penalties_of
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
-from medusa_jax.decoding.state import Engine
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 CONFIG = tiny_arch(vocab_size=V, n_layers=1)
-
-
-def medusa(tree, acceptance="greedy", n_heads=2):
-    """An engine with untrained heads on a random backbone, and its variables."""
-    params, llama, backbone = random_model(CONFIG, 0)
-    drafter, heads = fresh_medusa(CONFIG, params, n_heads)
-    engine = Engine(llama, drafter, tree, acceptance)
-    return engine, {"backbone": backbone, "heads": heads}
 
 
 @jax.jit
@@ -104,7 +95,7 @@ def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed)
 @pytest.mark.parametrize("acceptance", ["rejection", *wide("typical")])
 def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
-    engine, variables = medusa(Tree.cartesian([2, 2]), acceptance)
+    engine, variables = fresh_medusa(CONFIG, Tree.cartesian([2, 2]), acceptance)
     asked = [
         Asked(bias=((7, 300.0),)),
         Asked(presence=1000.0),
@@ -118,21 +109,9 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     assert np.asarray(progress.histogram_BL)[0, -1] >= 2
 
 
-def test_log_probabilities_stay_the_models_own():
-    params, llama, backbone = model = random_model(CONFIG, 0)
-    asked = [Asked(presence=0.7, frequency=0.4, bias=((3, 2.0), (5, -100.0)))]
-    request = loop.Request(PROMPTS[:1], [40], penalties=asked)
-    [text] = plain_texts(CONFIG, model, request)
-    engine = Engine(llama, planted(CONFIG), Tree.none(), logprobs=0)
-    progress = loop.generate(engine, {"backbone": backbone, "heads": {}}, request)
-    logits = forward_logits(CONFIG, params, PROMPTS[0] + text)[len(PROMPTS[0]) - 1 : -1]
-    log_p = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(text)), text]
-    assert_close(np.asarray(progress.logprobs.token_BO)[0, : len(text)], log_p)
-
-
 def test_a_text_that_is_forced_is_drafted():
     """Untrained heads guess at random, so a draft is accepted only where the constraint allows one token."""
-    engine, variables = medusa(Tree.chain(3), n_heads=3)
+    engine, variables = fresh_medusa(CONFIG, Tree.chain(3), n_heads=3)
 
     def lengths(forcing):
         request = loop.Request([[4]], [41], guides=[Rule(3, forcing=forcing)])
@@ -145,7 +124,7 @@ def test_a_text_that_is_forced_is_drafted():
 def test_guesses_after_each_node():
     """A node's guesses have the scores that rank its children; a copied node's have those of its depth."""
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
-    engine, variables = medusa(tree, "sampled")
+    engine, variables = fresh_medusa(CONFIG, tree, "sampled")
     request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])
     state, _ = loop.begin(engine, variables, request)
     ahead = look_ahead(engine, variables, state)

@@ -29,11 +29,8 @@ def chain(seed, closeness):
     """log p(next | token) of a verifier and of the head at each depth, path by path."""
     rng = np.random.default_rng(seed)
     p_VV = 1.5 * rng.standard_normal((V, V))
-    q_DVV = [
-        closeness * p_VV + (1 - closeness) * 1.5 * rng.standard_normal((V, V))
-        for _ in range(2)
-    ]
-    return p_VV, q_DVV
+    others = (1.5 * rng.standard_normal((V, V)) for _ in range(2))
+    return p_VV, [closeness * p_VV + (1 - closeness) * q_VV for q_VV in others]
 
 
 def step(p_VV, q_DVV, by_path, sampling, length_B, tree=TREE):
@@ -194,17 +191,8 @@ def test_drafts_of_probability_zero_are_never_taken():
     for other in (-1e4, -np.inf):  # next to no mass on the others, or none at all
         q_VV = np.full((V, V), other)
         q_VV[:, 0] = 0.0
-        tokens, n = (
-            np.asarray(x)
-            for x in one_step(
-                p_VV,
-                [q_VV, q_VV],
-                False,
-                sampling_of(ROWS),
-                jnp.zeros(ROWS, jnp.int32),
-                TREE,
-            )
-        )
+        given = sampling_of(ROWS), jnp.zeros(ROWS, jnp.int32), TREE
+        tokens, n = map(np.asarray, one_step(p_VV, [q_VV, q_VV], False, *given))
         assert check(p_VV, tokens, n)
         assert (n > 0).any() == (other > -np.inf)
 
@@ -223,6 +211,5 @@ def test_trees_that_are_not_dense_and_drafters_that_do_not_tell():
         tree = Tree((((1,)),))
         accept_rejection(nodes, logits, tree, sampling, length, [logits[:, 0]])
     with pytest.raises(ValueError, match="did not rank its guesses"):  # while it is traced
-        jax.jit(accept_rejection, static_argnums=2)(
-            nodes, logits, Tree.chain(1), sampling, length, []
-        )
+        accept = jax.jit(accept_rejection, static_argnums=2)
+        accept(nodes, logits, Tree.chain(1), sampling, length, [])

@@ -46,9 +46,8 @@ def test_filters_keep_what_sorting_keeps(seed, temperature, top_k, top_p, min_p,
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal(31)
     logits[rng.choice(31, barred, replace=False)] = -np.inf
-    got = filtered_scores(
-        logits[None, None], sampling_of(1, temperature, top_k, top_p, min_p)
-    )[0, 0]
+    sampling = sampling_of(1, temperature, top_k, top_p, min_p)
+    got = filtered_scores(logits[None, None], sampling)[0, 0]
     kept = set(np.flatnonzero(np.isfinite(got)).tolist())
     # Parameters are stored as float32, and so the reference takes them.
     single = [float(np.float32(v)) for v in (temperature, top_p, min_p)]
@@ -65,14 +64,11 @@ def test_filters_in_low_precision(dtype, temperature):
     """A token may differ from the reference only at a cut; the largest is always kept."""
     rng = np.random.default_rng(0)
     for top_k, top_p in ((1, 1.0), (5, 1.0), (0, 0.9), (20, 0.5)):
-        logits = jnp.asarray(4 * rng.standard_normal((1, 1, 500)), dtype).astype(
-            jnp.float32
-        )
+        rounded = jnp.asarray(4 * rng.standard_normal((1, 1, 500)), dtype)
+        logits, wide = rounded.astype(jnp.float32), np.asarray(rounded, np.float64)[0, 0]
         got = filtered_scores(logits, sampling_of(1, temperature, top_k, top_p))[0, 0]
         kept = set(np.flatnonzero(np.isfinite(got)).tolist())
-        expected = kept_by_sorting(
-            np.asarray(logits, np.float64)[0, 0], temperature, top_k, top_p, 0
-        )
+        expected = kept_by_sorting(wide, temperature, top_k, top_p, 0)
         assert int(np.argmax(logits)) in kept
         assert len(kept ^ expected) <= (1 if temperature == 100.0 else 0)
 

@@ -90,13 +90,8 @@ def test_every_program_that_reads_weights_is_one():
 
 def test_a_training_step_is_compiled_with_the_options_of_its_platform(monkeypatch):
     mesh, zero = make_mesh(), jnp.zeros((), jnp.int32)
-    arguments = (
-        lambda state, *_: (state, {}),
-        TrainState(zero, zero, {}, {}),
-        {},
-        {},
-        mesh,
-    )
+    step = lambda state, *_: (state, {})  # noqa: E731
+    arguments = step, TrainState(zero, zero, {}, {}), {}, {}, mesh
     compile_step(*arguments)
     monkeypatch.setitem(platforms.TRAINING_OPTIONS, "cpu", {"xla_no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):

@@ -11,7 +11,7 @@ import pytest
 from children import environment
 from files import read_lines, write_lines
 from refusals import refused
-from tiny import set_template, write_model
+from tiny import write_ending_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
@@ -19,18 +19,9 @@ from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
 from medusa_jax.interop import answers
-from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.data.tokenise import Encoder
-
-# Letters the tiny tokenizer knows: "u" and "a" name the speakers.
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}u {{ m.content }}\n"
-    "{% elif m.role == 'assistant' %}a{% generation %} {{ m.content }}{{ eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}a{% endif %}"
-)
-
 
 SAID = [("System", "s"), ("gpt", "cut"), ("human", "a"), ("gpt", "b"), ("human", "c")]
 SAID = [{"from": who, "value": text} for who, text in SAID]
@@ -38,12 +29,8 @@ SAID = [{"from": who, "value": text} for who, text in SAID]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny chat model that ends some of its answers by itself."""
     directory = tmp_path_factory.mktemp("chat")
-    config, params = write_model(directory)
-    params["lm_head"]["kernel"][:, 2] *= 14
-    save_backbone(str(directory), config, params, "float32")
-    set_template(directory, TEMPLATE)
+    write_ending_model(directory)
     return directory
 
 
@@ -77,14 +64,8 @@ def test_seeds_of_every_form(record, expected):
 def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     """Their numbers stay: an answer's draws depend on them."""
     file = tmp_path / "a.jsonl"
-    lines = [
-        b'\xef\xbb\xbf{"prompt": "a"}',
-        b"",
-        b"{",
-        b'"\xfc"',
-        b"{}",
-        b'{"prompt": "b"}',
-    ]
+    lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"{", b'"\xfc"', b"{}"]
+    lines.append(b'{"prompt": "b"}')
     file.write_bytes(b"\r\n".join(lines))
     seeds = read_seeds(str(file), "train", 0)
     assert [(s.number, s.prompt) for s in seeds if s.prompt] == [(0, "a"), (4, "b")]
@@ -311,6 +292,13 @@ def test_answers_are_on_disk_as_they_end(model, seeds, tmp_path, monkeypatch, mo
     monkeypatch.setattr(Writer, "answer", count)
     assert distill.main(flags_for(model, out, source, *more)) == 0
     assert asked == [2] and (out / name).read_bytes() == (whole / name).read_bytes()
+    if mode == "continue":  # whose training set is its own text, prompts and what was said
+        samples = read_lines(out / name)
+        tokens, counted = np.load(out / "tokens.npy"), np.load(out / "counted.npy")
+        for kind, own in (("prompt_ids", ~counted), ("token_ids", counted)):
+            assert tokens[own].tolist() == [i for s in samples for i in s[kind]]
+        cfg = DataConfig(seq_len=32, packing="first_fit")
+        assert TokenRows(str(out), cfg, load_tokenizer(str(model)).vocab_size).rows >= 1
 
 
 def test_continuations_are_counted_without_their_prompts():

@@ -2,7 +2,6 @@
 
 import family
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
@@ -12,10 +11,8 @@ from numpy_layers import numpy_layer, numpy_norm, silu
 from trees import WILD
 
 from medusa_jax.heads.amphista import AmphistaConfig
-from medusa_jax.heads.drafter import Committed, DraftRequest, TextRows
 
 pytestmark = pytest.mark.usefixtures("x64")
-
 
 ABLATIONS = {
     "whole": {},
@@ -74,22 +71,12 @@ def numpy_contexts(params, drafter, backbone, hidden_TD, next_T):
 def test_features_and_proposals_are_those_of_the_paper(ablation):
     heads = AmphistaConfig(**{"lm_head": "low_rank", "rank": 5} | ABLATIONS[ablation])
     backbone, drafter, params = problem(heads)
-    hidden, tokens, *rest = family.random_rows(np.random.default_rng(0), T=7)
-    rows = (hidden, tokens, *rest)
+    rows = hidden, tokens, *_ = family.random_rows(np.random.default_rng(0), T=7)
     n, root = [3, 6], np.array([tokens[0, 3], tokens[1, 6]])
-
-    @jax.jit
-    def run(params):
-        features = drafter.features(params, backbone, TextRows(*rows))
-        state = drafter.start(2, 64, jnp.float64)
-        following = np.roll(tokens, -1, axis=1)
-        new = Committed(hidden, tokens, following, rest[0], jnp.array(n))
-        state = drafter.commit(params, backbone, state, new)
-        request = DraftRequest(root, WILD, family.by_logits)
-        nodes, ranked = drafter.propose(params, backbone, state, request)
-        return features, nodes, [depth.logits for depth in ranked]
-
-    features, nodes, logits = run(params)
+    features, _ = family.features_and_logits(drafter, params, backbone, rows)
+    state = family.committed(drafter, backbone, params, rows, n)
+    propose = family.proposed_logits(drafter, backbone, WILD)
+    nodes, logits = jax.tree.map(np.asarray, propose(params, state, root))
     for b in range(2):
         following = np.roll(tokens[b], -1)
         contexts = numpy_contexts(params, drafter, backbone, hidden[b], following)

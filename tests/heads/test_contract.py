@@ -27,13 +27,10 @@ from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
-from medusa_jax.heads import layers
-from medusa_jax.heads.draft_model import DraftState
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
-from medusa_jax.heads.prompt_lookup import TextState
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.heads.state import CacheState, grow_state, rewind_state
+from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
@@ -66,17 +63,9 @@ def test_decoding_reads_the_features_that_training_gave(name):
     backbone, drafter, params = noisy(name)
     K, B, T, E = 4, 3, 16, family.width(drafter)
     rng = np.random.default_rng(1)
-    hidden, tokens, positions, segments = family.random_rows(rng, B, T, E)
-
-    @jax.jit
-    def trained(params):
-        features = drafter.features(
-            params, backbone, TextRows(hidden, tokens, positions, segments)
-        )
-        assert features.shape[:3] == (K, B, T)
-        return [drafter.head_logits(params, backbone, k, features[k]) for k in range(K)]
-
-    expected = trained(params)
+    rows = hidden, tokens, *_ = family.random_rows(rng, B, T, E)
+    features, expected = family.features_and_logits(drafter, params, backbone, rows)
+    assert features.shape[:3] == (K, B, T)
     propose = family.proposed_logits(drafter, backbone, Tree.chain(K))
     commit = jax.jit(lambda state, new: drafter.commit(params, backbone, state, new))
     state, length = drafter.start(B, 9, jnp.float64), np.zeros(B, int)
@@ -126,42 +115,31 @@ def test_a_state_goes_on_from_an_earlier_position(name):
     again = rewind_state(whole, parted)
     again = taken(again, second, followed, parted, zero + 4)
     fresh = taken(start, second, followed, zero, parted + 4)
-    for mine, other in zip(*(jax.tree.leaves(last_of(s)) for s in (again, fresh))):
-        assert_close(mine, other)
+    assert_close(*(visible(state, 64, parted + 4) for state in (again, fresh)))
 
 
-def last_of(state):
-    """What a state holds of the last position, and how many it has; of a text all that counts."""
-    if isinstance(state, layers.LayerState):
-        return state.context_BSD, state.length_B
-    if isinstance(state, DraftState):
-        return state.hidden_BE, state.length_B
-    if isinstance(state, TextState):
-        index_1S = jnp.arange(state.text_BS.shape[1])[None]
-        counts_BS = index_1S < state.length_B[:, None]
-        return jnp.where(counts_BS, state.text_BS, -1), state.length_B
-    if isinstance(state, CacheState):
-        slots_S = jnp.arange(state.cache.slots)
-        seen_B1S1 = (slots_S[None] < state.length_B[:, None])[:, None, :, None]
-        return jax.tree.map(
-            lambda x: jnp.where(seen_B1S1, x, 0), state.cache
-        ), state.length_B
-    return state
+def visible(state, slots, length_B):
+    """Of caches, and of a drafter's text, the slots that count."""
+
+    def seen(x):
+        axis = {4: 2, 2: 1}.get(np.ndim(x))
+        if axis is None or x.shape[axis] not in (slots, slots + 1):
+            return np.asarray(x)
+        seen_BS = np.arange(x.shape[axis])[None, :] < length_B[:, None]
+        return np.where(seen_BS[:, None, :, None] if axis == 2 else seen_BS, x, 0)
+
+    return jax.tree.map(seen, state)
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
 def test_texts_packed_into_a_row_do_not_see_each_other(name):
     backbone, drafter, params = noisy(name)
-    rng = np.random.default_rng(2)
-    hidden, tokens, positions, segments = family.random_rows(
-        rng, 1, 14, family.width(drafter)
-    )
-    packed_segments = np.where(np.arange(14) < 6, 1, 2)[None].astype(np.int32)
-    packed_positions = np.where(np.arange(14) < 6, np.arange(14), np.arange(14) - 6)[None]
-    features = jax.jit(
-        lambda h, t, p, s: drafter.features(params, backbone, TextRows(h, t, p, s))
-    )
-    packed = features(hidden, tokens, packed_positions.astype(np.int32), packed_segments)
+    rng, E = np.random.default_rng(2), family.width(drafter)
+    hidden, tokens, positions, segments = family.random_rows(rng, 1, 14, E)
+    packed_segments = np.array([[1] * 6 + [2] * 8], np.int32)
+    packed_positions = np.array([[*range(6), *range(8)]], np.int32)
+    features = jax.jit(lambda *rows: drafter.features(params, backbone, TextRows(*rows)))
+    packed = features(hidden, tokens, packed_positions, packed_segments)
     alone = features(hidden[:, 6:], tokens[:, 6:], positions[:, :8], segments[:, :8])
     for k in range(4):  # as far as tokens up to t + k + 1 are there
         end = 8 - k - 1
@@ -229,11 +207,8 @@ def seven(tied=False):
 
 
 def request_of(acceptance):
-    if acceptance == "greedy":
-        return loop.Request(PROMPTS, LIMITS)
-    return loop.Request(
-        PROMPTS, LIMITS, temperature=[1.0, 0.0, 0.7], top_p=[1.0, 1.0, 0.9], seed=[1, 2, 1]
-    )
+    drawn = {"temperature": [1.0, 0.0, 0.7], "top_p": [1.0, 1.0, 0.9], "seed": [1, 2, 1]}
+    return loop.Request(PROMPTS, LIMITS, **({} if acceptance == "greedy" else drawn))
 
 
 @cache
@@ -264,9 +239,7 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     assert texts_of(progress) == plain_texts(acceptance)
     check_counts(progress)
     lengths = np.asarray(progress.histogram_BL).sum(0)
-    if (
-        name in BASELINES
-    ):  # not right by chance: a repeated text is right as far as its chain goes
+    if name in BASELINES:  # of a repeated text as far as the chain goes, not by chance
         assert lengths[0] > 0 and lengths[1:].sum() > 0
     else:
         assert (lengths[:3] > 0).all()
@@ -286,16 +259,7 @@ def prefilled(engine, variables, monkeypatch, piece):
     monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
     state = read(variables, prompt_BT.astype(np.int32), *rest)
-
-    def visible(x):
-        """Of a cache, and of a drafter's text, the slots that count."""
-        axis = {4: 2, 2: 1}.get(np.ndim(x))
-        if axis is None or x.shape[axis] not in (slots, slots + 1):
-            return np.asarray(x)
-        seen_BS = np.arange(x.shape[axis])[None, :] < length[:, None]
-        return np.where(seen_BS[:, None, :, None] if axis == 2 else seen_BS, x, 0)
-
-    return jax.tree.map(visible, state.replace(sampling=None))
+    return visible(state.replace(sampling=None), slots, length)
 
 
 PIECES = thinned(
@@ -364,9 +328,8 @@ def test_rejection_finds_the_logits_that_children_came_from(name):
     tree = WILD.dense
     rows = family.random_rows(np.random.default_rng(6), E=family.width(drafter))
     state = family.committed(drafter, backbone, params, rows, [4, 6])
-    nodes, logits = family.proposed_logits(drafter, backbone, tree)(
-        params, state, np.array([1, 2], np.int32)
-    )
+    propose = family.proposed_logits(drafter, backbone, tree)
+    nodes, logits = propose(params, state, np.array([1, 2], np.int32))
     for depth in range(tree.depth):
         for node in tree.level(depth):
             children = [c for c in tree.children_MC[node] if c]

@@ -38,9 +38,8 @@ def numpy_block(drafter, params, backbone, hidden_TE, root):
         """Normed and rotated heads of rows whose first is at position `first`."""
         y = (x @ weight["kernel"]).reshape(len(x), -1, H)
         y = numpy_norm(norm["scale"], y)
-        return rope(np.concatenate([np.zeros((first, *y.shape[1:])), y]), c.rope_theta)[
-            first:
-        ]
+        before = np.zeros((first, *y.shape[1:]))
+        return rope(np.concatenate([before, y]), c.rope_theta)[first:]
 
     fused = hidden_TE[:, D:] @ mine["fc"]["kernel"]
     text = numpy_norm(mine["hidden_norm"]["scale"], fused)
@@ -88,9 +87,8 @@ def test_a_block_after_every_text(heads, monkeypatch):
 def test_a_level_of_a_tree_is_ranked_after_its_parents():
     """The slot's logits plus the bias of each parent."""
     backbone, drafter, params = problem(DSPARK)
-    rows = hidden, *_ = family.random_rows(
-        np.random.default_rng(1), 1, 9, family.width(drafter)
-    )
+    rng, E = np.random.default_rng(1), family.width(drafter)
+    rows = hidden, *_ = family.random_rows(rng, 1, 9, E)
     state, root = family.committed(drafter, backbone, params, rows, [7]), 5
     propose = family.proposed_logits(drafter, backbone, WILD)
     nodes = np.asarray(propose(params, state, np.array([root], np.int32))[0])[0]
@@ -145,9 +143,8 @@ def test_the_loss_at_drawn_anchors():
             loss_chunk=3, feature_weight=0.2,
         )  # fmt: skip
         inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
-        return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)[
-            0
-        ]
+        given = hidden, drafter, train, inputs
+        return heads_loss(params, lambda p: (p, backbone), *given)[0]
 
     mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
     for b, t in ((i, t) for i in range(2) for t in batch["anchors"][i]):
@@ -163,9 +160,7 @@ def test_the_loss_at_drawn_anchors():
             say = (both @ mine["confidence"]["kernel"])[0] + mine["confidence"]["bias"][0]
             apart = np.abs(p - q).sum()
             right = 1 - apart / 2
-            wrong = -right * np.log(1 / (1 + np.exp(-say))) - (1 - right) * np.log(
-                1 / (1 + np.exp(say))
-            )
+            wrong = right * np.log(1 + np.exp(-say)) + (1 - right) * np.log(1 + np.exp(say))
             off = np.abs(block[k] - hidden[b, t + k + 1, :D])
             near = np.where(off < 1, off**2 / 2, off - 0.5).mean()
             of_text = -0.1 * np.log(q[tokens[b, t + k + 2]])

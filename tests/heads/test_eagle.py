@@ -222,9 +222,8 @@ def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
     embedding = backbone.params["embed_tokens"]["embedding"]
 
     def first_pairs(rows, counted):
-        return [
-            (t, h, ids) for k, t, h, ids in family.level_pairs(rows, counted, 2) if k == 0
-        ]
+        pairs = family.level_pairs(rows, counted, 2)
+        return [(t, h, ids) for k, t, h, ids in pairs if k == 0]
 
     def earlier(t, ids):
         right = ids[1 : t + 2] == ids[t + 2]
@@ -248,11 +247,9 @@ def test_the_induction_loss_and_its_gradient(heads, monkeypatch):
             right = earlier(t, ids)
             total -= np.log(p[:, right].sum(-1).mean()) if right.any() else 0
         # Some pairs have such a row, some have none, and some that have one do not count.
-        found = sum(earlier(t, ids).any() for t, _, ids in pairs)
         every = first_pairs(rows, np.ones_like(counted))
-        assert (
-            0 < found < min(len(pairs), sum(earlier(t, ids).any() for t, _, ids in every))
-        )
+        found, most = (sum(earlier(t, x).any() for t, _, x in p) for p in (pairs, every))
+        assert 0 < found < min(len(pairs), most)
         return 0.7 * 3 * total / len(pairs)
 
     targets = TrainConfig(label_weight=0.0, induction_weight=3.0)
@@ -269,9 +266,8 @@ def test_levels_keep_no_scores_for_the_gradient():
 
     def held(levels):
         def loss(params, *rows):
-            return (
-                drafter.loss_view(levels).features(params, backbone, TextRows(*rows)).sum()
-            )
+            view = drafter.loss_view(levels)
+            return view.features(params, backbone, TextRows(*rows)).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(params, hidden, *[shape] * 3).compile()
         return compiled.memory_analysis().temp_size_in_bytes

@@ -87,10 +87,8 @@ def test_rank_r_is_the_whole_drafters_best_r_among_them(name, lm_head):
         _, of_all = chain(params, state, root, follow)
         for depth, node in enumerate(path):
             of_chosen = np.asarray(of_all[depth]).reshape(2, -1)[:, IDS]
-            best = IDS[np.argsort(-of_chosen, axis=-1)]
-            np.testing.assert_array_equal(
-                nodes[:, node], best[:, WILD.rank_M[node]], str((leaf, depth))
-            )
+            best = IDS[np.argsort(-of_chosen, axis=-1)][:, WILD.rank_M[node]]
+            np.testing.assert_array_equal(nodes[:, node], best, str((leaf, depth)))
     assert all(x.shape[-1] == len(IDS) for x in logits)
 
 
@@ -155,9 +153,7 @@ def test_the_start_is_the_backbones_lm_head_there(name):
         # DSpark's features end with W1 of the token before, whose bias is zero at first.
         x = np.pad(given, ((0, 0), (0, getattr(drafter.heads, "markov_rank", 0))))
         read = x[:, : family.D]
-        if (
-            name == "eagle3"
-        ):  # its LM head reads the output of a norm, the backbone's at first
+        if name == "eagle3":  # read through a norm, which is the backbone's at first
             read = numpy_norm(backbone.params["norm"]["scale"], x)
 
         @jax.jit

@@ -25,6 +25,7 @@ from gguf_files import (
     tiny,
     write,
 )
+from numpy_layers import llama3_divisors
 from refusals import refused
 
 import medusa_jax
@@ -45,6 +46,7 @@ from research.peers.float32 import as_float32, gguf_file
 THETA = 500000.0
 LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
 LLAMA3 |= {"rope_high_freq_factor": 4.0, "rope_original_max_position": 8192}
+LLAMA3 |= {"rope_theta": THETA}
 YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
 YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
 BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
@@ -61,11 +63,7 @@ CASES = {
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 20.0}
         | {"rope.scaling.original_context_length": 16},
     ),
-    "llama_llama3_rope": (
-        "llama",
-        LLAMA3 | {"rope_theta": THETA},
-        {"rope.freq_base": THETA},
-    ),
+    "llama_llama3_rope": ("llama", LLAMA3, {"rope.freq_base": THETA}),
     "mistral_window": ("llama", {"sliding_window": 7}, {"attention.sliding_window": 7}),
     "qwen2": ("qwen2", {"qkv_bias": True}, {}),
     "qwen3": (
@@ -98,22 +96,6 @@ def interleaved(array, heads):
     return array[rows.transpose(0, 2, 1).ravel()]
 
 
-def llama3_divisors(c):
-    """One divisor a rotary frequency, as the paper's code (`apply_scaling`) finds them."""
-    found = []
-    for i in range(c.head_dim // 2):
-        wavelength = 2 * math.pi * c.rope_theta ** (2 * i / c.head_dim)
-        if wavelength < c.rope_original_max_position / c.rope_high_freq_factor:
-            found.append(1.0)
-        elif wavelength > c.rope_original_max_position / c.rope_low_freq_factor:
-            found.append(c.rope_factor)
-        else:
-            smooth = c.rope_original_max_position / wavelength - c.rope_low_freq_factor
-            smooth /= c.rope_high_freq_factor - c.rope_low_freq_factor
-            found.append(1 / ((1 - smooth) / c.rope_factor + smooth))
-    return np.array(found, np.float32)
-
-
 def save_both(case, folder, tokenizer_json):
     """One random model as a Hugging Face directory and as a GGUF file; (directory, file)."""
     arch, fields, keys = CASES[case]
@@ -142,7 +124,7 @@ def save_both(case, folder, tokenizer_json):
         for name, array in tensors.items()
     }
     if config.rope_scaling == "llama3":
-        tensors["rope_freqs.weight"] = llama3_divisors(config)
+        tensors["rope_freqs.weight"] = np.float32(llama3_divisors(config))
     metadata |= shape_metadata(arch, **keys)
     return str(folder / "hf"), write(folder / "model.gguf", metadata, tensors, arch)
 
@@ -200,6 +182,7 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
 
 
 PHI, HARMONY = ["<|end|>", "<|assistant|>"], ["<|return|>", "<|call|>", "<|end|>"]
+FIM = ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"]
 DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
 
 
@@ -213,11 +196,7 @@ DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
         (HARMONY, {"eos": 0}, {0, 1}),
         (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 0}, {0, 1}),
         (DEEPSEEK, {"eos": 0}, {0}),
-        (
-            ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"],
-            {"fim_rep": 3, "eos": 0},
-            {0, 1, 3},
-        ),
+        (FIM, {"fim_rep": 3, "eos": 0}, {0, 1, 3}),
         (["none", "of", "them"], {"eom": 2, "eos": 0}, {0, 2}),
     ],
 )
@@ -322,21 +301,11 @@ def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
 REFUSED = [
     ({"expert_count": 8}, {}, {}, "a mixture of experts"),
     ({"block_count": "two"}, {}, {}, "block_count should be int, not 'two'"),
-    (
-        {"rope.dimension_count": 4},
-        {},
-        {},
-        "dimension_count should be 8, the size of a head",
-    ),
+    ({"rope.dimension_count": 4}, {}, {}, "dimension_count should be 8, the size of"),
     ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
     ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
-    (
-        {},
-        {},
-        {"blk.1.attn_q.weight": None},
-        "'model.layers.1.self_attn.q_proj.weight' of shape .* is missing",
-    ),
+    ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
     ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
     ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
     ({}, {"eos_token_id": 4000}, {}, "eos_token_id should be the id of one of"),

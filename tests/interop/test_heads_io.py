@@ -11,7 +11,6 @@ from head_files import WIDER as LLAMA
 from refusals import refused
 from safetensors.numpy import load_file, save_file
 
-from medusa_jax.commands import convert as command
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
@@ -54,14 +53,13 @@ def fails(match, path, *args, **options):
 
 @pytest.mark.parametrize("lm_head", ["own", "shared", "low_rank"])
 def test_round_trip(lm_head, base, tmp_path):
-    _, heads, params = save(
-        tmp_path, base, *make(base, lm_head=lm_head), recipe={"a": [1, "é"]}
-    )
+    recipe = {"a": [1, "é"]}
+    _, heads, params = save(tmp_path, base, *make(base, lm_head=lm_head), recipe=recipe)
     mark = fingerprint(LLAMA, base.params)
     again, loaded, meta = load(tmp_path, fingerprint=mark)
     assert again == heads
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    assert meta["recipe"] == {"a": [1, "é"]} and meta["base"]["fingerprint"] == mark
+    assert meta["recipe"] == recipe and meta["base"]["fingerprint"] == mark
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heads.json", "heads.safetensors"]
     save(tmp_path, base, heads, params, "bfloat16")
     stored = load_file(tmp_path / "heads.safetensors")
@@ -94,28 +92,12 @@ def test_kernels_in_a_byte_a_weight(base, tmp_path):
         fails("needs codes in int8", tmp_path)
 
 
-def test_the_demo_s_heads_in_a_byte_a_weight(tmp_path, capsys):
-    """By command, with the tree next to them; and back to a type that holds all values."""
-    small, wide = str(tmp_path / "small"), str(tmp_path / "wide")
-    flags = ["--drafter=medusa", "--dtype=int8"]
-    assert command.main([*flags, "--to=tgi", f"--out={small}"]) == 2
-    assert "int8 is for --to native" in capsys.readouterr().err
-    assert command.main([*flags, "--to=native", f"--out={small}"]) == 0
-    assert (tmp_path / "small" / "tree.json").exists()
-    assert command.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
-    read, again = (load_file(f"{d}/heads.safetensors") for d in (small, wide))
-    kernel = "heads_0/layers_0/kernel"
-    found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
-    np.testing.assert_array_equal(again[kernel], found)
-
-
 def test_deeper_heads_are_not_read(saved):
     """They may even be damaged."""
     path, _, params = saved
     file = path / "heads.safetensors"
-    save_file(
-        load_file(file) | {"heads_2/layers_1/bias": np.full(32, np.nan, np.float32)}, file
-    )
+    spoilt = {"heads_2/layers_1/bias": np.full(32, np.nan, np.float32)}
+    save_file(load_file(file) | spoilt, file)
     fails("'heads_2/layers_1/bias' contains NaN or infinity", path)
     heads, loaded, _ = load(path, n_heads=2)
     assert heads.n_heads == 2

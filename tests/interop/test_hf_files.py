@@ -1,4 +1,4 @@
-"""Model directories: configurations, strictness, sharded reading, the hub."""
+"""Model directories: configurations, strictness, what is written, the hub."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from children import devices, output_of, run
+from children import run
 from head_files import WIDER as TINY
 from refusals import refused
 from safetensors.numpy import load_file, save_file
@@ -277,42 +277,6 @@ def test_impossible_combination_cannot_be_saved(tmp_path):
     odd = {"sliding_window": 4, "sliding_window_start_layer": 1}
     with refused("no Hugging Face model class"):
         save_backbone(str(tmp_path), dataclasses.replace(TINY, **odd), {})
-
-
-SHARDED = """
-import sys
-import jax, numpy as np
-from medusa_jax.interop import hf, tensors
-from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.sharding import make_mesh
-
-read = []
-inner = tensors.open_safetensors
-def spy(path):
-    def wrap(name, t):
-        def slow_read(index):
-            part = t.read(index)
-            read.append((name, part.size))
-            return part
-        return tensors.Tensor(t.file, t.shape, t.dtype, slow_read)
-    return {name: wrap(name, t) for name, t in inner(path).items()}
-tensors.open_safetensors = spy
-
-one_config, one = hf.load_backbone(sys.argv[1], make_mesh((1, 1, 1)))
-read.clear()
-config, params = hf.load_backbone(sys.argv[1], make_mesh((2, 2, 2)))
-same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), one, params)
-assert jax.tree.all(same)
-kernel = params["layers_0"]["mlp"]["up_proj"]["kernel"]
-assert kernel.addressable_shards[0].data.shape == (16, 24), kernel.sharding
-sizes = [size for name, size in read if name == "model.layers.0.mlp.up_proj.weight"]
-assert sizes == [16 * 24] * 4, sizes  # a quarter each; the two replicas do not read again
-assert fingerprint(config, params) == fingerprint(one_config, one)
-"""
-
-
-def test_each_device_reads_its_own_part(model_dir):
-    output_of(SHARDED, model_dir, xla_flags=devices(8))
 
 
 def test_hub_offline(tmp_path):

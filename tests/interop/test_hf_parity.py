@@ -25,14 +25,10 @@ SMALL |= {"bos_token_id": None, "eos_token_id": None}
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 LINEAR = {"rope_type": "linear", "factor": 2.5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-SCALED = {
-    "truncate": False,
-    "mscale": 0.7,
-    "mscale_all_dim": 1.2,
-    "beta_fast": 2,
-    "beta_slow": 0.4,
-}
+SCALED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
+SCALED |= {"beta_fast": 2, "beta_slow": 0.4}
 LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 CASES = {
     "llama_mha": ("Llama", {"num_key_value_heads": 4}),
@@ -43,10 +39,7 @@ CASES = {
     "llama_tied": ("Llama", {"tie_word_embeddings": True}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral_window": ("Mistral", {"sliding_window": 7}),
-    "mistral_dynamic": (
-        "Mistral",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 3.0}},
-    ),
+    "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
     "qwen2_biases": ("Qwen2", {}),
     "qwen2_late_window": ("Qwen2", LATE),
     "qwen3_yarn_scaled": ("Qwen3", {"rope_scaling": YARN | SCALED, "rope_theta": 9.0}),
@@ -171,9 +164,8 @@ def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
     theirs = build(case, str(tmp_path))
     theirs.generation_config.no_repeat_ngram_size = ngram
     theirs.generation_config.save_pretrained(str(tmp_path))
-    ours = medusa_jax.load(
-        str(tmp_path), drafter="none", dtype="float32", tokenizer=str(byte_level_dir)
-    )
+    form = {"dtype": "float32", "tokenizer": str(byte_level_dir)}
+    ours = medusa_jax.load(str(tmp_path), drafter="none", **form)
     assert ours.no_repeat_ngram_size == ngram
     ours.eos_ids = ()
     rng = np.random.default_rng(1)

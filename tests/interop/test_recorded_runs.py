@@ -148,5 +148,5 @@ def test_native_products_leave_typical_texts_alone(arch, n_layers, tmp_path, mon
     model = read(tmp_path, heads, "float32")
     assert model.products == "native" and run(model, "greedy")[0] == GREEDY
     assert run(model, "typical") == RECORDED[arch, n_layers][1:]
-    kinds = [model.draft_weights(rule) for rule in ("greedy", "typical")]
-    assert kinds == ["int8", "float32"]
+    kinds = [model.draft_weights(rule) for rule in ("greedy", "typical", "rejection")]
+    assert kinds == ["int8", "float32", "float32"]

@@ -211,12 +211,7 @@ def test_steps_that_are_never_taken(shape, strides, offset, tmp_path):
         # No element, and a size in bytes that overflows.
         ([0, 2**31, 2**31], [1, 1, 1], {}, "more elements"),
         ([6], [1], {"raw": b"\0" * 23}, "cut short"),
-        (
-            [6],
-            [1],
-            {"store": storage(key="../../../etc/passwd")},
-            "bytes of 'x' are missing",
-        ),
+        ([6], [1], {"store": storage(key="../../etc/passwd")}, "bytes of 'x' are missing"),
         ([6], [1], {"store": storage(size=-6)}, "malformed storage"),
         ([6], [1], {"store": integer(5)}, "malformed tensor"),
         ([6], [1], {"store": storage(kind="QInt8Storage")}, r"torch\.QInt8Storage"),

@@ -1,32 +1,34 @@
-"""The backbone: cached passes equal the full one, nothing sees what it must not see."""
+"""The backbone: cached passes equal the full one, nothing sees what it must not see, streams of inner layers."""
 
+import dataclasses
 from functools import partial
 
+import family
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import thinned
 from closeness import assert_close
+from family import D, stored_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_layers import numpy_layer
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.placing import prepare
+from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 SETTINGS = settings(max_examples=8, deadline=None, derandomize=True)
 FAMILIES = {
     "llama": {"tie_embeddings": True, "rope_scaling": "linear", "rope_factor": 2.0},
-    "llama3": {
-        "rope_scaling": "llama3",
-        "rope_factor": 8.0,
-        "rope_original_max_position": 64,
-    },
+    "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0}
+    | {"rope_original_max_position": 64},
     "mistral": {"sliding_window": 5},
     "qwen2": {"qkv_bias": True, "sliding_window": 2, "sliding_window_start_layer": 1},
     "qwen3": {"qk_norm": True, "out_bias": True, "mlp_bias": True},
@@ -45,10 +47,8 @@ def cached(llama, backbone, tokens, positions, cache, start, mask):
 
 def empty_cache(config, batch):
     """Filled with junk: a slot that was not written must not be seen."""
-    zeros = KVCache.zeros(
-        config.n_layers, batch, SLOTS, config.n_kv_heads, config.head_dim, jnp.float64
-    )
-    return jax.tree.map(lambda x: x + 50.0, zeros)
+    sizes = config.n_layers, batch, SLOTS, config.n_kv_heads, config.head_dim
+    return jax.tree.map(lambda x: x + 50.0, KVCache.zeros(*sizes, jnp.float64))
 
 
 def read_in_chunks(llama, backbone, config, texts):
@@ -87,9 +87,8 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
     @given(trees(NODES, 3), st.integers(0, 2**20))
     def check(tree, seed):
         rng = np.random.default_rng(seed)
-        texts = [
-            rng.integers(0, config.vocab_size, n).tolist() for n in rng.integers(1, 25, 2)
-        ]
+        sizes = rng.integers(1, 25, 2)
+        texts = [rng.integers(0, config.vocab_size, n).tolist() for n in sizes]
         cache, start, prefix_logits = read_in_chunks(llama, backbone, config, texts)
         nodes = rng.integers(0, config.vocab_size, (2, NODES)).astype(np.int32)
         positions = start[:, None] + tree.depth_M[None]
@@ -119,11 +118,12 @@ def test_fusing_changes_nothing_for_any_number_of_shards(family):
         assert "q_proj" not in fused["layers_0"]["self_attn"]
         assert fused["lm_head"]["kernel"].shape == (16, 23)
         llama = Llama(decoding_config(config), jnp.float64, shards=shards)
-        mask = np.tril(np.ones((6, 6), bool))
-        start = np.zeros((1,), np.int32)
-        out, _ = cached(
-            llama, fused, tokens, np.arange(6)[None], empty_cache(config, 1), start, mask
+        cache, start, mask = (
+            empty_cache(config, 1),
+            np.zeros(1, np.int32),
+            np.tri(6, dtype=bool),
         )
+        out, _ = cached(llama, fused, tokens, np.arange(6)[None], cache, start, mask)
         results.append(np.asarray(out)[0])
     assert_close(results[1], results[0])
     assert_close(results[2], results[0])
@@ -138,10 +138,68 @@ def test_packed_segments_give_the_hidden_states_of_each_text_alone():
     tokens = jnp.array([[*parts[0], *parts[1], 0, 0]])
     segments = jnp.array([[1] * 4 + [2] * 6 + [0] * 2])
     positions = jnp.array([[*range(4), *range(6), 0, 0]])
-    run = lambda m: m.lm_head(m.forward(tokens, positions, segments))  # noqa: E731
-    packed = np.asarray(jax.jit(lambda p: llama.apply({"params": p}, method=run))(params))[
-        0
-    ]
+
+    @jax.jit
+    def run(params):
+        logits = lambda m: m.lm_head(m.forward(tokens, positions, segments))  # noqa: E731
+        return llama.apply({"params": params}, method=logits)
+
+    packed = np.asarray(run(params))[0]
     assert np.isfinite(packed).all()
     assert_close(packed[:4], forward_logits(config, params, parts[0]))
     assert_close(packed[4:10], forward_logits(config, params, parts[1]))
+
+
+TAPS = (2, 0, 1)  # in the order that a drafter names them; two layers, so 2 is the output
+
+
+def numpy_streams(backbone, tokens_T):
+    """The residual stream before every layer and after the last: [n_layers + 1] of [T, D]."""
+    params, x = backbone.params, backbone.params["embed_tokens"]["embedding"][tokens_T]
+    streams, config = [x], backbone.llama.config
+    for i in range(config.n_layers):
+        streams.append(numpy_layer(params[f"layers_{i}"], config, streams[-1]))
+    return streams
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_teacher_forced_pass_gives_the_streams_it_is_asked_for(remat):
+    plain = stored_base()
+    _, *rows = family.random_rows(np.random.default_rng(0))
+    backbone = dataclasses.replace(plain, llama=plain.llama.clone(remat=remat))
+    run = jax.jit(lambda b, *rows: b.forward(*rows))
+    alone, wide = run(plain, *rows), run(backbone.tapped(TAPS), *rows)
+    assert wide.shape == (2, 12, 4 * D)
+    assert_close(wide[..., :D], alone)
+    for b in range(2):
+        streams = numpy_streams(plain, rows[0][b])
+        for a, i in enumerate(TAPS, start=1):
+            assert_close(wide[b, :, a * D : (a + 1) * D], streams[i])
+    np.testing.assert_array_equal(plain.lm_head(alone), plain.lm_head(wide))
+
+
+def test_a_prompt_and_a_tree_give_the_streams_of_their_paths():
+    """A text of five tokens, then a tree whose nodes each continue it by their own path."""
+    stored, tree = stored_base(), Tree.from_choices([[0], [1], [1, 0]])
+    llama, params = decoder(stored.llama.config, stored.params)
+    llama = llama.clone(taps=TAPS)
+    config = llama.config
+    text, nodes = np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6, 5])
+    sizes = (config.n_layers, 1, 16, config.n_kv_heads, config.head_dim)
+
+    @jax.jit
+    def run(params):
+        five = jnp.array([5])
+        cache = KVCache.zeros(*sizes, jnp.float64)
+        given = (text[None], jnp.arange(5)[None], cache, jnp.array([0]))
+        prompt, cache = llama.apply({"params": params}, *given, method="decode")
+        given = (nodes[None], 5 + tree.depth_M[None], cache, five, tree.mask_MM)
+        return prompt, llama.apply({"params": params}, *given, method="decode")[0]
+
+    prompt, of_nodes = run(params)
+    for node in range(4):
+        path = np.flatnonzero(tree.mask_MM[node])
+        streams = numpy_streams(stored, [*text, *nodes[path]])
+        for a, i in enumerate(TAPS, start=1):
+            assert_close(prompt[0, :, a * D : (a + 1) * D], streams[i][:5])
+            assert_close(of_nodes[0, node, a * D : (a + 1) * D], streams[i][-1])

@@ -24,10 +24,8 @@ def setup(tie, seed=0):
     params = init_params(config, jax.random.key(seed))
     adapters = lora.init_lora(config, jax.random.key(1), LORA.rank)
     rng = np.random.default_rng(0)
-    moved = jax.tree.map(
-        lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), adapters
-    )
-    return config, params, adapters, moved
+    move = lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape))  # noqa: E731
+    return config, params, adapters, jax.tree.map(move, adapters)
 
 
 def paths(tree):
@@ -40,9 +38,8 @@ def paths(tree):
 @pytest.mark.parametrize("tie", [True, *wide(False)])
 def test_every_linear_layer_has_one_the_lm_head_included(tie):
     config, params, adapters, _ = setup(tie)
-    kernels = {
-        p.removesuffix("/kernel"): s for p, s in paths(params).items() if "kernel" in p
-    }
+    shapes = paths(params).items()
+    kernels = {p.removesuffix("/kernel"): s for p, s in shapes if "kernel" in p}
     if tie:
         kernels["lm_head"] = (16, 48)
     expected = {}
@@ -77,9 +74,8 @@ def test_merging_gives_the_adapters_logits(tie):
     assert not merged_config.tie_embeddings
     assert_close(logits(merged_config, merged), adapted)
     # The scale alpha / rank = 4 is in there.
-    now, adapter, before = (
-        tree["layers_1"]["self_attn"]["q_proj"] for tree in (merged, moved, params)
-    )
+    trees = merged, moved, params
+    now, adapter, before = (tree["layers_1"]["self_attn"]["q_proj"] for tree in trees)
     assert_close(now["kernel"], before["kernel"] + 4 * adapter["a"] @ adapter["b"])
 
 

@@ -94,9 +94,8 @@ def test_cycles_count_loops_the_branch_and_what_is_loaded_ahead(filters, samplin
 
 def found_in(*lines, computations="", vocab_size=512, cache_numbers=4096, large=1024, platform="tpu"):  # fmt: skip
     """Names of the warnings about a step of these instructions."""
-    text = TEXT.replace(
-        "  ROOT %out.1", "".join(f"  {x}\n" for x in lines) + "  ROOT %out.1"
-    )
+    root = "  ROOT %out.1"
+    text = TEXT.replace(root, "".join(f"  {x}\n" for x in lines) + root)
     program = read_program(text.replace("\n%body.1", f"\n{computations}\n%body.1"))
     costs = step_costs(program, 64.0, filters=("top_p",))
     found = warnings.warnings_of(program, costs, vocab_size, cache_numbers, platform, large)

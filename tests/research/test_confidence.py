@@ -1,20 +1,13 @@
 """The study of DSpark's confidences: replays with planted signals, and the whole command."""
 
-import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 from files import PROMPTS, write_lines
-from tiny import write_model
+from tiny import write_heads, write_model
 
 from medusa_jax.heads.dflash import DSparkConfig
-from medusa_jax.heads.drafter import Backbone
-from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import own_heads
-from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 from research import confidence
 
@@ -48,22 +41,14 @@ def test_separation_is_the_share_of_ordered_pairs():
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     config, params = write_model(tmp_path / "model")
-    heads = DSparkConfig(
-        n_heads=2, n_layers=1, markov_rank=4, confidence=True, tap_layers="1"
-    )
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": p} for p in PROMPTS])
-    for name, one in (
-        ("sure", heads),
-        ("unsure", dataclasses.replace(heads, confidence=False)),
-    ):
-        drafter = make_drafter(one, config)
-        own = drafter.init(jax.random.key(0), Backbone(Llama(config), params))
-        base = own_heads.base_record(config, fingerprint(config, params))
-        own_heads.save_heads(str(tmp_path / name), one, own, base=base, recipe={})
-    flags = (
-        "--model model --prompts prompts.jsonl --sizes 1,2,3 --rounds 1 --max_new_tokens 24"
-    )
-    assert confidence.main(f"{flags} --drafter sure --out out".split()) == 0
+    for name in ("sure", "unsure"):
+        fields = {"n_layers": 1, "markov_rank": 4, "tap_layers": "1"}
+        heads = DSparkConfig(n_heads=2, confidence=name == "sure", **fields)
+        write_heads(tmp_path / name, config, params, heads)
+    flags = "--model model --prompts prompts.jsonl --sizes 1,2,3 --rounds 1"
+    more = "--drafter sure --out out --max_new_tokens 24"
+    assert confidence.main(f"{flags} {more}".split()) == 0
     assert "| bound |" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "confidence.json").read_text())
     assert found["speed"].keys() == {"one tree", "confidences", "probabilities", "bound"}

@@ -1,13 +1,12 @@
 """Memory of compiled programs compared with sums by hand, on eight simulated devices in a child process."""
 
-import json
 import os
 from importlib.metadata import version
-from pathlib import Path
 
 import jax
 import pytest
-from children import output_of
+from children import printed_by
+from training_setup import ROOT
 
 from medusa_jax.devices.platforms import simulate_devices
 from research.counted import CPU_ONLY, total_bytes
@@ -60,10 +59,8 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def report():
-    configs = Path(__file__).parents[2] / "configs"
     # What is measured is the program that users compile.
-    said = output_of(CHILD, configs, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
-    return json.loads(said.splitlines()[-1])
+    return printed_by(CHILD, ROOT / "configs", JAX_DISABLE_MOST_OPTIMIZATIONS="0")
 
 
 DECODING = ["decoding of 4 in float32", "decoding of 1 in bfloat16"]

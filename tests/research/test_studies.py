@@ -156,9 +156,8 @@ def test_shares_of_a_backbone_pass():
 def test_layers_cost_alike():
     """Four layers, compiled, cost what one and two promise."""
     tree, arch = draft_cost.paper_tree(), LlamaConfig(512, 128, 4, 4, 4, 32, 256, 1024)
-    whole, promised = (
-        cost(arch, tree, 128) for cost in (draft_cost.pass_cost, draft_cost.backbone_cost)
-    )
+    whole = draft_cost.pass_cost(arch, tree, 128)
+    promised = draft_cost.backbone_cost(arch, tree, 128)
     assert whole["weights"] == promised["weights"]
     assert abs(whole["bytes"] / promised["bytes"] - 1) < 0.02
 
@@ -251,9 +250,8 @@ def test_a_fit_finds_the_roof_that_timings_were_made_from():
     true = roofline.Roof(3e13, 7e11, 4e-6)
     made = [roofline.linear("x", "g", rows, 4096, 4096) for rows in (1, 8, 64, 512, 4096)]
     made += [roofline.linear("x", "g", 8, n, n) for n in (64, 128, 256)]
-    records = [
-        {"flops": o.flops, "bytes": o.bytes, "seconds": true.seconds(o)} for o in made
-    ]
+    fields = "flops", "bytes", "seconds"
+    records = [dict(zip(fields, (o.flops, o.bytes, true.seconds(o)))) for o in made]
     fit = measure.fit_roof(records)
     found = (fit.roof.flops, fit.roof.bandwidth, fit.roof.overhead)
     assert found == pytest.approx((3e13, 7e11, 4e-6), rel=1e-3)

@@ -80,13 +80,9 @@ def test_garbage_on_the_wire(port, http):
 
 
 WORDS = st.sampled_from(["in", "the hat", "abc", "", "\u00e9\U0001f40d", "</s>", "d" * 90])
-
-
 KNOWN = "n stop temperature top_p top_k min_p seed logprobs stream drafts acceptance echo"
 KNOWN += " user stream_options logit_bias prompt model max_tokens epsilon nonsense"
 KNOWN += " guided_regex structured_outputs presence_penalty repetition_penalty"
-
-
 FIELDS = st.sampled_from(KNOWN.split())
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.none() | st.booleans() | st.integers(-3, 40) | st.integers() | FLOATS | WORDS
@@ -198,13 +194,8 @@ def test_what_breaks_is_told_and_counted(port, http, monkeypatch, stream, capfd)
 def test_names_of_the_host(other):
     """A name that another site has resolve to this machine is refused, page and all."""
     hosts = ["localhost", "127.0.0.1", "::1", "[::1]"]
-    for host in (
-        "localhost",
-        "localhost:8000",
-        "127.0.0.1:8000",
-        "[::1]:8000",
-        "LOCALHOST",
-    ):
+    ours = "localhost", "localhost:8000", "127.0.0.1:8000", "[::1]:8000", "LOCALHOST"
+    for host in ours:
         sent = {"headers": {"host": host}, "hosts": hosts}
         assert other("GET", "/health", **sent).status_code == 200
     for host in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):

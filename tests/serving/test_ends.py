@@ -214,9 +214,8 @@ def test_a_client_that_vanishes_frees_its_slot(port, http, submitted):
         streaming.close()
         whole.close()
         port.wait_idle()
-    assert (
-        port.server._scheduler.chunks < chunks + 8
-    )  # of one step each: texts have 60 tokens
+    # Of one step each: texts have 60 tokens.
+    assert port.server._scheduler.chunks < chunks + 8
     assert [handle.cancelled for handle in submitted] == [True, True]
     said = http.post("/v1/completions", json=ASKED).json()["choices"][0]["text"]
     assert said == expected

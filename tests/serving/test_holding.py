@@ -1,15 +1,23 @@
-"""Connections that a client opens and then leaves: half a request, nothing read, too many of them."""
+"""Connections that a client opens and then leaves, and expensive calls: all other clients are answered soon."""
 
 import contextlib
+import json
 import select
 import socket
+import statistics
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from served import ASKED, listening, raw, until
+import httpx2 as httpx
+import pytest
+from served import ASKED, QUEUE, listening, raw, until
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
+import medusa_jax
+from medusa_jax.serving import Server
 from medusa_jax.serving.http import Limits
 
 LARGE = 30 << 20  # more than the buffers of a connection hold
@@ -120,3 +128,88 @@ def test_a_client_that_reads_nothing_loses_its_connection(port):
     ):
         until(lambda: open_connections(other))
         until(lambda: not open_connections(other), 5)
+
+
+MEGABYTE = 1_000_000  # with the rest of its call just below the limit
+WORST = 0.5
+
+
+@contextlib.contextmanager
+def victim(port):
+    """A client that streams plain answers all the time; the list of seconds that each piece took.
+
+    It is a thread of the server's process, so a piece counts from the one before: while the
+    interpreter is held, not even its clock is read.
+    """
+    waits, over = [], threading.Event()
+    body = {"prompt": "the cat", "max_tokens": 200, "stream": True, "logit_bias": {2: -100}}
+
+    def ask():
+        with httpx.Client(base_url=port.url, timeout=60) as http:
+            while not over.is_set():
+                before = time.perf_counter()
+                with http.stream("POST", "/v1/completions", json=body) as answer:
+                    for _ in answer.iter_lines():
+                        now = time.perf_counter()
+                        waits.append(now - before)
+                        before = now
+                        if over.is_set():
+                            return
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            while len(waits) < 10:  # its programs are compiled
+                time.sleep(0.01)
+            waits.clear()
+            yield waits
+        finally:
+            over.set()
+            asking.result()
+
+
+def attacked(port, capsys, what, body, path="/v1/completions"):
+    """The answer to a call; the victim's worst wait meanwhile is printed."""
+    sent = json.dumps(body).encode()
+    kind = {"content-type": "application/json"}
+    with victim(port) as waits, httpx.Client(base_url=port.url, timeout=120) as http:
+        time.sleep(0.1)
+        start = time.perf_counter()
+        answer = http.post(path, content=sent, headers=kind)
+        took = time.perf_counter() - start
+    with capsys.disabled():
+        median = statistics.median(waits)
+        print(
+            f"\n{what}: {answer.status_code} after {took:.2f} s, others wait "
+            f"{max(waits) * 1e3:.0f} ms at worst, {median * 1e3:.1f} ms as a rule"
+        )
+    assert max(waits) < WORST
+    return answer
+
+
+def test_a_megabyte_that_has_to_be_tokenised(port, capsys):
+    """This vocabulary tells nothing of the length before."""
+    body = {"prompt": "the cat and " * (MEGABYTE // 12), "n": 2}
+    answer = attacked(port, capsys, "1 MB, tokenised", body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.fixture(scope="module")
+def demo_port():
+    model = medusa_jax.load()
+    trees = {4: model.parse_tree("chain:2")}
+    with (
+        Server(model, slots=4, trees=trees, queue=QUEUE) as server,
+        listening(server, "plain") as port,
+    ):
+        yield port
+
+
+@pytest.mark.wide
+def test_a_megabyte_that_is_too_long_whatever_it_says(demo_port, capsys):
+    """Refused before it is tokenised."""
+    turn = {"role": "user", "content": "def parse(text): " * (MEGABYTE // 17)}
+    body, path = {"messages": [turn]}, "/v1/chat/completions"
+    answer = attacked(demo_port, capsys, "1 MB, chat", body, path)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "at least" in answer.text  # a bound: the number of its tokens is not known

@@ -54,9 +54,8 @@ def test_completions_of_several_prompts_and_choices(port, client, http):
     answer = client.completions.create(**asked)
     options = Options(max_new_tokens=9, **drawn)
     # The number of a choice among those of its prompt takes the place of a request's in a file.
-    expected = port.model.generate(
-        [prompts[0], prompts[0], prompts[1], prompts[1]], options, [0, 1, 0, 1], tree="none"
-    )
+    rows = [prompt for prompt in prompts for _ in range(2)]
+    expected = port.model.generate(rows, options, [0, 1, 0, 1], tree="none")
     assert [choice.text for choice in answer.choices] == [r.text for r in expected]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text != answer.choices[1].text

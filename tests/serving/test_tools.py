@@ -99,6 +99,9 @@ def cut_call(arguments):
     return {"messages": [turn, {"role": "tool", "content": "x"}]}
 
 
+ALLOWED = {"type": "allowed_tools"}
+
+
 def tool(**schema):
     return {"tools": [{"function": {"name": "a", "parameters": schema}}]}
 
@@ -115,7 +118,7 @@ def tool(**schema):
         ({"tools": TOOLS * 2}, "two functions of one name"),
         ({"tool_choice": NAMED | {"name": "now"}}, "'name' in 'tool_choice'"),
         (
-            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "some"}}},
+            {"tool_choice": ALLOWED | {"allowed_tools": {"mode": "some"}}},
             "auto or required",
         ),
         (cut_call('{"city": "Par'), r"'arguments' in .* of the call of 'weather' .* cut"),
@@ -127,6 +130,7 @@ def test_what_is_refused(client, fields, about):
 
 
 CALL = '{"name": "now", "arguments": {"a": ["}}", 1]}}'
+OTHER = '<tool_call>\n{"name": "no", "parameters'
 TEXTS = [
     ("just text <tool", "just text <tool", 0),
     (f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
@@ -134,11 +138,7 @@ TEXTS = [
     (f"<tool_call>\n{CALL}", "", 1),
     ('<tool_call>\n{"name": "no', "", 0),
     (f"hm <tool_call>\n{CALL}\n</tool_call>\n<tool_call>", "hm ", 1),
-    (
-        '<tool_call>\n{"name": "no", "parameters',
-        '<tool_call>\n{"name": "no", "parameters',
-        0,
-    ),
+    (OTHER, OTHER, 0),
     # Without the template's marks, as Qwen2.5-Coder writes them.
     (CALL, "", 1),
     (f"\n{CALL}\n{CALL}\n", "", 2),
@@ -231,8 +231,7 @@ def test_a_history_with_empty_arguments(port, arguments):
 def test_allowed_tools(client):
     """OpenAI's way to leave some of them out."""
     tools = [{"type": "function", "function": {"name": "now"}}]
-    allowed = {"mode": "required", "tools": tools}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    choice = ALLOWED | {"allowed_tools": {"mode": "required", "tools": tools}}
     for seed in range(4):
         [whole] = ask(client, tool_choice=choice, seed=seed).choices
         assert {call.function.name for call in whole.message.tool_calls} == {"now"}

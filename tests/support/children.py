@@ -1,9 +1,11 @@
 """What child processes of the tests are started with."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 
 def environment(xla_flags: str = "") -> dict[str, str]:
@@ -37,6 +39,11 @@ def output_of(*code: object, command: tuple = (sys.executable, "-c"), **more: st
     done = run(*command, *code, **more)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def printed_by(*code: object, **more: str) -> Any:
+    """The JSON value in the last line that `output_of` gives."""
+    return json.loads(output_of(*code, **more).splitlines()[-1])
 
 
 def devices(n: int) -> str:

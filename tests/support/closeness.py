@@ -23,9 +23,8 @@ def assert_close(got: Any, want: Any, roundings: float = 64, dtype: Any = None) 
     """
     shapes = [jax.tree.map(jnp.shape, tree) for tree in (got, want)]
     assert shapes[0] == shapes[1], shapes
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)
-    ):
+    leaves = jax.tree_util.tree_leaves_with_path(got)
+    for (path, a), b in zip(leaves, jax.tree.leaves(want)):
         types = [dtype] if dtype else [jnp.asarray(x).dtype for x in (a, b)]
         floats = [t for t in types if jnp.issubdtype(t, jnp.floating)]
         eps = max((float(jnp.finfo(t).eps) for t in floats), default=0.0)

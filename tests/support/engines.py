@@ -176,9 +176,8 @@ def hydra(path, base, hidden, embedded):
     for k in range(n_heads):
         copies = [state[f"hydra_mlp.{k}.{2 * j + 1 if plus else j}.linear.weight"]
                   for j in range(1, n_layers)]  # fmt: skip
-        assert all((x == copies[0]).all() for x in copies), (
-            "one module in the authors' code"
-        )
+        # One module in the authors' code.
+        assert all((x == copies[0]).all() for x in copies)
     return hydra_logits(state, hidden, embedded, n_heads, n_layers, plus)
 
 

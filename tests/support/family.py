@@ -35,9 +35,8 @@ def stored_base(**fields):
 
 def small_heads(drafter, **fields):
     """Four heads of two layers, whatever the drafter's own defaults."""
-    return HeadsConfig(
-        **{"drafter": drafter, "n_heads": 4, "n_layers": 2, "rank": 5} | fields
-    )
+    small = {"n_heads": 4, "n_layers": 2, "rank": 5}
+    return HeadsConfig(drafter=drafter, **small | fields)
 
 
 def drafter_of(heads, backbone, seed=0):
@@ -96,10 +95,8 @@ def features_and_logits(drafter, params, backbone, rows):
     @jax.jit
     def run(params):
         features = drafter.features(params, backbone, TextRows(*rows))
-        heads = range(drafter.n_heads)
-        return features, [
-            drafter.head_logits(params, backbone, k, features[k]) for k in heads
-        ]
+        heads = enumerate(features)
+        return features, [drafter.head_logits(params, backbone, k, x) for k, x in heads]
 
     return run(params)
 

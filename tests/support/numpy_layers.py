@@ -1,4 +1,4 @@
-"""A Llama decoder layer in NumPy, written from the equations: full matrices, no cache."""
+"""Llama's decoder layer and rotation in NumPy, written from the equations: full matrices, no cache."""
 
 import numpy as np
 
@@ -19,6 +19,22 @@ def rope(x, theta):
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     a, b = x[..., : H // 2], x[..., H // 2 :]
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def llama3_divisors(c):
+    """One divisor a rotary frequency, as the paper's code (`apply_scaling`) finds them."""
+    found = []
+    for i in range(c.head_dim // 2):
+        wavelength = 2 * np.pi * c.rope_theta ** (2 * i / c.head_dim)
+        if wavelength < c.rope_original_max_position / c.rope_high_freq_factor:
+            found.append(1.0)
+        elif wavelength > c.rope_original_max_position / c.rope_low_freq_factor:
+            found.append(c.rope_factor)
+        else:
+            smooth = c.rope_original_max_position / wavelength - c.rope_low_freq_factor
+            smooth /= c.rope_high_freq_factor - c.rope_low_freq_factor
+            found.append(1 / ((1 - smooth) / c.rope_factor + smooth))
+    return np.array(found)
 
 
 def queries_keys_values(config, weight, read):

@@ -68,18 +68,18 @@ class Planted(Drafter):
         picked_B = jnp.take_along_axis(params["pick_BS"], at_B1, axis=1)[:, 0] * M
         on_path_BM = jnp.asarray(tree.mask_MM)[picked_B.astype(jnp.int32)]
         true_BM = jnp.take_along_axis(params["text_BS"], at_B1 + depth_M[None, :], axis=1)
-        noise_BM = jnp.take_along_axis(params["noise_BSM"], at_B1[..., None], axis=1)[
-            :, 0, :M
-        ]
-        drafts_BM = jnp.where(on_path_BM, true_BM, noise_BM)
+        noise_B1M = jnp.take_along_axis(params["noise_BSM"], at_B1[..., None], axis=1)
+        drafts_BM = jnp.where(on_path_BM, true_BM, noise_B1M[:, 0, :M])
         return Proposal(jnp.where((depth_M == 0)[None, :], root_B[:, None], drafts_BM))
 
 
-def fresh_medusa(config: LlamaConfig, params, n_heads: int = 2):
-    """Untrained Medusa heads, which guess what the LM head says: the drafter and its parameters."""
+def fresh_medusa(config, tree, acceptance="greedy", seed=0, n_heads=2, **fields):
+    """An engine with untrained Medusa heads, which guess what the LM head says, and its variables."""
+    params, llama, backbone = random_model(config, seed)
     drafter = make_drafter(HeadsConfig(n_heads=n_heads), config)
-    backbone = Backbone(Llama(config, jnp.float64), params)
-    return drafter, drafter.init(jax.random.key(0), backbone)
+    heads = drafter.init(jax.random.key(0), Backbone(Llama(config, jnp.float64), params))
+    engine = Engine(llama, drafter, tree, acceptance, **fields)
+    return engine, {"backbone": backbone, "heads": heads}
 
 
 def planted_params(texts, vocab: int, seed: int, slots: int = 256, nodes: int = 32):
@@ -107,10 +107,10 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
     def running(state):
         return jnp.any(state.status_B == RUNNING)
 
-    state = jax.lax.while_loop(
-        running, lambda s: decode_step(engine, variables, s, tree), state
-    )
-    return progress_of(state)
+    def step(state):
+        return decode_step(engine, variables, state, tree)
+
+    return progress_of(jax.lax.while_loop(running, step, state))
 
 
 def drafted(

@@ -134,10 +134,8 @@ def write_model(
     sizes = {"vocab_size": size, "max_position": CONTEXT, "n_layers": 1}
     config = tiny_arch(**(sizes | fields))
     params = random_params(config, seed)
-    tied = config.tie_embeddings
-    lm_head_VD = (
-        params["embed_tokens"]["embedding"] if tied else params["lm_head"]["kernel"].T
-    )
+    embedding, lm_head = params["embed_tokens"]["embedding"], params.get("lm_head")
+    lm_head_VD = lm_head["kernel"].T if lm_head else embedding
     lm_head_VD[:3] *= 0.1  # specials are so rare that texts run to their limit
     params = jax.tree.map(lambda x: x.astype(np.float32), params)
     save_backbone(str(directory), config, params, "float32")
@@ -145,11 +143,16 @@ def write_model(
     return config, params
 
 
-def write_heads(directory: Path, config, params, ids=()):
-    """Three untrained Medusa heads that share the LM head, over all tokens or those of `ids`."""
+def write_heads(directory: Path, config, params, heads=None, ids=(), seed=None):
+    """Draft heads, untrained or random by a seed: by default three of Medusa that share the LM head, over all
+    tokens or those of `ids`."""
     backbone = Backbone(Llama(config), params)
-    heads = HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=len(ids))
-    head_params = make_drafter(heads, config).init(jax.random.key(0), backbone)
+    heads = heads or HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=len(ids))
+    drafter = make_drafter(heads, config)
+    if seed is None:
+        head_params = drafter.init(jax.random.key(0), backbone)
+    else:
+        head_params = jax.tree.map(np.float32, random_heads(drafter, backbone, seed))
     if len(ids):
         head_params[GROUP] = {"ids": np.array(ids, np.int32)}
     record = own_heads.base_record(config, fingerprint(config, params))
@@ -167,6 +170,22 @@ def set_template(directory: Path, template: str) -> None:
     """Give the tokenizer of a directory a chat template."""
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+
+
+# Names the speakers with letters that the tokenizer knows, and marks what the assistant writes.
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}u {{ m.content }}\n"
+    "{% elif m.role == 'assistant' %}a{% generation %} {{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def write_ending_model(path: Path, **fields) -> None:
+    """A chat model that ends most of its answers by itself."""
+    config, params = write_chat_model(path, MARKED, **fields)
+    params["lm_head"]["kernel"][:, 2] *= 14
+    save_backbone(str(path), config, params, "float32")
 
 
 def write_chat_model(path: Path, template: str = TEMPLATE, **fields):

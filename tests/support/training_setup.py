@@ -1,5 +1,6 @@
 """What the training tests share: a tiny backbone's shape and token arrays for it."""
 
+import json
 import pathlib
 import sys
 from typing import Any
@@ -17,6 +18,7 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
+from medusa_jax.training import trainer
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.partition import Trains, trained_groups
@@ -100,6 +102,21 @@ def setup_of(cfg: Config, mesh: Any) -> Setup:
 def texts_of(cfg: Config) -> list[TokenRows]:
     """The texts of a configuration."""
     return sources.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
+
+
+def run(cfg: Config, workdir: pathlib.Path) -> None:
+    """Train in a directory."""
+    cfg.workdir = str(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    trainer.train(cfg)
+
+
+def records(workdir: pathlib.Path, kind: str = "train") -> list[dict[str, Any]]:
+    """A run's log so far, without a line that is being written."""
+    log = workdir / "log.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return [record for record in found if record["kind"] == kind]
 
 
 def packed_batch(rng, lengths, T: int, counted: float = 1.0) -> dict[str, np.ndarray]:

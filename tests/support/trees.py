@@ -51,14 +51,8 @@ class TreeArrays:
     @classmethod
     def of(cls, tree: Tree, max_rank: int = 9) -> "TreeArrays":
         names = ("parent_M", "depth_M", "rank_M", "mask_MM", "ancestors_ML")
-        arrays = {name: jnp.asarray(getattr(tree, name)) for name in names}
-        return cls(
-            **arrays,
-            n_nodes=tree.n_nodes,
-            depth=tree.depth,
-            path_length=tree.path_length,
-            max_rank=max_rank,
-        )
+        arrays = (jnp.asarray(getattr(tree, name)) for name in names)
+        return cls(*arrays, tree.n_nodes, tree.depth, tree.path_length, max_rank)
 
 
 @st.composite
@@ -100,9 +94,8 @@ def random_tree(rng, n_nodes: int, depth: int, max_rank: int = 6) -> Tree:
 
 def all_trees(ranks: int, depth: int, size: int) -> list[Tree]:
     """Every prefix-closed set of `size` paths."""
-    paths = [
-        p for d in range(1, depth + 1) for p in itertools.product(range(ranks), repeat=d)
-    ]
+    depths = range(1, depth + 1)
+    paths = [p for d in depths for p in itertools.product(range(ranks), repeat=d)]
     trees = []
     for chosen in itertools.combinations(paths, size):
         if all(len(p) == 1 or p[:-1] in chosen for p in chosen):

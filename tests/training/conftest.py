@@ -10,6 +10,7 @@ from training_setup import training_arch, write_tokens
 from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.model.llama import init_params
+from medusa_jax.training import trainer
 
 TALK = [
     ("What is a tree?", "A tree is a graph without cycles."),
@@ -45,6 +46,19 @@ def vicuna(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """All runs of a test are of one program."""
+    compile_step, made = trainer.compile_step, []
+
+    def once(*args):
+        if not made:
+            made.append(compile_step(*args))
+        return made[0]
+
+    monkeypatch.setattr(trainer, "compile_step", once)
+
+
 def conversation(*turns: int) -> dict:
     """A ShareGPT record of the given pairs of TALK."""
     said = [pair for i in turns for pair in zip(("human", "gpt"), TALK[i])]
@@ -56,9 +70,8 @@ def conversation(*turns: int) -> dict:
 def sharegpt(tmp_path_factory):
     """Seven good conversations, an empty one, one without an answer."""
     file = tmp_path_factory.mktemp("sharegpt") / "talk.json"
-    good = [
-        conversation(*t) for t in ((0, 1), (2,), (3,), (0, 3), (1, 2), (2, 3), (0, 1, 2))
-    ]
+    turns = (0, 1), (2,), (3,), (0, 3), (1, 2), (2, 3), (0, 1, 2)
+    good = [conversation(*t) for t in turns]
     bad = [
         {"id": "empty", "conversations": []},
         {"id": "no answer", "conversations": [{"from": "human", "value": "Hello?"}]},

@@ -39,9 +39,8 @@ def test_segments_are_stretches_of_one_sample(tmp_path_factory, seed, packing):
     cfg = DataConfig(seq_len=40, packing=packing, seed=seed)
     rows = TokenRows(str(directory), cfg, 600)
     batch = rows.batch(0, 2 * rows.rows)
-    for tokens, positions, segments in zip(
-        batch["tokens"], batch["positions"], batch["segment_ids"]
-    ):
+    columns = (batch[name] for name in ("tokens", "positions", "segment_ids"))
+    for tokens, positions, segments in zip(*columns):
         for s in np.unique(segments[segments > 0]):
             inside = segments == s
             stretch = tokens[inside]
@@ -119,11 +118,9 @@ def test_held_out_samples_are_in_no_training_row(tmp_path):
     write_tokens(tmp_path, n=600)
     np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32))
     cfg = DataConfig(seq_len=40, packing="first_fit", held_out=0.2)
-    parts = [
-        TokenRows(str(tmp_path), cfg, 600, part=part) for part in ("train", "held out", "")
-    ]
     ids = []
-    for part in parts:
+    for name in ("train", "held out", ""):
+        part = TokenRows(str(tmp_path), cfg, 600, part=name)
         batch = part.batch(0, part.rows)
         ids.append(set(batch["tokens"][batch["segment_ids"] > 0].tolist()))
     train, held, every = ids

@@ -4,14 +4,14 @@ One child process with eight simulated CPU devices runs what needs them.
 """
 
 import dataclasses
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from children import devices, output_of
-from training_setup import tiny_config
+from children import devices, printed_by
+from training_setup import ROOT, records, run, tiny_config
+
+from medusa_jax.hlo.collectives import collectives
 
 pytestmark = pytest.mark.wide
 
@@ -67,23 +67,15 @@ def configurations(tokens, model):
 @pytest.fixture(scope="module")
 def eight(tokens, model, tmp_path_factory):
     """What the child saw, and where it worked."""
-
     workdir = tmp_path_factory.mktemp("eight")
-    said = output_of(CHILD, tokens, model, workdir, xla_flags=devices(8))
-    return json.loads(said.splitlines()[-1]), workdir
+    return printed_by(CHILD, tokens, model, workdir, xla_flags=devices(8)), workdir
 
 
 @pytest.mark.parametrize("name", MESHES)
 def test_eight_devices_give_the_same_losses(eight, tokens, model, tmp_path, name):
     """Against one device."""
-    from medusa_jax.training import trainer
-
-    cfg = configurations(tokens, model)[name]
-    cfg.workdir = str(tmp_path)
-    trainer.train(cfg)
-    logs = [(path / "log.jsonl").read_text() for path in (eight[1] / name, tmp_path)]
-    records = [[json.loads(line) for line in log.splitlines()] for log in logs]
-    losses = [[r["loss"] for r in log if r["kind"] == "train"] for log in records]
+    run(configurations(tokens, model)[name], tmp_path)
+    losses = [[r["loss"] for r in records(d)] for d in (eight[1] / name, tmp_path)]
     assert np.shape(losses)[1] == STEPS
     np.testing.assert_allclose(*losses, rtol=2e-4)
 
@@ -101,8 +93,6 @@ def test_every_device_computes_its_own_rows_only(eight, name):
 @pytest.mark.parametrize("name", ["heads", "deeper"])
 def test_nothing_is_summed_over_the_rows_of_all_devices_in_a_loop(eight, name):
     """Gradients of the loss add up on each device over its chunks, and are summed once."""
-    from medusa_jax.hlo.collectives import collectives
-
     among_rows = [c for c in collectives(eight[0][name]) if c.group == parts(name)]
     assert len(among_rows) > 2
     assert [c for c in among_rows if c.trips] == []
@@ -134,13 +124,11 @@ print(json.dumps([sent, 4 * sum(x.size for x in jax.tree.leaves(layers))]))
 """
 
 
-@pytest.mark.wide
 def test_a_teacher_s_pass_gathers_its_own_weights():
     """Gathered once for both passes, the kernels of all layers would wait between them."""
-    config = Path(__file__).parents[2] / "configs" / "vicuna33b.py"
+    config = ROOT / "configs" / "vicuna33b.py"
     # As users compile it: without XLA's passes nothing is gathered once for two.
-    said = output_of(GATHERS, config, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
-    sent, layers = json.loads(said.splitlines()[-1])
+    sent, layers = printed_by(GATHERS, config, JAX_DISABLE_MOST_OPTIMIZATIONS="0")
     # The student's pass, the teacher's and the one back, and little else; a device takes seven eighths of
     # what it gathers from the others.
     assert 3 <= sent / (7 / 8 * layers) < 3.5

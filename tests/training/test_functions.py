@@ -64,8 +64,9 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
     assert hidden.shape == (B, T, ARCH.d_model * (1 + len(functions.taps)))
     counts = losses.pair_counts(batch, stage.offsets)
 
+    inputs = losses.StepInputs(batch, counts)
+
     def theirs(params):
-        inputs = losses.StepInputs(batch, counts)
         return stage.loss({"heads": params}, frozen, inputs)[0]
 
     def ours(params):
@@ -78,9 +79,7 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
     # Its logits are those of its features.
     marks = batch["segment_ids"], batch["positions"]
     features = jax.jit(functions.features)(params, frozen, hidden, batch["tokens"], *marks)
-    _, sums = jax.jit(stage.loss)(
-        {"heads": params}, frozen, losses.StepInputs(batch, counts)
-    )
+    _, sums = jax.jit(stage.loss)({"heads": params}, frozen, inputs)
     ids = IDS if cfg.heads.draft_vocab else np.arange(VOCAB)
     for k in range(3):
         logp = jax.nn.log_softmax(functions.logits(params, frozen, k, features[k]))
@@ -120,13 +119,13 @@ def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):
     """And read back with their draft vocabulary; another shape is refused."""
     _, functions, frozen, _ = problem("eagle3")
     params = functions.init(jax.random.key(0), frozen)
-    save_backbone(str(tmp_path / "model"), ARCH, frozen["backbone"], "float32")
-    out = str(tmp_path / "heads")
+    model, out = str(tmp_path / "model"), str(tmp_path / "heads")
+    save_backbone(model, ARCH, frozen["backbone"], "float32")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="could not"):
         patch.setattr(own_heads, "DESCRIPTION", "too long" * 40)
-        functions.save(out, params, frozen, str(tmp_path / "model"))
+        functions.save(out, params, frozen, model)
     assert os.listdir(tmp_path) == ["model"]
-    functions.save(out, params, frozen, str(tmp_path / "model"))
+    functions.save(out, params, frozen, model)
     stored = open_heads(out)
     assert stored.heads == functions.heads
     np.testing.assert_array_equal(stored.ids, IDS)
@@ -134,6 +133,4 @@ def test_heads_are_saved_for_their_backbone(tmp_path, monkeypatch):
     np.testing.assert_array_equal(fc, params["heads_0"]["fc"]["kernel"])
     wider = dataclasses.replace(ARCH, n_layers=3)
     with pytest.raises(UserError, match="the heads are for"):
-        HeadFunctions(functions.heads, wider).save(
-            out, params, frozen, str(tmp_path / "model")
-        )
+        HeadFunctions(functions.heads, wider).save(out, params, frozen, model)

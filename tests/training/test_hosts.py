@@ -1,6 +1,5 @@
 """Several processes as one program: two of them, with four simulated devices each, on this machine."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 from children import devices, ended, environment, output_of, two
 from closeness import assert_close
 from jax.errors import JaxRuntimeError
-from training_setup import command, write_config
+from training_setup import command, records, write_config
 
 from medusa_jax import hosts
 from medusa_jax.errors import UserError
@@ -62,10 +61,7 @@ def test_a_claim_ends_with_its_process(tmp_path):
         env=environment(), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout.readline() == "held\n"
-    with (
-        pytest.raises(UserError, match="in use by another process"),
-        hosts.locked(tmp_path),
-    ):
+    with pytest.raises(UserError, match="in use by another"), hosts.locked(tmp_path):
         pass
     process.kill()
     process.communicate(timeout=60)
@@ -104,10 +100,7 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
 
 def logged(workdir, kind="train"):
     """step -> losses."""
-    path = workdir / "log.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {r["step"]: (r["loss"], r.get("lm_loss")) for r in records if r["kind"] == kind}
+    return {r["step"]: (r["loss"], r.get("lm_loss")) for r in records(workdir, kind)}
 
 
 def both_end_well(*command):
@@ -186,9 +179,8 @@ def test_two_processes_train_as_one(arguments, tmp_path):
                 for found, wanted in zip(mine[n], losses):
                     np.testing.assert_allclose(found, wanted, rtol=1e-4)
         for name in ("model.safetensors", "heads/heads.safetensors"):
-            assert (workdir / "export" / name).stat().st_size == (
-                (whole / "export" / name).stat().st_size
-            )
+            sizes = [(d / "export" / name).stat().st_size for d in (workdir, whole)]
+            assert sizes[0] == sizes[1]
 
 
 CACHING = """
@@ -315,10 +307,7 @@ def test_a_step_that_takes_too_long_ends_the_run(left, monkeypatch, capsys):
 def test_a_lost_process_ends_this_one_in_a_sentence(left, monkeypatch, capsys):
     """What is raised instead of a hang, and that a normal end, which would wait, is not taken."""
     for error, words in (
-        (
-            JaxRuntimeError("Gloo: connection closed\nby peer"),
-            "lost (Gloo: connection closed)",
-        ),
+        (JaxRuntimeError("Gloo: it closed\nby peer"), "lost (Gloo: it closed)"),
         (ValueError("UNKNOWN: Gloo all-reduce failed"), "lost (UNKNOWN: Gloo all-reduce"),
         (UserError("the disk is full"), "error: the disk is full"),
     ):
@@ -327,9 +316,7 @@ def test_a_lost_process_ends_this_one_in_a_sentence(left, monkeypatch, capsys):
         said = capsys.readouterr().err
         assert words in said and said.count("\n") == 1
     for error in (JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes"), ValueError("a bug")):
-        with (
-            hosts.fail_together()
-        ):  # its own doing: with a traceback, and not to be tried again
+        with hosts.fail_together():  # its own doing: with a traceback, and not tried again
             raise error
         said = capsys.readouterr().err
         assert str(error) in said and "error: this process failed" in said

@@ -1,4 +1,4 @@
-"""Backbone and heads trained together: equation 2, its strategies, what comes out."""
+"""Backbone and heads trained together: equation 2, its strategies, adapters and their teacher, what comes out."""
 
 import os
 
@@ -7,21 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from closeness import assert_close
-from test_trainer import records, run
+from test_trainer import host, pieces
 from tiny import adapted_logits as logits
 from tiny import write_tokenizer
-from training_setup import tiny_config, training_arch
+from training_setup import (
+    groups_of,
+    records,
+    run,
+    setup_of,
+    stage_of,
+    tiny_config,
+    training_arch,
+)
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
 from medusa_jax.interop import heads_io, hf, tokenizer_files
 from medusa_jax.interop.fingerprint import fingerprint
 from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.model import lora
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
+from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
+from medusa_jax.training.placement import microbatches
 from medusa_jax.training.setup import more_layers
+from medusa_jax.training.trainer import init_state
 
 
 def test_lambda_0_rises_as_a_sine():
@@ -64,10 +76,8 @@ def test_two_stages_and_an_export_bound_to_the_new_backbone(tokens, stage_1, tmp
     cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
     run(cfg, tmp_path)
     mesh = make_mesh()
-    log, first_heads = (
-        records(tmp_path),
-        heads_io.load_heads(str(heads), cfg.model.arch, mesh),
-    )
+    log = records(tmp_path)
+    first_heads = heads_io.load_heads(str(heads), cfg.model.arch, mesh)
     # Stage 2 starts where stage 1 ended: its first losses are those of the loaded heads.
     m1 = records(heads.parent)[-1]
     assert abs(log[0]["loss"][0] - m1["loss"][0]) < 0.15
@@ -115,9 +125,8 @@ def test_an_export_keeps_the_models_own_ends(tmp_path):
     other = tmp_path / "elsewhere" / "generation_config.json"
     other.write_text('{"no_repeat_ngram_size": 2}')
     out = tmp_path / "out"
-    ids = tokenizer_files.copy_tokenizer(
-        str(tmp_path / "elsewhere"), str(tmp_path / "model"), str(out)
-    )
+    places = (str(tmp_path / name) for name in ("elsewhere", "model", "out"))
+    ids = tokenizer_files.copy_tokenizer(*places)
     assert ids == {"bos_token_id": 1, "eos_token_id": [2, 7, 9]}
     assert (out / "generation_config.json").read_text() == theirs.read_text()
     assert (out / "tokenizer.json").exists() and not (out / "config.json").exists()
@@ -141,3 +150,64 @@ def test_added_layers_change_nothing_until_they_have_learnt():
     moved = jax.jit(jax.grad(lambda p: jnp.sum(logits(deeper, p)[..., 3])))(more)
     for part, last in (("self_attn", "o_proj"), ("mlp", "down_proj")):
         assert np.any(moved["layers_1"][part][last]["kernel"])
+
+
+def config(tokens, stage="medusa2", **train):
+    cfg = tiny_config(tokens, stage, **train)
+    cfg.optim.name = "adamw"
+    cfg.lora.rank = 4
+    return cfg
+
+
+def test_only_adapters_and_heads_move(tokens):
+    """And the teacher, which is the same parameters with adapters off, stays bit for bit."""
+    cfg = config(tokens, backbone_loss="kl")
+    mesh, step, state, frozen, rows = pieces(cfg, tokens)
+    before, start = host(frozen), host(state.params)
+    teacher = np.asarray(logits(cfg.model.arch, frozen["backbone"]))
+    assert set(start) == {"heads", "lora"}
+    for n in range(3):
+        state, metrics = step(state, frozen, microbatches(mesh, rows.batch(8 * n, 8), 1))
+        if n == 0:
+            # Fresh adapters are the teacher itself but for dropout, which B = 0 hides.
+            assert abs(float(metrics["lm_objective"])) < 1e-6
+            assert float(metrics["lm_loss"]) > 3
+    assert float(metrics["lm_objective"]) > 1e-6
+    jax.tree.map(np.testing.assert_array_equal, host(frozen), before)
+    after = np.asarray(logits(cfg.model.arch, frozen["backbone"]))
+    np.testing.assert_array_equal(after, teacher)
+    # A's gradient is zero while B is, so A moves from the second step on.
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, host(state.params))
+    assert all(jax.tree.leaves(moved))
+    shapes = {x.shape for x in jax.tree.leaves((state.params["lora"], state.opt))}
+    assert before["backbone"]["layers_0"]["mlp"]["up_proj"]["kernel"].shape not in shapes
+
+
+@pytest.mark.wide
+def test_a_merged_export_gives_the_adapters_logits(tokens, model, tmp_path):
+    cfg = config(tokens, steps=6)
+    cfg.model.path, cfg.optim.lr = model, 0.02
+    run(cfg, tmp_path)
+    mesh = make_mesh()
+
+    setup = setup_of(cfg, mesh)
+    optimizer = make_optimizer(cfg.optim, groups_of(cfg), 6)
+    state = init_state(stage_of(cfg, 6), optimizer, mesh, setup.frozen, 0, setup.start)
+    params, *_ = Checkpoints(str(tmp_path), 2).restore(state.params, state.opt)
+    adapters = lora.scale(params["lora"], cfg.lora)
+    adapted = logits(setup.arch, setup.frozen["backbone"], adapters)
+    arch, merged = hf.load_backbone(str(tmp_path / "export"), mesh)
+    assert_close(logits(arch, merged), adapted)
+    assert float(jnp.max(jnp.abs(adapted - logits(arch, setup.frozen["backbone"])))) > 0.01
+    heads = str(tmp_path / "export" / "heads")
+    heads_io.load_heads(heads, arch, mesh, fingerprint=fingerprint(arch, merged))
+
+
+@pytest.mark.wide
+def test_heads_on_a_quantised_backbone_belong_to_the_original(tokens, model, tmp_path):
+    cfg = config(tokens, "medusa1", steps=2)
+    cfg.lora.rank, cfg.model.path, cfg.model.quantise = 0, model, "nf4"
+    run(cfg, tmp_path)
+    arch, original = hf.load_backbone(model, make_mesh())
+    mark = fingerprint(arch, original)
+    heads_io.load_heads(str(tmp_path / "export"), arch, make_mesh(), fingerprint=mark)

@@ -234,9 +234,8 @@ def test_head_loss_is_equation_1(lm_head, targets, ids):
         return plain_loss(params, whole, drafter, batch, train, ids)
 
     (value, sums), grads = jax.jit(jax.value_and_grad(streamed, has_aux=True))(params)
-    (expected, right), expected_grads = jax.jit(jax.value_and_grad(plain, has_aux=True))(
-        params
-    )
+    wanted = jax.jit(jax.value_and_grad(plain, has_aux=True))(params)
+    (expected, right), expected_grads = wanted
     assert_close((value, grads), (expected, expected_grads))
     np.testing.assert_array_equal(sums.top1, right)
     labels = [np.isin(batch["tokens"][b, t + k + 2], ids) for k in range(3)
@@ -253,9 +252,8 @@ def test_joint_loss_is_equation_2(kl):
     """
     arch, backbone, drafter, heads, batch = heads_problem(lm_head="shared")
     rng = np.random.default_rng(0)
-    moved = jax.tree.map(
-        lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape)), backbone.params
-    )
+    move = lambda x: np.float32(x + 0.1 * rng.standard_normal(x.shape))  # noqa: E731
+    moved = jax.tree.map(move, backbone.params)
     params, original = {"backbone": moved, "heads": heads}, backbone if kl else None
     kind = "kl" if kl else "labels"
     train = TrainConfig("medusa2", dtype="float32", loss_chunk=5, backbone_loss=kind)
@@ -320,9 +318,8 @@ def peak(K, teacher):
     batch["counted"] = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.bool_)
     base_params = jax.eval_shape(lambda k: init_params(arch, k), jax.random.key(0))
     drafter = make_drafter(HeadsConfig(n_heads=K), arch)
-    params = jax.eval_shape(
-        lambda p: drafter.init(jax.random.key(0), Backbone(llama, p)), base_params
-    )
+    init = lambda p: drafter.init(jax.random.key(0), Backbone(llama, p))  # noqa: E731
+    params = jax.eval_shape(init, base_params)
     offsets = tuple(range(2, K + 2))
 
     def streamed(params, base_params, batch):

@@ -6,20 +6,15 @@ import shlex
 
 import numpy as np
 import pytest
-from tiny import set_template, write_model
+from files import write_lines
+from tiny import write_ending_model
 from training_setup import ROOT
 
 from medusa_jax.__main__ import main
 from medusa_jax.commands import train
 from medusa_jax.commands.serve import main as serving
 from medusa_jax.heads.registry import drafter_class
-from medusa_jax.interop.hf_writer import save_backbone
 
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}u {{ m.content }}\n"
-    "{% else %}a{% generation %} {{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
 # Smaller than the page's.
 MORE = {
     "distill": "--max_new_tokens 24 --batch_size 8 --temperature 1",
@@ -31,12 +26,8 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A chat model that ends most of its answers by itself."""
     directory = tmp_path_factory.mktemp("model")
-    config, params = write_model(directory, max_position=128)
-    params["lm_head"]["kernel"][:, 2] *= 14
-    save_backbone(str(directory), config, params, "float32")
-    set_template(directory, TEMPLATE)
+    write_ending_model(directory, max_position=128)
     return directory
 
 
@@ -44,12 +35,9 @@ def model(tmp_path_factory):
 def questions(tmp_path_factory):
     rng = np.random.default_rng(0)
     words = ["the", "cat", "in", "a", "bar", "is", "there", "and"]
-    asked = [
-        [{"role": "user", "content": " ".join(rng.choice(words, 3))}] for _ in range(40)
-    ]
+    asked = [{"role": "user", "content": " ".join(rng.choice(words, 3))} for _ in range(40)]
     file = tmp_path_factory.mktemp("questions") / "questions.jsonl"
-    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in asked))
-    return file
+    return write_lines(file, ({"messages": [turn]} for turn in asked))
 
 
 def commands(model, questions, place):
@@ -80,10 +68,7 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
         [named] = [x for x in said.err.splitlines() if x.startswith("next: ")]
         assert shlex.split(named)[1:] == following, words
         if words[1].endswith("train.py"):
-            assert (
-                "these heads can go to medusa_jax (--to native), vLLM (--to vllm)"
-                in said.err
-            )
+            assert "go to medusa_jax (--to native), vLLM (--to vllm)" in said.err
             assert "; not SGLang: " in said.err and "  objective " in said.err
             assert "hidden states of the frozen model, computed once" in said.err
     assert "identical" in said.err and "not identical" not in said.err
@@ -100,11 +85,8 @@ def own(*fields):
 
 def test_sizes_follow_from_model_and_family(model, questions):
     for family in ("medusa", "hydrapp", "eagle", "dspark", "dflash", "eagle3"):
-        cfg = train.parse(
-            own(
-                f"model.path={model}", f"data.source={questions}", f"heads.drafter={family}"
-            )
-        )
+        given = f"model.path={model}", f"data.source={questions}", f"heads.drafter={family}"
+        cfg = train.parse(own(*given))
         assert type(cfg.heads) is drafter_class(family).Config
         assert cfg.data.seq_len == 128 and cfg.heads.draft_vocab == 0
         assert cfg.workdir.endswith("runs/own")

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+from files import write_lines
 from training_setup import texts_of, tiny_config
 
 from medusa_jax.config import DataConfig
@@ -28,9 +29,8 @@ def directory_of(cfg):
 
 
 def samples_of(directory):
-    tokens, counted, starts = (
-        np.load(f"{directory}/{name}.npy") for name in ("tokens", "counted", "doc_starts")
-    )
+    names = "tokens", "counted", "doc_starts"
+    tokens, counted, starts = (np.load(f"{directory}/{name}.npy") for name in names)
     return [*zip(np.split(tokens, starts[1:]), np.split(counted, starts[1:]))]
 
 
@@ -97,11 +97,8 @@ def write_as(path, kind, found):
     elif kind == "lines":
         path.write_text("\n".join(map(json.dumps, found)))
     else:
-        columns = {"messages": None, "conversations": None}
-        table = pytest.importorskip("datasets").Dataset.from_list(
-            [columns | r for r in found]
-        )
-        table.to_parquet(path)
+        rows = [{"messages": None, "conversations": None} | record for record in found]
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
 
 
 @pytest.mark.parametrize(
@@ -174,10 +171,8 @@ def test_samples_that_run_in_circles_are_left_out(vicuna, tmp_path, capsys):
     question = {"role": "user", "content": "and on " * 20}
     said = ["one two three four five six", "on and " * 20]
     talks = [{"messages": [question, {"role": "assistant", "content": s}]} for s in said]
-    source = tmp_path / "talk.jsonl"
-    source.write_text(
-        "\n".join(map(json.dumps, [*talks, {"text": said[1]}, {"text": said[0]}]))
-    )
+    texts = [{"text": text} for text in reversed(said)]
+    source = write_lines(tmp_path / "talk.jsonl", [*talks, *texts])
     options = {"chat_template": "vicuna", "seq_len": 256}
     cfg = text_config(vicuna, tmp_path, source, **options)
     assert len(samples_of(directory_of(cfg))) == 4
@@ -249,9 +244,8 @@ def test_a_hub_id_without_network_names_it(vicuna, tmp_path, monkeypatch):
         raise ConnectionError("cannot reach the hub\nlong trace")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(
-        UserError, match=r"who/what is neither .*cannot reach the hub.*auth login"
-    ):
+    words = "who/what is neither .*cannot reach the hub.*auth login"
+    with pytest.raises(UserError, match=words):
         directory_of(text_config(vicuna, tmp_path, "who/what"))
 
 

@@ -1,4 +1,4 @@
-"""Shipped recipes: sound, documented, and the real step of each compiles from shapes."""
+"""Shipped recipes: sound, documented, and the real step of each compiles from shapes; configurations that are refused."""
 
 import ast
 import re
@@ -10,10 +10,11 @@ import pytest
 from cases import thinned
 from family import parameters
 from jax.sharding import AbstractMesh
-from training_setup import ROOT, abstract_batch, stage_of
+from training_setup import ROOT, abstract_batch, stage_of, tiny_config
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
+from medusa_jax.errors import UserError
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import AXES, make_mesh, param_shardings
 from medusa_jax.training import checks, dry
@@ -70,20 +71,16 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     mesh = AbstractMesh((1, 8, 1), AXES)
     rows = cfg.train.batch_size // cfg.train.accumulation
     cfg = checks.settle(cfg, cfg.model.arch, mesh)
-    assert cfg.train.batch_size // cfg.train.accumulation == min(
-        8 * rows, cfg.train.batch_size
-    )
+    batch = cfg.train.batch_size
+    assert batch // cfg.train.accumulation == min(8 * rows, batch)
     stage = stage_of(cfg, 100, mesh)
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = dry.frozen_shapes(stage, cfg.model, cfg.train.backbone_loss == "kl")
     params = jax.eval_shape(stage.init, key, frozen)
     optimizer = make_optimizer(cfg.optim, stage.groups, 100)
     stored = (frozen, params, jax.eval_shape(optimizer.init, params))
-    shards = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype),
-        stored,
-        param_shardings(mesh, stored),
-    )
+    shard = lambda x, s: jax.ShapeDtypeStruct(s.shard_shape(x.shape), x.dtype)  # noqa: E731
+    shards = jax.tree.map(shard, stored, param_shardings(mesh, stored))
     # Whole on each: norms, scales of 4-bit kernels, one of the two factors of adapters.
     assert dry.stored_bytes(shards) <= 1.5 * dry.stored_bytes(stored) / 8
     for x in abstract_batch(cfg, mesh).values():
@@ -121,3 +118,36 @@ def test_every_recipe_passes_the_dry_run(name, capsys):
     report = dry.dry_run(load(name, "--config.dry_run"))
     assert report["total_bytes"] > 0
     assert "memory per device" in capsys.readouterr().out
+
+
+CACHED = {"data.cache_features": "float32", "data.packing": "first_fit"}
+ADAPTERS = {"optim.name": "adamw", "lora.rank": 4}
+
+
+@pytest.mark.parametrize(
+    ("stage", "fields", "words"),
+    [
+        ("backbone", {"train.batch_size": 6}, "multiple of accumulation"),
+        ("backbone", {"optim.lr": float("nan")}, "optim.lr is from 0 to .*, not nan"),
+        ("backbone", {"train.lambda_decay": -5.0}, "train.lambda_decay is from 0"),
+        ("backbone", {"optim.b1": 2.0}, "optim.b1 is from 0 to .*, not 2.0"),
+        ("backbone", {"train.steps": "5"}, "train.steps should be int, not '5'"),
+        ("medusa1", {"train.feature_weight": 1.0}, "heads.lm_head shared, not 'own'"),
+        ("backbone", {"data.seq_len": 1000}, "from 3 to 64, not 1000"),
+        ("backbone", {"data.format": "chat"}, "did you mean 'messages'"),
+        ("medusa1", ADAPTERS, "no adapters"),
+        ("medusa2", {"model.quantise": "nf4"}, "trains the backbone itself"),
+        ("medusa1", {"train.backbone_loss": "kl"}, "trains no backbone"),
+        ("native", {"train.backbone_loss": "kl"}, r"model\.path"),
+        ("medusa2", CACHED, "a backbone and rows that do not change"),
+    ],
+)
+def test_what_is_refused(stage, fields, words):
+    cfg = tiny_config("", stage, accumulation=4)
+    for path, value in fields.items():
+        group, name = path.split(".")
+        setattr(getattr(cfg, group), name, value)
+    with pytest.raises(UserError, match=words) as error:
+        checks.check(cfg)
+        checks.settle(cfg, cfg.model.arch, make_mesh())
+    assert "\n" not in str(error.value)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import tensorstore
 from cases import thinned
-from test_trainer import records, run
-from training_setup import tiny_config, training_arch
+from training_setup import records, run, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
@@ -22,19 +21,6 @@ from medusa_jax.training.trainer import Run, TrainState
 from medusa_jax.whole_files import write_json
 
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native", "packed moments")
-
-
-@pytest.fixture
-def compiled_once(monkeypatch):
-    """All runs of a test are of one program (test_trainer.py resumes in another process)."""
-    compile_step, made = trainer.compile_step, []
-
-    def once(*args):
-        if not made:
-            made.append(compile_step(*args))
-        return made[0]
-
-    monkeypatch.setattr(trainer, "compile_step", once)
 
 
 def config(tokens, model, stage, **train):
@@ -79,7 +65,8 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
     Nothing of the checkpoint of step 5 is written before step 8 is done: steps go on while a save
     is in flight, and what they donate and overwrite is not what is saved.
     """
-    run(config(tokens, model, stage), tmp_path / "whole")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(config(tokens, model, stage), whole)
     open_array, free = tensorstore.open, threading.Event()
 
     def open_later(*args, **options):
@@ -87,31 +74,25 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
         return open_array(*args, **options)
 
     def cut(_):
-        assert sorted(p.name for p in (tmp_path / "broken" / "checkpoints").glob("?")) == [
-            "3"
-        ]
+        assert [p.name for p in (broken / "checkpoints").glob("?")] == ["3"]
         free.set()
         raise KeyboardInterrupt
 
     at({2: lambda _: os.kill(os.getpid(), signal.SIGTERM)})
-    run(config(tokens, model, stage), tmp_path / "broken")
-    done = [r["step"] for r in records(tmp_path / "broken")]
+    run(config(tokens, model, stage), broken)
+    done = [r["step"] for r in records(broken)]
     assert done == list(range(1, 4)), "SIGTERM during step 3 saves and ends after it"
     free.set()
     monkeypatch.setattr(tensorstore, "open", open_later)
     at({4: lambda _: free.clear(), 8: cut})
     with pytest.raises(KeyboardInterrupt):
-        run(config(tokens, model, stage), tmp_path / "broken")
-    assert max(int(p.name) for p in (tmp_path / "broken" / "checkpoints").iterdir()) == 5
+        run(config(tokens, model, stage), broken)
+    assert max(int(p.name) for p in (broken / "checkpoints").iterdir()) == 5
     at({})
-    run(config(tokens, model, stage), tmp_path / "broken")
-    broken, whole = (records(tmp_path / name) for name in ("broken", "whole"))
-    assert broken == whole and len(whole) == 12
-    for file in (tmp_path / "whole" / "export").rglob("*.safetensors"):
-        twin = (
-            tmp_path / "broken" / "export" / file.relative_to(tmp_path / "whole" / "export")
-        )
-        assert file.read_bytes() == twin.read_bytes(), file
+    run(config(tokens, model, stage), broken)
+    assert records(broken) == records(whole) and len(records(whole)) == 12
+    for file in (whole / "export").rglob("*.safetensors"):
+        assert file.read_bytes() == (broken / file.relative_to(whole)).read_bytes(), file
 
 
 def begun(workdir):
@@ -147,13 +128,10 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
         setattr(owner, field, value)
     assert resume.changes(cfg) == {}
     assert {name for name in said if said[name] == "free"} == {"dry_run"}
-    refused = (
-        "data.seed train.batch_size heads.n_heads data.seq_len optim.name model.arch.d_ff"
-    )
-    assert all(said[name] == "refused" for name in refused.split())
-    assert all(
-        said[name] == "logged" for name in ("optim.lr", "train.steps", "data.source")
-    )
+    refused = {"data.seed", "data.seq_len", "train.batch_size", "heads.n_heads"}
+    refused |= {"optim.name", "model.arch.d_ff"}
+    assert {said[name] for name in refused} == {"refused"}
+    assert {said[name] for name in ("optim.lr", "train.steps", "data.source")} == {"logged"}
 
 
 @pytest.mark.parametrize(("name", "best"), [("train.levels", np.inf), ("optim.lr", 1.5)])

@@ -1,4 +1,4 @@
-"""The command line: overrides, refusals in one line, the dry run, the Vicuna recipe."""
+"""The command line: overrides, signals, the dry run and the sample that it shows."""
 
 import json
 import os
@@ -8,13 +8,17 @@ import sys
 
 import pytest
 from small_disk import run_on_small_disk
-from training_setup import ROOT, command, tiny_config, write_config
+from training_setup import ROOT, command, records, tiny_config, write_config
 
 from medusa_jax.commands import train as cli
+from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
+from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training import dry, trainer
+from medusa_jax.training.dry import mark_counted, preview
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, capsys):
     """Once: after its step; Ctrl-C twice: at once. The command that is named goes on to the end."""
     look = trainer.Run.record_step
@@ -26,9 +30,6 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
         return look(self, pending)
 
     monkeypatch.setattr(trainer.Run, "record_step", pressed)
-    compile_step, made = trainer.compile_step, []
-    once = lambda *shapes: made or made.append(compile_step(*shapes)) or made  # noqa: E731
-    monkeypatch.setattr(trainer, "compile_step", lambda *shapes: once(*shapes)[0])
     workdir = tmp_path / "of mine"
     args = [f"--config={write_config(tmp_path, tokens)}", f"--workdir={workdir}",
             "--config.train.steps=8", "--config.train.save_every=100"]  # fmt: skip
@@ -47,8 +48,7 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
         assert shlex.split(named) == args
     assert cli.main(shlex.split(named)) == 0
     assert signal.getsignal(signal.SIGINT) is before
-    log = [json.loads(line) for line in (workdir / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in log] == list(range(1, 9))
+    assert [r["step"] for r in records(workdir)] == list(range(1, 9))
 
 
 def test_dry_run_prints_sizes_before_it_compiles(
@@ -103,3 +103,36 @@ def test_a_configuration_that_builds_on_another_is_found_from_anywhere(
     given = [f"--config={ROOT}/configs/demo_native.py", "--workdir=w"]
     assert cli.parse(given).train.stage == "native"
     assert sys.path == before
+
+
+def shown(vicuna, source, seq_len=256):
+    return preview(DataConfig(str(source), seq_len=seq_len, chat_template="vicuna"), vicuna)
+
+
+def test_the_assistant_s_words_are_marked_and_nothing_else(vicuna, sharegpt):
+    text, legend = shown(vicuna, sharegpt).split("-" * 60)
+    assert (
+        "USER: What is a tree? ASSISTANT:⟦ A tree is a graph without cycles.</s>⟧USER:"
+        in text
+    )
+    assert text.count("⟦") == 2 and text.rstrip().endswith("side by side.</s>⟧")
+    ids = load_tokenizer(vicuna).encode(text.replace("⟦", "").replace("⟧", "").strip())
+    assert f"sample 0 of 9 in {sharegpt}" in legend and f"of {len(ids)} tokens, " in legend
+
+
+def test_line_breaks_inside_an_answer_are_seen(vicuna):
+    tokenizer = load_tokenizer(vicuna)
+    ids = tokenizer.encode("a é\nb")
+    counted = [False, *[True] * (len(ids) - 1)]
+    assert mark_counted(tokenizer, ids, counted).count("↵⟧\n⟦b⟧") == 1
+
+
+def test_a_cut_sample_is_shown_cut_and_unusable_ones_are_skipped(vicuna, tmp_path):
+    source = tmp_path / "talk.jsonl"
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo " * 90}]
+    source.write_text("{broken\n" + json.dumps({"messages": talk}))
+    said = shown(vicuna, source, 240)
+    assert "sample 1 of 2" in said and ": 240 of " in said
+    source.write_text("{broken\n")
+    with pytest.raises(UserError, match=r"none of the 1 samples .*broken JSON"):
+        shown(vicuna, source)

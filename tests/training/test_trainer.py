@@ -1,8 +1,7 @@
-"""Whole runs on a tiny backbone: frozen stays frozen, poison is skipped, kills do no harm."""
+"""Whole runs on a tiny backbone: frozen stays frozen, poison is skipped, kills do no harm; which tokens heads score."""
 
 import json
 import os
-import pathlib
 import shutil
 import types
 
@@ -12,30 +11,32 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from training_setup import abstract_batch, groups_of, stage_of, tiny_config
+from training_setup import (
+    VOCAB,
+    abstract_batch,
+    groups_of,
+    records,
+    run,
+    stage_of,
+    tiny_config,
+)
 
 import medusa_jax
+from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.interop import heads_io
+from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import compile_step, microbatches
+from medusa_jax.training.setup import draft_vocab
 from medusa_jax.training.trainer import init_state, make_step
-
-
-def records(workdir, kind="train"):
-    lines = (pathlib.Path(workdir) / "log.jsonl").read_text().splitlines()
-    return [r for r in map(json.loads, lines) if r["kind"] == kind]
-
-
-def run(cfg, workdir):
-    cfg.workdir = str(workdir)
-    os.makedirs(workdir, exist_ok=True)
-    return trainer.train(cfg)
 
 
 def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
@@ -81,9 +82,8 @@ def test_eagle_learns_and_its_export_decodes(
     heads, kind, lr, share, fields, backbone, tokens, tmp_path
 ):
     """From hidden states that were kept, over the first two of its levels."""
-    cfg = tiny_config(
-        tokens, "medusa1", steps=60, save_every=60, levels=2, label_weight=0.0, **fields
-    )
+    fields |= {"steps": 60, "save_every": 60, "levels": 2, "label_weight": 0.0}
+    cfg = tiny_config(tokens, "medusa1", **fields)
     cfg.model.path, cfg.optim.name, cfg.heads = backbone, "adamw", heads
     cfg.data.packing, cfg.data.cache_features, cfg.optim.lr = "first_fit", kind, lr
     cfg.data.eval_source, cfg.data.eval_samples = tokens, 12
@@ -176,9 +176,8 @@ def test_a_poisoned_batch_changes_nothing(tokens):
 
 @pytest.mark.wide
 def test_too_many_bad_steps_end_the_run(tokens, tmp_path, capsys):
+    run(tiny_config(tokens, steps=4), tmp_path)
     cfg = tiny_config(tokens, steps=30, max_bad_steps=3)
-    run_cfg = tiny_config(tokens, steps=4)
-    run(run_cfg, tmp_path)
     cfg.optim.lr = 1e30  # the first update ruins the weights
     with pytest.raises(UserError, match="3 steps in a row"):
         run(cfg, tmp_path)
@@ -205,3 +204,63 @@ def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
     with pytest.raises(UserError, match="made with another text"):
         run(other, tmp_path / "run")
+
+
+def few(tokens, model, stage="medusa1", **train):
+    cfg = tiny_config(tokens, stage, **train)
+    cfg.model.path, cfg.optim.name = model, "adamw"
+    cfg.heads = HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=40)
+    return cfg
+
+
+@pytest.mark.wide
+def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
+    """Counted in the text; then resumed, and gone on with in stage 2, under other counts."""
+    cfg = few(tokens, model, steps=4, save_every=4)
+    cfg.data.eval_source, cfg.data.eval_samples = tokens, 8
+    run(cfg, tmp_path / "m1")
+    text = np.load(f"{tokens}/tokens.npy")
+    counts = np.bincount(text, minlength=VOCAB)
+    chosen = vocabulary.most_frequent(counts, 40)
+    share = counts[chosen].sum() / counts.sum()
+    said = capsys.readouterr().err
+    assert f"heads score 40 of 64 tokens: {100 * share:.2f}% of the counted text" in said
+    assert "  inside 0." in said
+    log = records(tmp_path / "m1")[-1]
+    assert np.abs(np.array(log["inside"]) - share).max() < 0.1
+    assert all(np.array(log["top5"]) <= log["inside"])
+
+    other = tmp_path / "counts.npy"
+    np.save(other, np.arange(VOCAB))  # the last forty
+    cfg = few(tokens, model, steps=6, save_every=6)
+    cfg.data.draft_vocab_from = str(other)
+    run(cfg, tmp_path / "m1")
+    assert "resuming from step 4" in capsys.readouterr().err
+    export = str(tmp_path / "m1" / "export")
+    np.testing.assert_array_equal(open_heads(export).ids, chosen)
+    loaded = heads_io.load_heads(export, cfg.model.arch, make_mesh())[1]
+    assert set(loaded) == {"heads_0", "heads_1", "heads_2", vocabulary.GROUP}
+
+    cfg = few(tokens, model, "medusa2", steps=2)
+    cfg.train.heads_path, cfg.data.draft_vocab_from = export, str(other)
+    run(cfg, tmp_path / "m2")
+    heads = str(tmp_path / "m2" / "export" / "heads")
+    np.testing.assert_array_equal(open_heads(heads).ids, chosen)
+    log = records(tmp_path / "m2")[-1]
+    assert len(log["inside"]) == 3 and "lm_inside" not in log
+
+
+def test_tokens_are_chosen_by_the_counts_that_are_named(tmp_path):
+    class Rows:
+        def counts(self, vocab_size):
+            return np.ones(vocab_size, int)
+
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    counts = np.zeros(VOCAB, np.int64)
+    counts[[9, 60, 33]] = 1, 2, 3
+    np.save(folder / vocabulary.COUNTS, counts)
+    given = (VOCAB, Rows(), str(tmp_path), str(folder))
+    assert draft_vocab(HeadsConfig(draft_vocab=3), *given).tolist() == [9, 33, 60]
+    with pytest.raises(UserError, match="should hold 4 ascending token ids below 64"):
+        draft_vocab(HeadsConfig(draft_vocab=4), *given)

@@ -81,9 +81,8 @@ def test_every_node_of_a_growth_saves_most_steps() -> None:
             others = [c for c, gain in gains.items() if gain == most]
             if any((text.copied_P > n_copied).any() for text in texts):
                 others.append(copied)
-            steps = {
-                c: fit.replay(texts, Tree.from_choices([*growth[:n], c]))[1] for c in others
-            }
+            larger = {c: Tree.from_choices([*growth[:n], c]) for c in others}
+            steps = {c: fit.replay(texts, one)[1] for c, one in larger.items()}
             assert added in steps
             # Of children that are right equally often any may be the one that is considered.
             children = [steps[c] for c in steps if c != copied]

@@ -88,9 +88,7 @@ def test_choices_that_make_no_tree_are_named(choices, words):
 def test_too_deep_for_the_heads():
     tree = Tree.from_choices([[0], [0, 3], [0, 3, 1]])
     tree.check_depth(3)
-    with pytest.raises(
-        UserError, match=r"\[0, 3, 1\] is 3 deep, but there are only 2 heads"
-    ):
+    with pytest.raises(UserError, match=r"\[0, 3, 1\] is 3 deep, but .* only 2 heads"):
         tree.check_depth(2)
 
 
@@ -98,9 +96,8 @@ def test_tree_files(tmp_path):
     plain, rich = tmp_path / "plain.json", tmp_path / "rich.json"
     plain.write_text("[[0], [0, 1]]")
     rich.write_text(json.dumps({"choices": [[0], [0, 1]], "device": "cpu"}))
-    assert (
-        parse_tree(str(plain)) == parse_tree(str(rich)) == Tree.from_choices([[0], [0, 1]])
-    )
+    found = [parse_tree(str(file)) for file in (plain, rich)]
+    assert found == [Tree.from_choices([[0], [0, 1]])] * 2
     assert load_tree_file(rich)["device"] == "cpu"
     assert load_tree_file(rich)["growth"] == [[0], [0, 1]]
 

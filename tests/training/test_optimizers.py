@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: levels against their definition, updates against AdamW, sizes."""
+"""Optimizers: schedules, what each rule touches, AdamW with 8-bit moments against its definition and AdamW."""
 
 from functools import partial
 
@@ -15,11 +15,16 @@ from training_setup import tiny_config, training_arch
 
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
-from medusa_jax.sharding import make_mesh, param_shardings
+from medusa_jax.sharding import make_mesh, param_shardings, path_string
 from medusa_jax.training import dry, trainer
 from medusa_jax.training.optim import adamw8bit as adamw8bit_module
 from medusa_jax.training.optim.adamw8bit import adamw8bit, magnitude
-from medusa_jax.training.optim.optimizer import make_rule, matrices
+from medusa_jax.training.optim.optimizer import (
+    make_rule,
+    make_schedule,
+    matrices,
+    muon_matrices,
+)
 from medusa_jax.training.placement import compile_step
 
 pack, unpack = (
@@ -90,9 +95,7 @@ def test_updates_follow_adamw():
         scale = 10.0 ** np.linspace(-3, 0, 128)[None, :]
         noise = np.random.default_rng(n).standard_normal((64, 128)) + 0.5
         grads = {"w": np.float32(noise * scale), "v": np.float32(noise[0, :7])}
-        outs = [
-            step(grads, state, params) for step, state in zip(steps, states, strict=True)
-        ]
+        outs = [step(grads, state, params) for step, state in zip(steps, states)]
         states = [state for _, state in outs]
     ours, theirs = (jax.tree.map(np.asarray, u) for u, _ in outs)
     assert_close(ours["v"], theirs["v"])
@@ -171,3 +174,41 @@ def test_moments_of_a_large_leaf_are_never_whole():
     compiled = jax.jit(rule.update).lower({"x": x}, state).compile()
     # Besides what goes in and comes out a few parts, less than one moment in float32.
     assert compiled.memory_analysis().temp_size_in_bytes < 0.75 * x.nbytes
+
+
+def rates(schedule, **fields):
+    cfg = OptimConfig(lr=1.0, schedule=schedule, **fields)
+    made = make_schedule(cfg, 100)
+    return [float(made(i)) for i in range(101)]
+
+
+def test_cosine_rises_to_the_peak_and_ends_at_zero():
+    lr = rates("cosine", warmup_steps=10)
+    np.testing.assert_allclose(lr[:11], [*np.arange(1, 11) / 10, 1], rtol=1e-6)
+    np.testing.assert_allclose(lr[55], 0.5, rtol=1e-6)
+    assert lr[100] < 1e-6 and all(np.diff(lr[10:]) <= 0)
+
+
+def test_wsd_is_flat_and_then_linear():
+    lr = rates("wsd", warmup_steps=0, final_lr_ratio=0.1)
+    np.testing.assert_allclose(lr[:81], 1.0)
+    np.testing.assert_allclose([lr[90], lr[100]], [0.55, 0.1], rtol=1e-5)
+
+
+def test_more_warmup_than_steps_still_trains():
+    assert float(make_schedule(OptimConfig(lr=1.0, warmup_steps=40), 4)(3)) == 1.0
+
+
+def test_muon_takes_the_hidden_matrices_only():
+    params = init_params(training_arch(), jax.random.key(0))
+    is_mark = lambda x: x is None or hasattr(x, "reduction_axis")  # noqa: E731
+    marks, _ = jax.tree_util.tree_flatten_with_path(muon_matrices(params), is_leaf=is_mark)
+    chosen = [path_string(path) for path, mark in marks if mark is not None]
+    layer = [f"self_attn/{p}" for p in "qkvo"] + ["mlp/gate", "mlp/up", "mlp/down"]
+    assert sorted(chosen) == sorted(f"layers_0/{part}_proj/kernel" for part in layer)
+
+
+def test_weight_decay_spares_vectors():
+    params = init_params(training_arch(), jax.random.key(0))
+    assert matrices(params)["norm"]["scale"] is False
+    assert matrices(params)["lm_head"]["kernel"] is True
