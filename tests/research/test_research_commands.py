@@ -7,7 +7,7 @@ import pytest
 from files import PROMPTS, write_lines
 from safetensors.numpy import load_file
 from tiny import write_heads, write_model
-from training_setup import ROOT
+from training_setup import ROOT, write_config
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.evaluate.race import Contender, Run
@@ -15,7 +15,16 @@ from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.training.data.rows import write_tokens
-from research import against, batches, confidence, roofline, step_cost, sweep, tree_shapes
+from research import (
+    against,
+    batches,
+    confidence,
+    roofline,
+    step_cost,
+    sweep,
+    train_cost,
+    tree_shapes,
+)
 from research.family import command as family
 from research.peers import huggingface, llamacpp
 from research.recipes import command as recipes
@@ -129,3 +138,14 @@ def test_it_runs(command, places, capsys):
     if command is confidence:
         assert command.main(flags.format(t=places).replace("/sure", "/unsure").split()) == 2
         assert "have no confidence" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["", "float32"])
+def test_a_training_step_is_timed_with_both_losses(places, capsys, kind):
+    config = write_config(places, str(places / "data"), "medusa1")
+    flags = [f"--config={config}", "--steps=2", f"--config.data.cache_features={kind}"]
+    assert train_cost.main([*flags, "--config.data.packing=first_fit"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [r[1].strip() for r in rows[2:]] == ["chunked", "naive"]
+    assert all(float(r[2]) > 0 for r in rows[2:])
