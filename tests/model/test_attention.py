@@ -18,7 +18,6 @@ from medusa_jax.model.texts import attend_cached, attend_text
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@jax.jit
 @pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 400, 600])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
     """Values and gradients, over packed rows with a window."""
