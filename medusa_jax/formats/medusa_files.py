@@ -39,6 +39,10 @@ MEDUSA = re.compile(
 VLLM = re.compile(
     r"(medusa_heads\.|)(?:blocks\.(\d+)\.layers\.(\d+)\.(?:weight|bias)|lm_heads\.(\d+)\.weight)"
 )
+# The backbone of a full model, or its adapters.
+_BACKBONE = re.compile(
+    r"(base_model\.model\.)?(model\.(embed_tokens|layers|norm|rotary_emb)|lm_head)\."
+)
 _TOKEN_MAP = "token_map"
 
 
@@ -149,8 +153,8 @@ def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> S
             base = {"fingerprint": BaseFiles.open(directory).fingerprint()}
 
     def ignore(key: str) -> bool:
-        inside = is_head_key(key) and ".original_module." not in key
-        return layout in (FULL_MODEL, ADAPTER) and not inside
+        whole = layout in (FULL_MODEL, ADAPTER)
+        return whole and bool(_BACKBONE.match(key) or ".original_module." in key)
 
     return StoredHeads(
         source=source, directory=directory, layout="vLLM" if vllm else layout, heads=heads,

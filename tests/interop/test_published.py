@@ -272,6 +272,17 @@ def test_files_that_are_not_supported(kind, match, fields, tensors, tmp_path):
     fails(match, write(tmp_path, state, name, config))
 
 
+def test_no_head_of_an_adapter_is_lost(tmp_path):
+    """A name that belongs neither to heads nor to the backbone."""
+    prefix = "base_model.model.medusa_head."
+    state = medusa_state(2, prefix=prefix)
+    state = {re.sub(r"head(\.\d\.1)", r"hexd\1", key): x for key, x in state.items()}
+    fails(
+        "no place for: .*medusa_hexd",
+        write(tmp_path, state, "adapter_model.safetensors", None),
+    )
+
+
 # Where heads are looked for.
 
 

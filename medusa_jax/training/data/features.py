@@ -17,10 +17,12 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +189,7 @@ class Cache:
         done = (len(found.shards) - len(missing)) * found.shard_rows
         with Progress("hidden states", found.rows, "row", done, hosts.first()) as bar:
 
-            def batches(shard: int) -> Iterator[np.ndarray]:
+            def passes(shard: int) -> Iterator[tuple[jax.Array, int]]:
                 first = shard * found.shard_rows
                 end = min(first + found.shard_rows, found.rows)
                 for at in range(first, end, size):
@@ -197,8 +199,15 @@ class Cache:
                     placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
                     with jax.set_mesh(self.mesh):  # attention is split over it
                         states = encoded(self.frozen, placed)
+                    yield states, min(size, end - at)
+
+            def batches(shard: int) -> Iterator[np.ndarray]:
+                # The device computes the next pass while the host writes this one.
+                last: Any = None
+                ahead = itertools.pairwise(itertools.chain(passes(shard), [last]))
+                for (states, n), _ in ahead:
                     yield hosts.on_host(states)
-                    bar.update(min(size, end - at))
+                    bar.update(n)
 
             for shard in missing:
                 if hosts.first():
