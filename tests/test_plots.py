@@ -18,15 +18,10 @@ LABELS = ["root", "$x", "y", "z", "w", "v"]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def choices():
-    """In any order, ranks with gaps, every prefix present."""
-    return trees(max_rank=9).map(lambda tree: [list(path) for path in tree.choices])
-
-
-@given(choices())
-def test_layout_keeps_nodes_apart_and_ranks_in_order(choices):
-    place = plots.tree_layout(choices)
-    assert len(set(place.values())) == len(place) == len(choices) + 1
+@given(trees(max_rank=9))
+def test_layout_keeps_nodes_apart_and_ranks_in_order(tree):
+    place = plots.tree_layout(tree.choices)
+    assert len(set(place.values())) == len(place) == len(tree.choices) + 1
     for node, (x, depth) in place.items():
         assert depth == len(node)
         for other, (y, level) in place.items():

@@ -44,10 +44,6 @@ def samples(path):
     return [sources.parse(r) for r in sources.read_records(str(path), DataConfig())]
 
 
-def seeds(path):
-    return read_seeds(str(path), "train", 0)
-
-
 def requests(path):
     return read_requests(decode.parse(["--prompts_file", str(path)]))
 
@@ -67,7 +63,7 @@ READERS = {
     "list": ("a.json", '[{"text":\n "ü"}]', samples),
     "document": ("a.txt", "grüße\nb", samples),
     "directory": ("b/c.md", "grüße\nb", lambda path: samples(path.parent)),
-    "seeds": ("a.jsonl", LINES, seeds),
+    "seeds": ("a.jsonl", LINES, lambda path: read_seeds(str(path), "train", 0)),
     "questions": ("q.jsonl", LINES, lambda path: questions.read_records(str(path))),
 }
 

@@ -175,14 +175,11 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     there = open_heads(str(out / "medusa_lm_head.safetensors")).heads
     assert (there.n_heads, there.n_layers) == (ours.n_heads, ours.n_layers)
     # In a byte a weight, with the tree next to them, and back to a type that holds all values.
-    small, wide, flags = (
-        tmp_path / "small",
-        tmp_path / "wide",
-        "--drafter medusa --dtype int8",
-    )
-    assert convert.main([*flags.split(), "--to=tgi", f"--out={small}"]) == 2
+    small, wide = tmp_path / "small", tmp_path / "wide"
+    flags = ["--drafter=medusa", "--dtype=int8"]
+    assert convert.main([*flags, "--to=tgi", f"--out={small}"]) == 2
     assert "int8 is for --to native" in capfd.readouterr().err
-    assert convert.main([*flags.split(), "--to=native", f"--out={small}"]) == 0
+    assert convert.main([*flags, "--to=native", f"--out={small}"]) == 0
     assert convert.main([f"--drafter={small}", "--to=native", f"--out={wide}"]) == 0
     read, again = (load_file(d / "heads.safetensors") for d in (small, wide))
     kernel = "heads_0/layers_0/kernel"

@@ -25,14 +25,9 @@ from medusa_jax.tree.tree import Tree
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def paths_of(tree):
-    """Node index of each path, the root's included."""
-    return {(): 0} | {c: i + 1 for i, c in enumerate(tree.choices)}
-
-
 def longest(tree, passes, score=None):
     """Brute force: every path, kept if all of it passes; the deepest, best, first one."""
-    index = paths_of(tree)
+    index = {(): 0} | {c: i + 1 for i, c in enumerate(tree.choices)}  # its node
     best = ()
     for path in sorted(index, key=index.get):
         if not all(passes[index[path[: d + 1]]] for d in range(len(path))):

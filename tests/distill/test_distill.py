@@ -88,24 +88,18 @@ def test_modes():
             mode_for(seeds, mode)
 
 
-class Script:
-    """Stands for the engine: says the lines it is given and remembers what it was asked."""
+def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
+    """(talk, asked): seeds -> their records, of an engine that says these lines; its prompts."""
+    asked = []
 
-    def __init__(self, tokenizer, lines):
-        self.tokenizer, self.lines, self.asked = tokenizer, lines, []
-
-    def __call__(self, prompts, numbers, stops, take):
+    def script(prompts, numbers, stops, take):
         for i, (ids, number) in enumerate(zip(prompts, numbers)):
-            asked = self.tokenizer.decode(ids, skip_special=False)
-            self.asked.append((number, asked, stops[i] if stops else ""))
-            text, finish = self.lines[number].pop(0)
-            said = [*self.tokenizer.encode(text), *([2] if finish == "stop" else [])]
+            prompt = tokenizer.decode(ids, skip_special=False)
+            asked.append((number, prompt, stops[i] if stops else ""))
+            text, finish = lines[number].pop(0)
+            said = [*tokenizer.encode(text), *([2] if finish == "stop" else [])]
             result = {"token_ids": said, "text": text, "finish_reason": finish, "steps": 1}
             take(i, SimpleNamespace(**result))
-
-
-def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
-    script = Script(tokenizer, lines)
 
     def talk(seeds):
         found = {}
@@ -115,7 +109,7 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
         conversation.converse(talks, script, keep)
         return [found[seed.number] for seed in seeds]
 
-    return talk, script
+    return talk, asked
 
 
 def contents(record):
@@ -125,7 +119,7 @@ def contents(record):
 def test_multi_turn_asks_the_seed_s_turns_over_its_own_answers(tokenizer):
     lines = {0: [("yes", "stop"), (" no ", "stop")], 1: [("ab", "length")]}
     lines[3] = [("", "stop")]
-    talk, script = converse(tokenizer, lines)
+    talk, asked = converse(tokenizer, lines)
     seeds = [Seed(0, system="s", turns=("hi", "and")), Seed(1, turns=("abc", "more")),
              Seed(2), Seed(3, turns=("x",))]  # fmt: skip
     records = talk(seeds)
@@ -135,8 +129,8 @@ def test_multi_turn_asks_the_seed_s_turns_over_its_own_answers(tokenizer):
     assert "cut off (length)" in records[1]["problem"]
     assert not records[2]["answers"] and "no user turn" in records[2]["problem"]
     assert contents(records[3]) == ["x"] and records[3]["problem"] == "an empty answer"
-    assert script.asked[0][1] == "<s>s\nu hi\na"
-    assert script.asked[-1] == (0, "<s>s\nu hi\na yes</s>u and\na", "")
+    assert asked[0][1] == "<s>s\nu hi\na"
+    assert asked[-1] == (0, "<s>s\nu hi\na yes</s>u and\na", "")
 
 
 def test_a_character_that_was_cut_in_two_is_left_out(tokenizer, monkeypatch):
@@ -158,23 +152,23 @@ def test_most_turns_and_the_context(tokenizer):
 def test_self_talk_writes_the_user_s_turns_too(tokenizer):
     whole = [(word, "stop") for word in ("yes", "why", "so", "ok", "x")]
     lines = {0: whole, 1: [("yes", "stop"), ("endless", "length")]}
-    talk, script = converse(tokenizer, lines, self_talk=True)
+    talk, asked = converse(tokenizer, lines, self_talk=True)
     records = talk([Seed(0, turns=("hi", "unused")), Seed(1, turns=("hi",))])
     assert contents(records[0]) == ["hi", "yes", "why", "so", "ok", "x"]
     assert [m["role"] for m in records[0]["messages"]] == ["user", "assistant"] * 3
     assert contents(records[1]) == ["hi", "yes"]
     assert "no further user turn" in records[1]["problem"]
     # The model goes on right after the words that open a user's turn.
-    assert script.asked[2] == (0, "<s>u hi\na yes</s>u", "a")
+    assert asked[2] == (0, "<s>u hi\na yes</s>u", "a")
 
 
 def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
     lines = {0: [("hi", "stop"), ("yes", "stop")], 1: [("endless", "length")]}
-    talk, script = converse(tokenizer, lines, self_talk=True, turns=1)
+    talk, asked = converse(tokenizer, lines, self_talk=True, turns=1)
     answered, unasked = talk(silent_seeds(2))
     assert contents(answered) == ["hi", "yes"] and "problem" not in answered
     assert not unasked["answers"] and "no further user turn" in unasked["problem"]
-    assert script.asked[0] == (0, "<s>u", "a") and script.asked[2] == (0, "<s>u hi\na", "")
+    assert asked[0] == (0, "<s>u", "a") and asked[2] == (0, "<s>u hi\na", "")
     # A seed that was meant to say something is not made up.
     assert "no user turn" in talk([Seed(3)])[0]["problem"]
 

@@ -16,7 +16,6 @@ from medusa_jax.evaluate.divergence import Divergence, padded
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.tree.tree import Tree
 from research import noise
-from research.rules import log_probabilities
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -153,11 +152,3 @@ def test_a_filters_cut_within_the_noise_is_told(exact, monkeypatch):
     where = Divergence(0, 9, 7, 1.0)
     found = noise.noise_at(exact, [1], [7], where, option, 0, TREE)
     assert found.at_cut and found.is_tie
-
-
-def test_log_probabilities_are_those_of_the_forward_pass(exact):
-    got = log_probabilities(exact, TEXT[:3], TEXT[3:])
-    logits = forward_logits(exact.config, exact.params, TEXT)
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    expected = [log_p[t - 1, TEXT[t]] for t in range(3, len(TEXT))]
-    assert_close(got, np.array(expected))

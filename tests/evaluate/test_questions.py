@@ -45,20 +45,6 @@ def test_published_forms(name, tmp_path):
     assert (found["frame"] is None) == (not article and name != "own")
 
 
-@pytest.mark.parametrize(
-    "record, sentence",
-    [
-        ({"messages": 5}, "record 0 has no list of turns as messages"),
-        ({"messages": []}, "holds no conversation with a turn"),
-        ({"x": 5}, "every line of .* needs 'prompt' or 'prompt_ids'"),
-    ],
-)
-def test_prompts_that_ask_nothing(record, sentence, tmp_path):
-    path = str(write_lines(tmp_path / "q.jsonl", [record]))
-    with pytest.raises(UserError, match=sentence):
-        read_prompts(path, messages=True)
-
-
 def test_a_limit_takes_from_all_categories():
     questions = [{"category": c, "n": n} for c in "abc" for n in range(4)]
     questions += [{"category": "d", "n": 0}]
@@ -67,24 +53,38 @@ def test_a_limit_takes_from_all_categories():
     assert spread(questions, 0) == questions
 
 
+talks = lambda path: read_prompts(path, messages=True)  # noqa: E731
+
+
 @pytest.mark.parametrize(
-    "text, sentence",
+    "read, text, sentence",
     [
-        ('{"text": "x"}\n', "is in no known form; by fields of a record: all: turns;"),
-        ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
-        ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
-        ('{"turns": []}', "record 0 asks nothing"),
-        ('{"instruction": 5}', "record 0 has other values in instruction"),
-        ('{"prompt_ids": ["a"]}', "record 0: 'prompt_ids' should be a list of token ids"),
-        ("[1]", "every record has to be a JSON object"),
-        ("", "has no samples"),
-        ("{", "record 0: broken JSON"),
+        (talks, '{"messages": 5}', "record 0 has no list of turns as messages"),
+        (talks, '{"messages": []}', "holds no conversation with a turn"),
+        (talks, '{"x": 5}', "every line of .* needs 'prompt' or 'prompt_ids'"),
+        *(
+            (read_questions, *row)
+            for row in [
+                (
+                    '{"text": "x"}',
+                    "is in no known form; by fields of a record: all: turns;",
+                ),
+                ('{"turns": ["a"]}\n{"x": 1}\n', "record 1 lacks turns"),
+                ('{"turns": [5]}', r"record 0 should ask text, not \[5\]"),
+                ('{"turns": []}', "record 0 asks nothing"),
+                ('{"instruction": 5}', "record 0 has other values in instruction"),
+                ('{"prompt_ids": ["a"]}', "'prompt_ids' should be a list of token ids"),
+                ("[1]", "every record has to be a JSON object"),
+                ("", "has no samples"),
+                ("{", "record 0: broken JSON"),
+            ]
+        ),
     ],
 )
-def test_bad_files(text, sentence, tmp_path):
+def test_bad_files(read, text, sentence, tmp_path):
     (tmp_path / "q.jsonl").write_text(text)
     with pytest.raises(UserError, match=sentence):
-        read_questions(str(tmp_path / "q.jsonl"))
+        read(str(tmp_path / "q.jsonl"))
 
 
 SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])

@@ -1,10 +1,10 @@
-"""Figures of a race, from runs made up here."""
-
-import itertools
+"""Figures of a race, from runs made up here; repeated n-grams, against their definition."""
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import write_model
 
 import medusa_jax
@@ -13,17 +13,13 @@ from medusa_jax.decoding import timing
 from medusa_jax.decoding.copying import REPEATS, copied_tokens
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.evaluate.race import Contender, Run, figures, race
+from medusa_jax.repetition import mean_repeated_ngram_share, repeated_ngram_share
 from research.timed_steps import step_seconds
 
 
 def run(n_tokens, steps, seconds, prefill=0.1):
     """A text of this many tokens, by the device's count of what its steps appended."""
     return Run([[3] * n_tokens], prefill, seconds, steps=steps, appended=n_tokens - 1)
-
-
-def contender(runs, **row):
-    left = iter(runs)
-    return Contender("x", lambda prompt: next(left), **row)
 
 
 def test_a_token_that_no_step_made_shows_in_the_difference():
@@ -33,12 +29,11 @@ def test_a_token_that_no_step_made_shows_in_the_difference():
 
 def test_a_contender_may_have_a_baseline_of_its_own():
     """The third is compared with the second; the median of three rounds counts."""
-    entered = [
-        contender(itertools.repeat(run(9, 8, seconds)), against=i // 2 * 2)
-        for i, seconds in enumerate((4.0, 2.0, 1.0))
-    ]
-    slow = iter([run(9, 8, 99.0), run(9, 8, 0.5), run(9, 8, 0.25)])
-    entered.append(Contender("y", lambda prompt: next(slow), against=2))
+    entered = []
+    for i, seconds in enumerate(([4.0] * 3, [2.0] * 3, [1.0] * 3, [99.0, 0.5, 0.25])):
+        runs = (run(9, 8, s) for s in seconds)
+        ask = lambda prompt, runs=runs: next(runs)  # noqa: E731
+        entered.append(Contender("x", ask, against=i // 2 * 2))
     rows = race(entered, [[7]], 3, warm_up=False)
     assert [row["speedup"] for row in rows] == [1, 2, 1, 2]
 
@@ -49,6 +44,19 @@ def test_texts_are_compared_with_the_baselines():
     assert (found["divergences"], found["texts"], found["agreement"]) == (1, 2, 0.75)
     # An engine that does not count steps has no figures of steps.
     assert found["mean_accepted_length"] is None and found["step_latency_ratio"] is None
+
+
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(1, 5))
+def test_repeated_share_is_what_it_says(tokens, n):
+    seen, repeats, total = set(), 0, 0
+    for i in range(len(tokens) - n + 1):
+        gram = tuple(tokens[i : i + n])
+        repeats += gram in seen
+        seen.add(gram)
+        total += 1
+    assert repeated_ngram_share(tokens, n) == pytest.approx(repeats / total if total else 0)
+    assert mean_repeated_ngram_share([[7] * 6, [1, 2, 3]]) == pytest.approx(1 / 3)
+    assert mean_repeated_ngram_share([]) == 0.0
 
 
 # Step latencies are of the steps they claim.

@@ -15,7 +15,6 @@ from gguf_files import (
     byte_level_metadata,
     gguf,
     llama_shapes,
-    llama_tensors,
     random_blocks,
     shape_metadata,
     write,
@@ -57,14 +56,15 @@ PARTS = ["token_embd", *(f"attn_{name}" for name in ("q", "k", "v", "output"))]
 PARTS += [f"ffn_{name}" for name in ("gate", "up", "down")]
 
 
-def model_file(path, tokenizer_json, kinds, tied=True):
+def model_file(path, tokenizer_json, kinds, tied=True, more=()):
     """A llama file of two layers; untied ones have biases of the attention.
 
     Args:
       kinds: the types of `PARTS`.
+      more: of the metadata.
     """
     rng = np.random.default_rng(0)
-    metadata = byte_level_metadata(tokenizer_json)
+    metadata = byte_level_metadata(tokenizer_json) | dict(more)
     shapes = llama_shapes(len(metadata["tokenizer.ggml.tokens"]), D, F)
     tensors, kind_of = {}, dict(zip(PARTS, kinds))
     for name, shape in shapes.items():
@@ -229,15 +229,11 @@ def test_a_type_without_numbers_is_refused_by_name(tmp_path):
 @pytest.fixture
 def file(tokenizer_json, tmp_path):
     """A tied llama model in blocks of 8 bits, its norms in float32."""
-    metadata = byte_level_metadata(tokenizer_json)
-    metadata |= shape_metadata("llama") | {"general.file_type": 7}
-    tensors = llama_tensors(len(metadata["tokenizer.ggml.tokens"]))
-    blocks = {n: (t, Kind.Q8_0) if t.shape[-1] == 32 else t for n, t in tensors.items()}
-    return Path(write(tmp_path / "a.gguf", metadata, blocks))
+    more = {"general.file_type": 7}
+    return Path(model_file(tmp_path / "a.gguf", tokenizer_json, ["Q8_0"] * 8, more=more))
 
 
-def test_a_copy_in_float32_differs_in_its_blocks_alone(file, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_copy_in_float32_differs_in_its_blocks_alone(file):
     assert float32.block_type(str(file)) == "Q8_0"
     unpacked = float32.as_float32(str(file))
     assert float32.block_type(unpacked) == "F32"

@@ -215,12 +215,10 @@ def test_no_code_of_the_directory_runs(sentencepiece_dir, tmp_path, monkeypatch)
 TEXT = "The assistant  é日😀:\n\treturn [int(x)]"
 
 
-@pytest.mark.parametrize("kind", ["byte_level_dir", "sentencepiece_dir"])
-def test_bytes_together_are_the_text(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+def test_bytes_together_are_the_text(tokenizer):
     spelled, ids = TokenBytes(tokenizer), tokenizer.encode(TEXT)
     parts = [spelled.of(i) for i in ids]
-    blank = b" " if kind == "sentencepiece_dir" else b""  # it puts one in front of a text
+    blank = b" " if tokenizer.byte_ids else b""  # it puts one in front of a text
     assert b"".join(parts) == blank + TEXT.encode()
     assert any(part.decode(errors="ignore").encode() != part for part in parts)
     assert spelled.of(10**6) == b""
@@ -228,9 +226,7 @@ def test_bytes_together_are_the_text(kind, request):
     assert spelled.of(special) == end.encode()
 
 
-@pytest.mark.parametrize("kind", ["byte_level_dir", "sentencepiece_dir"])
-def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(kind, request):
-    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(tokenizer):
     spelled = TokenBytes(tokenizer)
     special = tokenizer.special_texts.values()
     words = st.sampled_from(["assistant", " ", "  ", "é日😀", *special])

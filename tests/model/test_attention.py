@@ -18,12 +18,6 @@ from medusa_jax.model.texts import attend_cached, attend_text
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@jax.jit
-def attend_written(q, new, cache, start_B, mask_BTS):
-    """The plain attention over a cache that the new keys and values have been written to."""
-    return attend(q, *(write_rows(c, n, start_B) for c, n in zip(cache, new)), mask_BTS)
-
-
 @pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 400, 600])
 def test_blocks_of_queries_give_what_one_attention_gives(T):
     """Values and gradients, over packed rows with a window."""
@@ -86,6 +80,7 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, mon
     at_BT = start_B[:, None] + np.arange(T)[None]
     behind_BTS = at_BT[..., None] - np.arange(S)[None, None]
     mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
-    expected = attend_written(q, new, cache, start_B, mask_BTS)
+    written = (write_rows(c, n, start_B) for c, n in zip(cache, new))
+    expected = attend(q, *written, mask_BTS)
     got = jax.jit(partial(attend_cached, window=window))(q, new, cache, start_B)
     assert_close(got, expected)

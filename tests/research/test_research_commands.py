@@ -6,15 +6,25 @@ import numpy as np
 import pytest
 from files import PROMPTS, write_lines
 from safetensors.numpy import load_file
-from tiny import write_model
-from training_setup import ROOT
+from tiny import write_heads, write_model
+from training_setup import ROOT, write_config
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.evaluate.race import Contender, Run
+from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.interop.hf_writer import config_to_hf
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.training.data.rows import write_tokens
-from research import against, batches, roofline, step_cost, sweep, tree_shapes
+from research import (
+    against,
+    batches,
+    confidence,
+    roofline,
+    step_cost,
+    sweep,
+    train_cost,
+    tree_shapes,
+)
 from research.family import command as family
 from research.peers import huggingface, llamacpp
 from research.recipes import command as recipes
@@ -51,6 +61,10 @@ COMMANDS = {
         ["measured.json", "measured.png", "acceleration.png"],
         "timings, 2 points larger than the limits",
     ),
+    confidence: (
+        f"{ASKED} --drafter={{t}}/sure --sizes=1,2,3 --rounds=1 --max_new_tokens=24",
+        ["confidence.json"], "| bound |",
+    ),
     step_cost: (
         "--shape={t} --drafters=medusa --repeats=1 --sizes=8,16 --context=20 --batch=2 "
         "--out={t}/out",
@@ -78,7 +92,11 @@ LONG = {family: pytest.mark.slow, recipes: pytest.mark.slow, against: ()}
 def places(tmp_path, monkeypatch):
     """A model with heads and a tree, prompts, tokens, peers and texts that stand for the real ones."""
     monkeypatch.chdir(ROOT)
-    config, _ = write_model(tmp_path / "model")
+    config, params = write_model(tmp_path / "model")
+    for name in ("sure", "unsure"):
+        fields = {"n_layers": 1, "markov_rank": 4, "tap_layers": "1"}
+        heads = DSparkConfig(n_heads=2, confidence=name == "sure", **fields)
+        write_heads(tmp_path / name, config, params, heads)
     ladder = [{"nodes": 1, "tokens_per_step": 1.0}, {"nodes": 2, "tokens_per_step": 99.0}]
     tree = {"choices": [], "growth": [[0]], "evidence": {"ladder": ladder}}
     (tmp_path / "model" / "heads" / "tree.json").write_text(json.dumps(tree))
@@ -117,3 +135,17 @@ def test_it_runs(command, places, capsys):
             assert run["decoded"][0]["divergences"] == 0
     if command in (family, recipes):  # nothing is trained twice
         assert command.main(flags.format(t=places).split()) == 0
+    if command is confidence:
+        assert command.main(flags.format(t=places).replace("/sure", "/unsure").split()) == 2
+        assert "have no confidence" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["", "float32"])
+def test_a_training_step_is_timed_with_both_losses(places, capsys, kind):
+    config = write_config(places, str(places / "data"), "medusa1")
+    flags = [f"--config={config}", "--steps=2", f"--config.data.cache_features={kind}"]
+    assert train_cost.main([*flags, "--config.data.packing=first_fit"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line]
+    assert [r[1].strip() for r in rows[2:]] == ["chunked", "naive"]
+    assert all(float(r[2]) > 0 for r in rows[2:])

@@ -1,6 +1,5 @@
 """Parts of single studies: settings, variants, shapes, ties, random weights, costs from shapes, growth, roofline."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -170,7 +169,7 @@ def test_a_draft_vocabulary_is_what_heads_read():
     for kind, parameters in (("own", blocks + 4 * columns), ("shared", blocks)):
         heads = HeadsConfig(n_heads=4, lm_head=kind)
         whole = draft_cost.draft_bytes(heads, arch, tree, 128)
-        few = dataclasses.replace(heads, draft_vocab=64)
+        few = replace(heads, draft_vocab=64)
         costs[kind] = draft_cost.draft_bytes(few, arch, tree, 128)
         assert costs[kind][1:] == (4.0 * parameters, parameters)
         assert costs[kind][0] < 0.75 * whole[0]

@@ -254,27 +254,13 @@ CHATS = [
 ]
 # fmt: on
 # What OpenAI's and vLLM's clients send although it asks for nothing.
-NOTHING = {
-    "audio": None,
-    "documents": None,
-    "prediction": None,
-    "prompt_cache_key": "k",
-    "user": "u",
-    "prompt_cache_retention": "24h",
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "stop_token_ids": [],
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
-    "top_k": -1,
-    "length_penalty": 1.0,
-    "use_beam_search": False,
-    "truncate_prompt_tokens": None,
-    "include_stop_str_in_output": False,
-    "echo": False,
-    "best_of": 1,
-    "priority": 0,
-    "structured_outputs": {"disable_fallback": False, "structural_tag": None},
+NOTHING = dict.fromkeys(["audio", "documents", "prediction", "truncate_prompt_tokens"])
+NOTHING |= dict.fromkeys(["ignore_eos", "use_beam_search", "echo"], False)
+NOTHING |= {
+    "prompt_cache_key": "k", "user": "u", "prompt_cache_retention": "24h", "min_tokens": 0,
+    "stop_token_ids": [], "skip_special_tokens": True, "spaces_between_special_tokens": True,
+    "top_k": -1, "length_penalty": 1.0, "include_stop_str_in_output": False, "best_of": 1,
+    "priority": 0, "structured_outputs": {"disable_fallback": False, "structural_tag": None},
     "stream_options": {"include_usage": False, "continuous_usage_stats": False},
 }  # fmt: skip
 OF_CHATS = {

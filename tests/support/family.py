@@ -174,11 +174,6 @@ def check_levels_loss(drafter, params, backbone, train, numpy_loss, levels, deca
     assert_close(sum(jax.tree.leaves(product)), slope, 4e9)  # a difference quotient
 
 
-def by_logits(depth, logits):
-    """Ranks guesses by their logits, as greedy decoding without penalties does."""
-    return Ranked(logits, logits)
-
-
 def proposed_logits(drafter, backbone, tree):
     """(params, state, root_B, follow_BK) -> node tokens and the logits of every depth.
 
@@ -187,8 +182,8 @@ def proposed_logits(drafter, backbone, tree):
 
     def run(params, state, root_B, follow_BK=None):
         def rank(depth, logits):
-            if follow_BK is None:
-                return by_logits(depth, logits)
+            if follow_BK is None:  # as greedy decoding without penalties does
+                return Ranked(logits, logits)
             wanted = jax.nn.one_hot(follow_BK[:, depth - 1], logits.shape[-1]) * 1e6
             wanted = wanted if logits.ndim == 2 else wanted[:, None, :]
             return Ranked(logits, logits + wanted)

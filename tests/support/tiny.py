@@ -98,15 +98,7 @@ def adapted_logits(config: LlamaConfig, params, adapters=None):
 
 LETTERS = " abcdefghijklmnopqrstuvwxyz.,\n"
 PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
-MERGES = [
-    ("a", "b"),
-    ("ab", "c"),
-    ("t", "h"),
-    ("th", "e"),
-    (" ", "a"),
-    ("i", "n"),
-    ("e", "r"),
-]
+MERGES = [(word[:-1], word[-1]) for word in ("ab", "abc", "th", "the", " a", "in", "er")]
 CONTEXT = 96
 
 

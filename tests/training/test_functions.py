@@ -47,11 +47,6 @@ def problem(name, **fields):
     return cfg, HeadFunctions(cfg.heads, ARCH, cfg.train), frozen, batch
 
 
-def only_what_heads_read(frozen):
-    names = ("embed_tokens", "norm", "lm_head")
-    return frozen | {"backbone": {name: frozen["backbone"][name] for name in names}}
-
-
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "eagle3", "hydrapp"))
 def test_the_loss_and_its_gradient_are_the_trainers(name):
     """The trainer runs the backbone by itself; the functions get its states and three entries of it."""
@@ -70,7 +65,8 @@ def test_the_loss_and_its_gradient_are_the_trainers(name):
         return stage.loss({"heads": params}, frozen, inputs)[0]
 
     def ours(params):
-        given = only_what_heads_read(frozen)
+        read = {n: frozen["backbone"][n] for n in ("embed_tokens", "norm", "lm_head")}
+        given = frozen | {"backbone": read}
         rows = [batch[n] for n in ("tokens", "counted", "segment_ids", "positions")]
         return functions.loss(params, given, hidden, *rows)
 
