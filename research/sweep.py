@@ -72,6 +72,7 @@ def run(flags: Flags) -> int:
     """Both sweeps of every drafter, tables, pictures."""
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
+    from medusa_jax.decoding.acceptance import rule_named
 
     epsilons = flags.epsilons
     temperatures = flags.temperatures
@@ -92,7 +93,7 @@ def run(flags: Flags) -> int:
         "dtype": str(model.dtype),
         "prompts": len(questions),
         "max_new_tokens": flags.max_new_tokens,
-        "guarantees": {name: rule.guarantee for name, rule in ACCEPTANCE.items()},
+        "guarantees": {name: rule_named(name).guarantee for name in ACCEPTANCE},
         "drafters": swept,
     }
     write_json(out / "sweep.json", facts)
