@@ -133,7 +133,7 @@ CLOSURES = {
     ("commands.decode", "training.trainer"): 15_380,
 }
 # Lines of the package's and the tests' Python, words of the site's pages.
-PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_610, 26_000, 14_000
+PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_612, 26_000, 14_000
 # Files that import by name, and who chooses the name: the content of a file, a flag, an extra or the platform.
 # Imports by name are left out of the budgets, so anything that is always imported must not be here.
 SEAMS = {

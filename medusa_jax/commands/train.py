@@ -242,7 +242,9 @@ def reader(kind: Any) -> Callable[[str], Any]:
 
     def read(text: str) -> Any:
         if kind is bool:
-            return ("false", "true", "0", "1").index(text.lower()) % 2 == 1
+            if text.lower() not in ("false", "true", "0", "1"):
+                raise ValueError
+            return text.lower() in ("true", "1")
         if typing.get_origin(kind) is tuple:
             return tuple(int(x) for x in entries(text.strip("()[] ")))
         return kind(text)

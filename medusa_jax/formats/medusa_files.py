@@ -197,7 +197,7 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     tensors = dict(tensors)
     ids = whole(tensors.pop(_TOKEN_MAP))
     if ids.ndim != 1 or ids.dtype.kind != "i" or len(np.unique(ids)) != len(ids):
-        raise UserError(f"{source}: {_TOKEN_MAP} is no list of different tokens")
+        raise UserError(f"{source}: {_TOKEN_MAP} is not a list of different tokens")
     order = np.argsort(ids)
     for key, tensor in tensors.items():
         if "lm_head" in key and len(tensor.shape) == 2:

@@ -19,7 +19,7 @@ to t.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -45,7 +45,7 @@ from medusa_jax.heads.tapped import Tapped
 from medusa_jax.model.cache import KVCache, LayerCache, write_both
 from medusa_jax.model.draft_caches import BlockCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
-from medusa_jax.model.masks import CausalMask, PathMask
+from medusa_jax.model.masks import CausalMask, Mask, PathMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.seams import Pair
@@ -197,7 +197,7 @@ class DFlash(Tapped):
         backbone: Backbone,
         root_BT: jax.Array,
         position_BT: jax.Array,
-        caches: Iterable[LayerCache],
+        caches: Sequence[LayerCache],
         start_B: jax.Array | None = None,
     ) -> jax.Array:
         """Inputs of the LM head for all guesses after the roots: [B, T, K, D].
@@ -212,8 +212,9 @@ class DFlash(Tapped):
         positions_BQ = (position_BT[:, :, None] + slots_K[None, None]).reshape(B, -1)
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
         rope = rope_tables(c, positions_BQ, dtype)
-        both_ways = PathMask(jnp.ones((self.n_slots, self.n_slots), bool))
-        mask = CausalMask() if start_B is None else both_ways
+        mask: Mask = CausalMask()  # a `BlockCache` does not read it
+        if start_B is not None:
+            mask = PathMask(jnp.ones((self.n_slots, self.n_slots), bool))
         x_BQD = self.block(backbone, root_BT).astype(dtype)
         for j, cache in enumerate(caches):
             layer = x_BQD, rope, mask, cache, start_B
@@ -307,16 +308,17 @@ class DFlash(Tapped):
         self, params: Params, backbone: Backbone, state: CacheState, request: DraftRequest
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
-        own, start_B = (params, backbone), state.length_B
-        root = request.root_B[:, None], start_B[:, None]
-        if backbone.native(self.shape):
+        length_B, texts = state.length_B, state.cache.layers
+        native = backbone.native(self.shape)
+        caches: list[LayerCache]
+        if native:
             free = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
-            caches = jax.tree.map(lambda x: jnp.pad(x, free), state.cache.layers)
-            x_B1KD = self.guesses(*own, *root, caches, start_B)
+            caches = [(jnp.pad(k, free), jnp.pad(v, free)) for k, v in texts]
         else:
-            visible_B1S = (jnp.arange(state.cache.slots)[None] < start_B[:, None])[:, None]
-            blocks = [BlockCache(pair, visible_B1S) for pair in state.cache.layers]
-            x_B1KD = self.guesses(*own, *root, blocks)
+            visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
+            caches = [BlockCache(text, visible_B1S) for text in texts]
+        root = request.root_B[:, None], length_B[:, None]
+        x_B1KD = self.guesses(params, backbone, *root, caches, length_B if native else None)
         depth, dtype = request.tree.depth, backbone.llama.dtype
         mine, x_BKD = params["heads_0"], x_B1KD[:, 0, :depth]
         logits_BKO = lm_head_logits(self.heads, mine, backbone, x_BKD)

@@ -29,7 +29,7 @@ def gguf_file(path_or_name: str | None) -> str:
         return file_of(path_or_name)
     if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
         raise UserError(
-            f"{path_or_name or 'the demo'} is no GGUF file, which llama.cpp needs: give --model "
+            f"{path_or_name or 'the demo'} is not a GGUF file, which llama.cpp needs: give --model "
             f"a .gguf file or a name ({', '.join(NAMES)})"
         )
     return split_files(path_or_name)[0]

@@ -122,7 +122,7 @@ def test_a_text_that_is_forced_is_drafted():
 
 
 def test_guesses_after_each_node():
-    """A node's guesses have the scores that rank its children; a copied node's have those of its depth."""
+    """The guesses after a node are scored as its children are; after a copied node, as its depth is."""
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
     engine, variables = fresh_medusa(CONFIG, tree, "sampled")
     request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])

@@ -91,8 +91,8 @@ def test_features_and_logits_are_those_of_the_paper(fields):
     ],
 )
 def test_a_tree_is_drafted_along_its_paths(fields, tree):
-    """Every node's token is a rank of the scores that its own ancestors give, after the last accepted
-    context; of Medusa's, which are those of its depth."""
+    """Each node holds the token of its rank in the scores after its own ancestors and the accepted
+    text. Medusa's scores depend on the depth only."""
     backbone, drafter, params = problem(**fields)
     rng = np.random.default_rng(5)
     rows = family.random_rows(rng)

@@ -1,4 +1,4 @@
-"""Tensors of every block type, read back and as a model's weights: every number is near that of the unpacked ones."""
+"""Tensors of every block type, read back and as a model's weights, give nearly the numbers of unpacked ones."""
 
 import os
 import struct

@@ -1,4 +1,4 @@
-"""The backbone: cached passes equal the full one, nothing sees what it must not see, streams of inner layers."""
+"""The backbone: cached passes equal the full pass, masks hide what they should, inner streams are returned."""
 
 import dataclasses
 from functools import partial

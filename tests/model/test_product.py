@@ -1,4 +1,4 @@
-"""Products of activations and kernels on every platform and in every form, and what is stored in which."""
+"""Products of activations and kernels on every platform and in every form; which form each kernel is stored in."""
 
 import jax
 import jax.numpy as jnp

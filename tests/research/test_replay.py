@@ -1,4 +1,4 @@
-"""replay and questions on a tiny model: the accepted lengths are those of decoding; both turns, files that others read."""
+"""`replay` and `questions` on a tiny model: accepted lengths equal decoding's, over both turns; files for other tools."""
 
 import json
 

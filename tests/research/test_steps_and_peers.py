@@ -69,7 +69,7 @@ def test_targets_are_those_of_the_adjusted_logits():
     [
         (llamacpp, "a.gguf", r"pip install 'medusa-jax\[llamacpp\]'"),
         (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
-        (llamacpp, "some/directory", r"is no GGUF file, which llama\.cpp needs"),
+        (llamacpp, "some/directory", r"is not a GGUF file, which llama\.cpp needs"),
     ],
 )
 def test_what_is_missing_is_named(peer, model, words, monkeypatch):

@@ -179,7 +179,7 @@ def attacked(port, body, path="/v1/completions"):
 
 
 def test_a_megabyte_that_has_to_be_tokenised(port):
-    """This vocabulary tells nothing of the length before."""
+    """With this vocabulary, the length in tokens is unknown before tokenising."""
     body = {"prompt": "the cat and " * (MEGABYTE // 12), "n": 2}
     answer = attacked(port, body)
     assert answer.json()["error"]["code"] == "context_length_exceeded"

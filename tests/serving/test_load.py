@@ -1,5 +1,5 @@
-"""Many clients at once: every answer that of a solo run, none lost, no slot leaked; programs that are not ready: who
-waits for them, and who does not."""
+"""Many clients at once: each answer equals a solo run's, none is lost, no slot leaks. While programs compile, only
+the requests that need them wait."""
 
 import gc
 import json
@@ -127,7 +127,7 @@ def apart(url, n_clients, n_calls, asked, pause):
 
 
 class Recorded:
-    """A batch that notes what is compiled on it, and waits until it may."""
+    """A batch that records each compilation and starts it only when the test lets it."""
 
     def __init__(self):
         self.begun, self.done, self.may = [], [], threading.Semaphore(0)

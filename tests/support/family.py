@@ -47,7 +47,7 @@ def drafter_of(heads, backbone, seed=0):
 
 @cache
 def problem(heads):
-    """The backbone as heads see it, with all tokens or those of IDS; their drafter and parameters."""
+    """The backbone as heads see it, scoring all tokens or only IDS; the drafter and its parameters."""
     backbone = stored_base()
     if heads.draft_vocab:
         backbone = vocabulary.narrowed(backbone, jnp.asarray(IDS))

@@ -74,7 +74,7 @@ class Planted(Drafter):
 
 
 def fresh_medusa(config, tree, acceptance="greedy", seed=0, n_heads=2, **fields):
-    """An engine with untrained Medusa heads, which guess what the LM head says, and its variables."""
+    """An engine and its variables. Its untrained Medusa heads repeat the LM head's scores."""
     params, llama, backbone = random_model(config, seed)
     drafter = make_drafter(HeadsConfig(n_heads=n_heads), config)
     heads = drafter.init(jax.random.key(0), Backbone(Llama(config, jnp.float64), params))

@@ -136,8 +136,10 @@ def write_model(
 
 
 def write_heads(directory: Path, config, params, heads=None, ids=(), seed=None):
-    """Draft heads, untrained or random by a seed: by default three of Medusa that share the LM head, over all
-    tokens or those of `ids`."""
+    """Write draft heads, untrained or random (with a seed). Default: three Medusa heads that share the LM head.
+
+    They score all tokens, or only `ids`.
+    """
     backbone = Backbone(Llama(config), params)
     heads = heads or HeadsConfig(n_heads=3, lm_head="shared", draft_vocab=len(ids))
     drafter = make_drafter(heads, config)
