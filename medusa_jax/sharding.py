@@ -41,6 +41,8 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(o_proj|down_proj)/(scales|b)$", P(None, "fsdp")),
     (r"(_proj|lm_head)/a$", P("fsdp", None)),
     (r"(_proj|lm_head)/(scales|b)$", P(None, "tensor")),
+    # One output, which no axis divides.
+    (r"confidence/kernel$", P("fsdp", None)),
     # All other kernels, in the draft heads.
     (r"heads_\d+/layers_\d+/(.*/)?bias$", P("tensor")),
     (r"/kernel$", P("fsdp", "tensor")),

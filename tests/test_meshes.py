@@ -46,8 +46,10 @@ def configurations(tokens):
     inside = of("medusa1", teacher_weight=1.0, label_weight=0.0, levels=2,
                 induction_weight=0.5)
     inside.heads = drafter_class("eagle3").Config(n_heads=2, fc_norm=True)
-    blocks = of("medusa1", distance_weight=1.0, label_weight=0.1, anchors=7)
-    blocks.heads = drafter_class("dspark").Config(n_heads=2, n_layers=1, markov_rank=8)
+    blocks = of("medusa1", distance_weight=1.0, label_weight=0.1, confidence_weight=1.0,
+                anchors=7)
+    sizes = {"n_heads": 2, "n_layers": 1, "markov_rank": 8}
+    blocks.heads = drafter_class("dspark").Config(**sizes, confidence=True)
     return {"dspark": blocks, "lora": lora, "full": full, "amphista": halves, "eagle3": inside}
 
 

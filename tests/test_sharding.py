@@ -20,6 +20,7 @@ from medusa_jax import Options, UserError
 from medusa_jax.hlo.collectives import collectives
 from medusa_jax.config import HeadsConfig
 from medusa_jax.decoding import generate as loop
+from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop import hf, tensors
@@ -42,11 +43,14 @@ wrong = []
 for shape in ((1, 2, 4), (2, 2, 2)):
     mesh = make_mesh(shape)
     backbone = init_sharded(mesh, lambda key: init_params(config, key), jax.random.key(0))
-    drafter = make_drafter(HeadsConfig(n_heads=2, lm_head="low_rank", rank=8), config)
-    heads = init_sharded(
-        mesh, lambda key: drafter.init(key, Backbone(Llama(config), backbone)), jax.random.key(1)
-    )
-    for tree in (backbone, heads):
+    trees = [backbone]
+    for heads in (
+        HeadsConfig(n_heads=2, lm_head="low_rank", rank=8),
+        DSparkConfig(n_heads=2, n_layers=1, markov_rank=8, confidence=True),
+    ):
+        drafter, frozen = make_drafter(heads, config), Backbone(Llama(config), backbone)
+        trees.append(init_sharded(mesh, lambda key: drafter.init(key, frozen), jax.random.key(1)))
+    for tree in trees:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             spec = spec_for(path_string(path))
             cut = [d // (mesh.shape[a] if a else 1) for d, a in zip(leaf.shape, spec)]

@@ -38,7 +38,7 @@ from medusa_jax.training.data.tokenise import Encoder, tokenizer_for
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.trainer import TrainState, make_step
+from medusa_jax.training.trainer import TrainState, make_step, state_shapes
 from medusa_jax.whole_files import Json
 
 GIB = 2**30
@@ -119,14 +119,10 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     steps = cfg.train.steps or 1000
     stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
     optimizer = make_optimizer(cfg.optim, stage.groups, steps)
-    key = jax.eval_shape(lambda: jax.random.key(0))
     kl = cfg.train.backbone_loss == "kl"
     frozen = frozen_shapes(stage, cfg.model, kl)
     frozen = shapes_with(frozen, param_shardings(mesh, frozen))
-    params = jax.eval_shape(stage.init, key, frozen)
-    counter = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
-    abstract = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
-    state = shapes_with(abstract, param_shardings(mesh, abstract))
+    state = state_shapes(stage, optimizer, mesh, frozen)
     schedule = make_schedule(cfg.optim, steps)
     step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     T = cfg.data.seq_len

@@ -24,7 +24,14 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import refuse_model
 from medusa_jax.model.barrier import depend_on, regather
-from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
+from medusa_jax.sharding import (
+    PyTree,
+    local_rows,
+    make_mesh,
+    param_shardings,
+    replicated,
+    shapes_with,
+)
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import sources
@@ -114,11 +121,16 @@ class Run:
 
         # The state, fresh or restored; then the compiled step and the evaluation.
         optimizer = make_optimizer(cfg.optim, groups, self.steps)
-        with announced("initialising"):
-            start = (setup.frozen, cfg.train.seed, setup.start)
-            state = init_state(stage, optimizer, mesh, *start)
         self.best, self.figures = float("inf"), dict[str, Json]()
-        self.state = self.restore(state, changed) if resumed else state
+        of_state = (stage, optimizer, mesh, setup.frozen)
+        if resumed:
+            # The initial weights are freed first: devices may not hold them and the state.
+            shapes = state_shapes(*of_state, setup.start)
+            self.setup = setup = setup._replace(start={})
+            self.state = self.restore(shapes, changed)
+        else:
+            with announced("initialising"):
+                self.state = init_state(*of_state, cfg.train.seed, setup.start)
         resume.record(cfg)
         schedule = make_schedule(cfg.optim, self.steps)
         step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
@@ -130,7 +142,7 @@ class Run:
             self.evaluator = Evaluator(stage, mesh, evaluated, micro, total)
 
     def restore(self, state: TrainState, changed: dict[str, str]) -> TrainState:
-        """The state of the newest checkpoint; `changed` lists fields that differ from the last start."""
+        """The newest checkpoint, placed like `state`; `changed` lists fields that differ from the last start."""
         workdir = self.cfg.workdir
         params, opt, data, meta = self.checkpoints.restore(state.params, state.opt)
         resume.check(data, self.content, self.steps, workdir)
@@ -249,13 +261,26 @@ def init_state(
 ) -> TrainState:  # fmt: skip
     """The state of step 0; groups that are not in `start` are initialised on their devices."""
     start = start or {}
-    key, given = jax.random.key(seed), frozen | start
-    shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, given))
-    params = start | jax.jit(stage.init, out_shardings=shardings)(key, given)
-    shapes = jax.eval_shape(optimizer.init, params)
-    opt = jax.jit(optimizer.init, out_shardings=param_shardings(mesh, shapes))(params)
+    shapes = state_shapes(stage, optimizer, mesh, frozen, start)
+    places = jax.tree.map(lambda x: x.sharding, shapes)
+    fresh = {name: x for name, x in places.params.items() if name not in start}
+    init = jax.jit(stage.init, out_shardings=fresh)
+    params = start | init(jax.random.key(seed), frozen | start)
+    opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
     zero, updates = (jax.device_put(np.int32(0), replicated(mesh)) for _ in range(2))
     return TrainState(zero, updates, params, opt)
+
+
+def state_shapes(
+    stage: Stage, optimizer: optax.GradientTransformation, mesh: Mesh, frozen: PyTree,
+    start: PyTree = None,
+) -> TrainState:  # fmt: skip
+    """Shapes and placement of `init_state`; its arguments may be shapes."""
+    start, key = start or {}, jax.eval_shape(lambda: jax.random.key(0))
+    params = start | jax.eval_shape(stage.init, key, frozen | start)
+    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    state = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
+    return shapes_with(state, param_shardings(mesh, state))
 
 
 def make_step(

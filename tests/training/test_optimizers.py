@@ -208,7 +208,12 @@ def test_muon_takes_the_hidden_matrices_only():
     assert sorted(chosen) == sorted(f"layers_0/{part}_proj/kernel" for part in layer)
 
 
-def test_weight_decay_spares_vectors():
-    params = init_params(training_arch(), jax.random.key(0))
-    assert matrices(params)["norm"]["scale"] is False
-    assert matrices(params)["lm_head"]["kernel"] is True
+@pytest.mark.parametrize("name", ["adamw", "adamw8bit", "muon"])
+def test_weight_decay_spares_vectors_only(name):
+    """Without gradients a step of rate 0.1 takes 0.1 x 0.5 of every matrix, Muon's or not."""
+    params = jax.tree.map(jnp.ones_like, init_params(training_arch(), jax.random.key(0)))
+    rule = make_rule(name, OptimConfig(weight_decay=0.5), lambda _: 0.1)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = jax.jit(rule.update)(grads, rule.init(params), params)
+    for leaf in jax.tree.leaves(updates):
+        np.testing.assert_allclose(leaf, -0.05 * (leaf.ndim >= 2), rtol=1e-6)

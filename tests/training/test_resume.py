@@ -1,22 +1,25 @@
 """Every stage: stopped by SIGTERM, cut off without warning, poisoned, and still the same run."""
 
 import dataclasses
+import gc
 import json
 import os
 import signal
 import threading
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import tensorstore
 from cases import thinned
-from training_setup import records, run, tiny_config, training_arch
+from training_setup import VOCAB, records, run, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
+from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.trainer import Run, TrainState
 from medusa_jax.whole_files import write_json
 
@@ -93,6 +96,31 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
     assert records(broken) == records(whole) and len(records(whole)) == 12
     for file in (whole / "export").rglob("*.safetensors"):
         assert file.read_bytes() == (broken / file.relative_to(whole)).read_bytes(), file
+
+
+@pytest.mark.usefixtures("compiled_once")
+def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatch):
+    """Neither a fresh state nor the model's weights, while a checkpoint is read and afterwards."""
+    restore, found = Checkpoints.restore, []
+
+    def embeddings():
+        gc.collect()
+        shape = (VOCAB, training_arch().d_model)
+        return sum(x.shape == shape and x.dtype == np.float32 for x in jax.live_arrays())
+
+    def watched(*args):
+        found.append(embeddings())
+        return restore(*args)
+
+    run(config(tokens, model, "backbone", steps=1), tmp_path)
+    before = embeddings()
+    monkeypatch.setattr(Checkpoints, "restore", watched)
+    cfg = config(tokens, model, "backbone", steps=1)
+    cfg.workdir = str(tmp_path)
+    resumed = Run(cfg)
+    # The parameter and its two moments.
+    assert found == [before] and embeddings() == before + 3
+    resumed.checkpoints.manager.close()
 
 
 def begun(workdir):

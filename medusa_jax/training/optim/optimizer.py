@@ -121,16 +121,25 @@ def make_rule(
             schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices
         )
         return rule
-    return optax.contrib.muon(
+    muon = optax.contrib.muon(
         schedule,
         eps=cfg.eps,
         mu_dtype=first,
         weight_decay=cfg.weight_decay,
         adam_b1=cfg.b1,
         adam_b2=cfg.b2,
+        adam_weight_decay=cfg.weight_decay,
         consistent_rms=0.2,
         muon_weight_dimension_numbers=muon_matrices,
     )
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        # It has no mask for AdamW's part. Parameters are read for weight decay only.
+        decayed = jax.tree.map(lambda x: x if x.ndim >= 2 else jnp.zeros_like(x), params)
+        out: tuple[PyTree, PyTree] = muon.update(grads, state, decayed)
+        return out
+
+    return optax.GradientTransformation(muon.init, update)
 
 
 def heads_weight(kind: str, peak: float, steps: int) -> Callable[[jax.Array], jax.Array]:
