@@ -54,8 +54,8 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
     """Fit the draft tree to the heads and to this device."""
 
     prompts: str | None = flag(
-        "JSONL with prompt or prompt_ids, or with messages (as distill writes them), whose last "
-        "question is answered",
+        "JSONL with prompt or prompt_ids, or training data: the last question of a conversation is "
+        "answered, the beginning of a text continued",
         None,
     )
     limit: int | None = flag(
