@@ -33,9 +33,7 @@ class Flags:
     """Convert draft heads from one layout to another."""
 
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
-    drafter: str = flag(
-        "heads: a name (of those that come with the model), a directory, a file or a hub id"
-    )
+    drafter: str = flag("heads: a name, a directory, a file or a hub id")
     to: str = flag("the layout to write, of those below", choices=list(TARGETS))
     out: str = flag("new directory")
     dtype: str = flag(
@@ -43,10 +41,7 @@ class Flags:
         "",
         choices=(*DTYPES[1:], "int8"),
     )
-    base_name: str | None = flag(
-        "hub id of the model, for the files' README.md and config.json (default: --model)",
-        None,
-    )
+    base_name: str | None = flag("hub id of their model (default: --model)", None)
     allow_other_base: bool = flag(
         "take heads that were trained on another model of the same sizes", False
     )

@@ -87,20 +87,16 @@ def test_bad_files(read, text, sentence, tmp_path):
         read(str(tmp_path / "q.jsonl"))
 
 
-def test_training_data_asks_its_last_question_or_its_beginning(tmp_path):
-    talk = {
-        "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    }
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    file = write_lines(tmp_path / "talk.jsonl", [talk, {"instruction": "a", "output": "b"}])
-    assert [record["messages"] for record in talks(str(file))] == [turns, turns]
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "a.py").write_text("x" * 500)
-    assert [len(record["prompt"]) for record in talks(str(tmp_path / "code"))] == [200]
-
-
 SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])
 MESSAGES = [{"role": role, "content": text} for role, text in SAID]
+
+
+def test_training_data_asks_its_last_question_or_its_beginning(tmp_path):
+    talk = [{"conversations": MESSAGES}, {"instruction": "the cat", "output": "an answer"}]
+    found = talks(str(write_lines(tmp_path / "a.jsonl", talk)))
+    assert [record["messages"] for record in found] == [MESSAGES, MESSAGES[:2]]
+    (tmp_path / "a.txt").write_text("x" * 500)
+    assert [len(record["prompt"]) for record in talks(str(tmp_path / "a.txt"))] == [200]
 
 
 @pytest.fixture(scope="module")

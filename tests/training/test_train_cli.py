@@ -12,7 +12,6 @@ from training_setup import ROOT, command, records, tiny_config, write_config
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import DataConfig
-from medusa_jax.console import byte_size
 from medusa_jax.errors import UserError
 from medusa_jax.interop.tokenizer import load_tokenizer
 from medusa_jax.training import dry, trainer
@@ -76,7 +75,7 @@ def test_dry_run_prints_sizes_before_it_compiles(
     groups = (shapes.frozen, shapes.state.params, shapes.state.opt, shapes.batch)
     stored = sum(dry.stored_bytes(part) for part in groups)
     assert sum(dry.sizes(shapes)["stored"].values()) == stored
-    assert f"= {byte_size(stored)}" in said and "stored per device" in said
+    assert f"= {dry.byte_size(stored)}" in said and "stored per device" in said
 
 
 @pytest.mark.wide
