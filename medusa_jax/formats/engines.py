@@ -19,8 +19,7 @@ class Target(NamedTuple):
     Attributes:
       drafters: the heads that it can hold.
       purpose: who reads it.
-      loading: how to load the directory {out}, with {heads} heads of {layers} layers, for the model {base};
-        {drafter} and {DRAFTER} are the family's name.
+      loading: how to load {out}, with {heads} heads of {layers} layers of the family {drafter} for the model {base}.
       draft_vocab: the layout can say which tokens the heads score.
       loading_eagle: `loading` of EAGLE-1 heads if it differs.
       instead: drafter -> the target that is written for it.

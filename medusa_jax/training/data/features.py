@@ -219,9 +219,11 @@ def announce(found: CachedRows, missing: list[int]) -> None:
     T, W = found.shape
     need = found.bytes * len(missing) // len(found.shards)
     free = shutil.disk_usage(found.directory).free
+    done = len(found.shards) - len(missing)
+    present = f", {done} of {len(found.shards)} files are there" if done else ""
     inform(
         f"hidden states, computed once: {found.rows} rows x {T} x {W} in {found.kind} = "
-        f"{byte_size(found.bytes)} in {found.directory} ({byte_size(free)} free)"
+        f"{byte_size(found.bytes)} in {found.directory} ({byte_size(free)} free{present})"
     )
     if need + SPARE_BYTES > free:
         raise UserError(
