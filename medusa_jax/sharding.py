@@ -30,7 +30,7 @@ Params = dict[str, Any]
 RULES: tuple[tuple[str, P], ...] = (
     (r"embed_tokens/embedding$", P("tensor", "fsdp")),
     (r"lm_head/(kernel|up)$", P("fsdp", "tensor")),
-    (r"lm_head/down$", P("fsdp", None)),
+    (r"(lm_head/down|confidence/kernel)$", P("fsdp", None)),
     (r"/(q_proj|k_proj|v_proj|gate_proj|up_proj)/(kernel|codes)$", P("fsdp", "tensor")),
     (r"/(q_proj|k_proj|v_proj|gate_proj|up_proj)/bias$", P("tensor")),
     (r"/(qkv_proj|gate_up_proj)/kernel$", P("fsdp", "tensor", None)),
@@ -41,8 +41,6 @@ RULES: tuple[tuple[str, P], ...] = (
     (r"(o_proj|down_proj)/(scales|b)$", P(None, "fsdp")),
     (r"(_proj|lm_head)/a$", P("fsdp", None)),
     (r"(_proj|lm_head)/(scales|b)$", P(None, "tensor")),
-    # One output, which no axis divides.
-    (r"confidence/kernel$", P("fsdp", None)),
     # All other kernels, in the draft heads.
     (r"heads_\d+/layers_\d+/(.*/)?bias$", P("tensor")),
     (r"/kernel$", P("fsdp", "tensor")),

@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,22 +24,16 @@ from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import (
-    PyTree,
-    bytes_on_device,
-    make_mesh,
-    param_shardings,
-    shapes_with,
-)
+from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
 from medusa_jax.training import checks
 from medusa_jax.training.data import sources
-from medusa_jax.training.data.hidden_store import batch_type, stored_width
+from medusa_jax.training.data.hidden_store import encode
 from medusa_jax.training.data.rows import ROW
 from medusa_jax.training.data.tokenise import Encoder, tokenizer_for
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.placement import batch_shapes, compile_step
+from medusa_jax.training.placement import batch_shapes, compile_step, placed_shapes
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.trainer import TrainState, make_step, state_shapes
+from medusa_jax.training.trainer import TrainState, init_state, make_step
 from medusa_jax.whole_files import Json
 
 
@@ -118,16 +113,17 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
     optimizer = make_optimizer(cfg.optim, stage.groups, steps)
     kl = cfg.train.backbone_loss == "kl"
-    frozen = frozen_shapes(stage, cfg.model, kl)
-    frozen = shapes_with(frozen, param_shardings(mesh, frozen))
-    state = state_shapes(stage, optimizer, mesh, frozen)
+    frozen = placed_shapes(mesh, frozen_shapes(stage, cfg.model, kl))
+    begin = partial(init_state, stage, optimizer, mesh, seed=cfg.train.seed)
+    state = placed_shapes(mesh, jax.eval_shape(begin, frozen))
     schedule = make_schedule(cfg.optim, steps)
     step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     T = cfg.data.seq_len
     row = {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
     if kind := cfg.data.cache_features:
-        width = stored_width(kind, arch.d_model, stage.width)
-        row["hidden"] = jax.ShapeDtypeStruct((T, width), batch_type(kind))
+        states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
+        stored = jax.eval_shape(partial(encode, kind, D=arch.d_model), states)
+        row["hidden"] = jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
     micro = cfg.train.batch_size // cfg.train.accumulation
     batch = batch_shapes(mesh, row, micro, cfg.train.accumulation)
     return Shapes(step, state, frozen, batch, mesh)

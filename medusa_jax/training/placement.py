@@ -15,6 +15,7 @@ from medusa_jax.sharding import (
     local_rows,
     param_shardings,
     replicated,
+    shapes_with,
 )
 
 
@@ -56,13 +57,18 @@ def batch_shapes(
     }
 
 
-def compile_step(
-    step: Callable, state: PyTree, frozen: PyTree, batch: PyTree, mesh: Mesh
-) -> Compiled:
-    """Compile the step; its arguments may be shapes. The state is donated.
+def placed_shapes(mesh: Mesh, tree: PyTree) -> PyTree:
+    """Shapes of a state, or of frozen variables, placed as a step takes them.
 
     Moments are placed like their parameters (their paths have the same end), scalars are replicated.
     """
+    return shapes_with(tree, param_shardings(mesh, tree))
+
+
+def compile_step(
+    step: Callable, state: PyTree, frozen: PyTree, batch: PyTree, mesh: Mesh
+) -> Compiled:
+    """Compile the step; its arguments may be shapes (`placed_shapes`). The state is donated."""
     out = (param_shardings(mesh, state), replicated(mesh))
     jitted = jax.jit(step, donate_argnums=0, out_shardings=out)
     with (

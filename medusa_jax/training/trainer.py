@@ -24,14 +24,7 @@ from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.interop.hub import refuse_model
 from medusa_jax.model.barrier import depend_on, regather
-from medusa_jax.sharding import (
-    PyTree,
-    local_rows,
-    make_mesh,
-    param_shardings,
-    replicated,
-    shapes_with,
-)
+from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
 from medusa_jax.training import checks, estimate, losses, resume
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.data import sources
@@ -43,6 +36,7 @@ from medusa_jax.training.placement import (
     compile_step,
     local_numbers,
     microbatches,
+    placed_shapes,
 )
 from medusa_jax.training.run_log import RunLog
 from medusa_jax.training.setup import draft_vocab, export, load_setup, with_draft_vocab
@@ -122,15 +116,17 @@ class Run:
         # The state, fresh or restored; then the compiled step and the evaluation.
         optimizer = make_optimizer(cfg.optim, groups, self.steps)
         self.best, self.figures = float("inf"), dict[str, Json]()
-        of_state = (stage, optimizer, mesh, setup.frozen)
+        begin = partial(init_state, stage, optimizer, mesh, seed=cfg.train.seed)
         if resumed:
+            shapes = placed_shapes(
+                mesh, jax.eval_shape(begin, setup.frozen, start=setup.start)
+            )
             # The initial weights are freed first: devices may not hold them and the state.
-            shapes = state_shapes(*of_state, setup.start)
             self.setup = setup = setup._replace(start={})
             self.state = self.restore(shapes, changed)
         else:
             with announced("initialising"):
-                self.state = init_state(*of_state, cfg.train.seed, setup.start)
+                self.state = begin(setup.frozen, start=setup.start)
         resume.record(cfg)
         schedule = make_schedule(cfg.optim, self.steps)
         step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
@@ -261,26 +257,13 @@ def init_state(
 ) -> TrainState:  # fmt: skip
     """The state of step 0; groups that are not in `start` are initialised on their devices."""
     start = start or {}
-    shapes = state_shapes(stage, optimizer, mesh, frozen, start)
-    places = jax.tree.map(lambda x: x.sharding, shapes)
-    fresh = {name: x for name, x in places.params.items() if name not in start}
-    init = jax.jit(stage.init, out_shardings=fresh)
-    params = start | init(jax.random.key(seed), frozen | start)
-    opt = jax.jit(optimizer.init, out_shardings=places.opt)(params)
+    key, given = jax.random.key(seed), frozen | start
+    shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, given))
+    params = start | jax.jit(stage.init, out_shardings=shardings)(key, given)
+    shapes = jax.eval_shape(optimizer.init, params)
+    opt = jax.jit(optimizer.init, out_shardings=param_shardings(mesh, shapes))(params)
     zero, updates = (jax.device_put(np.int32(0), replicated(mesh)) for _ in range(2))
     return TrainState(zero, updates, params, opt)
-
-
-def state_shapes(
-    stage: Stage, optimizer: optax.GradientTransformation, mesh: Mesh, frozen: PyTree,
-    start: PyTree = None,
-) -> TrainState:  # fmt: skip
-    """Shapes and placement of `init_state`; its arguments may be shapes."""
-    start, key = start or {}, jax.eval_shape(lambda: jax.random.key(0))
-    params = start | jax.eval_shape(stage.init, key, frozen | start)
-    counter = jax.ShapeDtypeStruct((), jnp.int32)
-    state = TrainState(counter, counter, params, jax.eval_shape(optimizer.init, params))
-    return shapes_with(state, param_shardings(mesh, state))
 
 
 def make_step(

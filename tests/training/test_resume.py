@@ -101,25 +101,24 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
 @pytest.mark.usefixtures("compiled_once")
 def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatch):
     """Neither a fresh state nor the model's weights, while a checkpoint is read and afterwards."""
-    restore, found = Checkpoints.restore, []
+    restore, cfg, found = (
+        Checkpoints.restore,
+        config(tokens, model, "backbone", steps=1),
+        [],
+    )
 
-    def embeddings():
+    def look(*of_restore):
         gc.collect()
-        shape = (VOCAB, training_arch().d_model)
-        return sum(x.shape == shape and x.dtype == np.float32 for x in jax.live_arrays())
+        found.append(sum(x.shape == (VOCAB, arch.d_model) for x in jax.live_arrays()))
+        return restore(*of_restore) if of_restore else None
 
-    def watched(*args):
-        found.append(embeddings())
-        return restore(*args)
-
-    run(config(tokens, model, "backbone", steps=1), tmp_path)
-    before = embeddings()
-    monkeypatch.setattr(Checkpoints, "restore", watched)
-    cfg = config(tokens, model, "backbone", steps=1)
-    cfg.workdir = str(tmp_path)
+    arch = training_arch()
+    run(cfg, tmp_path)
+    look()
+    monkeypatch.setattr(Checkpoints, "restore", look)
     resumed = Run(cfg)
-    # The parameter and its two moments.
-    assert found == [before] and embeddings() == before + 3
+    look()
+    assert found == [found[0], found[0], found[0] + 3]  # the embedding, its two moments
     resumed.checkpoints.manager.close()
 
 

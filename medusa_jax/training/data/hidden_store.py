@@ -8,7 +8,6 @@ range of integers.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -23,11 +22,6 @@ LARGEST = float(jnp.finfo(FLOAT8).max)
 def stored_width(kind: str, D: int, E: int) -> int:
     """Elements per position for hidden states E wide of a backbone D wide."""
     return E // D * (D + 4) if kind == "float8" else E
-
-
-def batch_type(kind: str) -> np.dtype:
-    """Element type of stored hidden states in a batch."""
-    return np.dtype("uint8" if kind == "float8" else jnp.dtype(kind))
 
 
 def encode(kind: str, hidden_BTE: jax.Array, D: int) -> jax.Array:

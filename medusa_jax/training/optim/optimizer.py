@@ -122,22 +122,14 @@ def make_rule(
         )
         return rule
     muon = optax.contrib.muon(
-        schedule,
-        eps=cfg.eps,
-        mu_dtype=first,
-        weight_decay=cfg.weight_decay,
-        adam_b1=cfg.b1,
-        adam_b2=cfg.b2,
-        adam_weight_decay=cfg.weight_decay,
-        consistent_rms=0.2,
+        schedule, eps=cfg.eps, mu_dtype=first, weight_decay=cfg.weight_decay, consistent_rms=0.2,
+        adam_b1=cfg.b1, adam_b2=cfg.b2, adam_weight_decay=cfg.weight_decay,
         muon_weight_dimension_numbers=muon_matrices,
-    )
+    )  # fmt: skip
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        # It has no mask for AdamW's part. Parameters are read for weight decay only.
-        decayed = jax.tree.map(lambda x: x if x.ndim >= 2 else jnp.zeros_like(x), params)
-        out: tuple[PyTree, PyTree] = muon.update(grads, state, decayed)
-        return out
+        # Only weight decay reads parameters. AdamW's part has no mask: vectors become 0.
+        return muon.update(grads, state, jax.tree.map(lambda x: x * (x.ndim > 1), params))
 
     return optax.GradientTransformation(muon.init, update)
 
