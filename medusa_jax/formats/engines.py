@@ -119,7 +119,7 @@ TARGETS = {
 _HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
 _BLOCKS = dict.fromkeys(("dflash", "dspark"), ("dflash",))
 # Engine -> drafter -> targets that it loads, the most general first.
-ENGINES: dict[str, dict[str, tuple[str, ...]]] = {
+ENGINES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "medusa_jax": dict.fromkeys(DRAFTERS, ("native",)),
     "vLLM": {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
     | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
