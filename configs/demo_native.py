@@ -5,7 +5,7 @@
 
 The paper's "native heads" (Medusa 2.2.2): one run trains the language model and three heads. Three new
 layers are added after the existing five: a model larger than the CPU's cache is bound by memory
-bandwidth, like large models, and then a tree costs least (docs/design.md).
+bandwidth, like large models, and then a tree costs least.
 
 The result is the backbone: its last hidden state has to predict the tokens after the next one. The
 bundled heads are trained afterwards, on the frozen backbone (configs/demo_medusa.py).

@@ -1,4 +1,4 @@
-"""DSpark for Qwen3-8B, the model of the paper (arXiv 2607.05147) in which its tables are measured.
+"""DSpark for Qwen3-8B, the first model in the paper's tables (arXiv 2607.05147).
 
     python -m medusa_jax distill --model Qwen/Qwen3-8B --prompts mlabonne/open-perfectblend --split train \\
         --limit 100000 --max_new_tokens 1024 --out runs/qwen3_8b_answers

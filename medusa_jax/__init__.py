@@ -6,10 +6,11 @@
     [result] = generate(model, ["def parse("], Options(max_new_tokens=100))
 
 Dimension key, used as suffixes on arrays that cross a function boundary:
-  B batch, T query tokens, S cache slots, D model width, F mlp width, V vocabulary,
-  N query heads, G key/value heads, H head dim, K draft heads, M tree nodes (root included),
-  L path length (at most K + 1), O output tokens, P recorded positions of a text, R query heads
-  per key/value head, Q stop sequences of up to W tokens.
+  B batch, T query tokens, S cache slots, D model width, E width of hidden states (D, and D for each
+  tapped layer), F mlp width, V vocabulary, O output tokens, or tokens that heads score, N query heads,
+  G key/value heads, H head dim, K draft heads, M tree nodes (root included), C children, L path length
+  (at most K + 1), P positions of a text, or parents, R query heads per key/value head, Q stop sequences
+  of up to W tokens.
 """
 
 from typing import TYPE_CHECKING, Any

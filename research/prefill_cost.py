@@ -25,7 +25,7 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import Params
-from medusa_jax.training.dry import GIB, memory_of, stored_bytes
+from medusa_jax.training.dry import memory_of, stored_bytes
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
@@ -111,7 +111,7 @@ def run(flags: Flags) -> int:
         print(json.dumps(found))
         return 0
     gib = [
-        row | {f"{part}_gib": row[part] / GIB for part in PARTS} for row in found["rows"]
+        row | {f"{part}_gib": row[part] / 2**30 for part in PARTS} for row in found["rows"]
     ]
     print(table_of(gib, COLUMNS))
     print(

@@ -199,6 +199,7 @@ def load(
         automatic=chosen.automatic,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
+        fingerprint=marks.hexdigest(config),
         read_wide=read_wide,
     )
 

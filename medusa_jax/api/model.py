@@ -58,6 +58,7 @@ class Model:
       storage: the form that kernels are stored in.
       calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
+      fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Model:
         automatic: "Automatic | None" = None,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
+        fingerprint: str = "",
         read_wide: Callable[[], Params] | None = None,
     ) -> None:
         self.config = config
@@ -93,9 +95,17 @@ class Model:
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
+        self.fingerprint = fingerprint
         self._read_wide = read_wide
         self._wide: Params | None = None
         self._warm: set[tuple[object, ...]] = set()
+
+    def __repr__(self) -> str:
+        c, stored = self.config, self.storage.weights or str(self.dtype)
+        return (
+            f"<Model: {c.n_layers} layers of width {c.d_model} in {stored}, drafts by {self.drafts_by()}, "
+            f"{self.tree.n_nodes} nodes>"
+        )
 
     @property
     def drafts(self) -> bool:

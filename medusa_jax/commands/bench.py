@@ -52,11 +52,11 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(GenerationFlags, BaseFlags):
-    """Flags of every race."""
+    """What is raced, on which prompts."""
 
     prompts: str = flag(
         "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
-        "(MT-bench, Spec-Bench: the first), through the chat template (default: the demo's)",
+        "(MT-bench, Spec-Bench: the first), through the chat template; or training data (default: the demo's)",
         str(DEMO_PROMPTS),
     )
     limit: int = flag(
@@ -73,7 +73,7 @@ class RaceFlags(GenerationFlags, BaseFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFlags(RaceFlags):
-    """Flags of a race between trees."""
+    """What is raced, on which prompts, with which trees."""
 
     trees: str = flag(
         "comma-separated --tree values (cartesian widths with x: cartesian:2x3)", "auto"
@@ -82,10 +82,13 @@ class TreeFlags(RaceFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Flags(TreeFlags):
-    """Compare drafters and trees with the autoregressive loop.
+    """Compare drafters and trees with the autoregressive loop."""
 
-    By default: all heads that come with the model, prompt_lookup and lookahead; NAME@TREE gives one a tree.
-    """
+    drafters: str | None = flag(
+        "comma-separated names, directories, files or hub ids; NAME@TREE gives one a tree, none is plain "
+        "decoding (default: all heads that come with the model, prompt_lookup and lookahead)",
+        None,
+    )
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,7 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
     """Fit the draft tree to the heads and to this device."""
 
     prompts: str | None = flag(
-        "JSONL with prompt or prompt_ids, or with messages (as distill writes them), whose last "
-        "question is answered",
+        "JSONL with prompt or prompt_ids, or training data, whose last questions or beginnings are asked",
         None,
     )
     limit: int | None = flag(

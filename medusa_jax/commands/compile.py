@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
-from medusa_jax.console import announced
+from medusa_jax.console import announced, byte_size
 from medusa_jax.errors import UserError
+from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.interop.shapes import SHAPES, find_shape
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class Flags:
     )
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     drafter: str = flag(
-        "medusa, hydra, hydrapp, amphista, amphista_alpha, eagle, eagle3, or none; or a recipe, for its heads",
-        "medusa",
+        f"{', '.join(DRAFTERS)}, or none; or a recipe, for its heads", "medusa"
     )
     tree: int = flag("nodes, root included", 64, type=at_least(1, most=4096))
     batch: int = flag("rows", 1, type=at_least(1, most=4096))
@@ -180,20 +180,16 @@ def source_of(target: "Target") -> str:
 
 def as_text(found: Mapping[str, Any], target: "Target") -> str:
     """The figures without `--json`."""
-
-    def size(n: float) -> str:
-        return f"{n / 1e9:,.1f} GB" if n >= 1e9 else f"{n / 1e6:,.1f} MB"
-
-    memory = size(found["memory_bytes"])
+    memory = byte_size(found["memory_bytes"])
     if room := target.chip.memory:
         fits = "" if found["memory_bytes"] <= room else ": does NOT fit"
         memory += f" of {room / 1e9:.0f} GB{fits}"
     lines = {"memory per device": memory}
     if "weight_bytes" in found:
-        lines["weights of a step"] = size(found["weight_bytes"])
+        lines["weights of a step"] = byte_size(found["weight_bytes"])
     if "stored_bytes" in found:
-        lines["stored"] = size(found["stored_bytes"])
-    sent = [f"{kind} {size(n)}" for kind, n in found["sent_bytes"].items()]
+        lines["stored"] = byte_size(found["stored_bytes"])
+    sent = [f"{kind} {byte_size(n)}" for kind, n in found["sent_bytes"].items()]
     lines["sent a step"] = ", ".join(sent) or "nothing"
     lines["layers compiled"] = str(found["layers"])
     return "\n".join(f"{name:18} {figure}" for name, figure in lines.items())

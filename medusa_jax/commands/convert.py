@@ -30,10 +30,10 @@ examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """Draft heads from one layout to another."""
+    """Convert draft heads from one layout to another."""
 
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
-    drafter: str = flag("heads: a name (the demo's), a directory, a file or a hub id")
+    drafter: str = flag("heads: a name, a directory, a file or a hub id")
     to: str = flag("the layout to write, of those below", choices=list(TARGETS))
     out: str = flag("new directory")
     dtype: str = flag(
@@ -41,7 +41,7 @@ class Flags:
         "",
         choices=(*DTYPES[1:], "int8"),
     )
-    base_name: str | None = flag("what the files call the model (default: --model)", None)
+    base_name: str | None = flag("hub id of their model (default: --model)", None)
     allow_other_base: bool = flag(
         "take heads that were trained on another model of the same sizes", False
     )

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError`."""
-        raise UserError(f"{message} (--help lists all flags)")
+        raise UserError(f"{message} (see --help)")
 
 
 def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
@@ -59,7 +59,7 @@ def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
     Its type is the field's: a bool needs no value, a list may be given several times.
 
     Args:
-      help: text for --help; the default is added unless it is None, empty or mentioned.
+      help: text for --help; the default is added unless it is None, False, empty or mentioned.
       how: further arguments of argparse's `add_argument`.
     """
     made = {"default": default}
@@ -92,7 +92,8 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
             how["default"] = field.default
         else:
             how["required"] = True
-        if how.get("default") not in (None, "", False, []) and "default" not in how["help"]:
+        own = how.get("default")
+        if own is not False and own not in (None, "", []) and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
         groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
@@ -179,7 +180,9 @@ class BaseFlags:
         None,
     )
     dtype: str | None = flag(
-        "default: float32 on CPU, bfloat16 elsewhere", None, choices=DTYPES
+        "type to compute in (default: float32 on CPU, bfloat16 elsewhere)",
+        None,
+        choices=DTYPES,
     )
     weights: str | None = flag(
         "type to read kernels in: those of a GGUF file as stored, multiplied by integers (see "

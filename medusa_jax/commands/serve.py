@@ -11,4 +11,4 @@ def run(flags: Flags) -> int:
     return serve_run.run(flags)
 
 
-main = Program("serve", Flags, run, EXAMPLES)
+main = Program("python -m medusa_jax serve", Flags, run, EXAMPLES)

@@ -29,7 +29,7 @@ examples:
   python train.py --config=configs/own.py --config.model.path=path/to/model --config.data.source=talk.jsonl
   python train.py --config=configs/vicuna7b_m1.py --workdir=runs/vicuna7b_m1 --config.dry_run
 
-any field of the configuration:
+any field of medusa_jax/config.py and of the drafter's file in medusa_jax/heads/:
   --config.optim.lr=1e-3 --config.mesh=1,4,2
   --config.dry_run           print a sample with its counted tokens marked, sizes and stored memory, then compile
                              the step from shapes alone and print memory, the chips it fits and traffic
@@ -114,7 +114,7 @@ def run(cfg: Config) -> int:
 
 
 def tell_engines(cfg: Config) -> None:
-    """Say which engines can run the heads of this run, and which cannot and why."""
+    """Say which engines can run the heads of this run, and why some run only others of the family."""
     from medusa_jax import hosts
     from medusa_jax.formats.engines import engines_for
     from medusa_jax.interop.hf import model_shape
@@ -126,9 +126,10 @@ def tell_engines(cfg: Config) -> None:
     here = is_here(cfg.model.path)
     arch = model_shape(resolve(cfg.model.path, ["config.json"])) if here else None
     able, unable = engines_for(cfg.heads, arch)
-    targets = [f"{engine} (--to {target})" for engine, target in able.items()]
-    reasons = "".join(f"; not {engine}: {why}" for engine, why in unable.items())
-    inform(f"these heads can go to {', '.join(targets)}{reasons}")
+    targets = [f"{engine} ({target})" for engine, target in able.items()]
+    inform(f"engines for these heads (convert --to): {', '.join(targets)}")
+    for engine, why in unable.items():
+        inform(f"not {engine}: {why}")
 
 
 def prompts_in(data: DataConfig) -> str:

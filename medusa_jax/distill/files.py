@@ -43,6 +43,7 @@ def settings_of(
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
         "model": given["model"] or "demo",
+        "fingerprint": model.fingerprint,
         "mode": mode,
         **{name: given[name] for name in TEXT},
         "mesh": ",".join(map(str, given["mesh"])),

@@ -175,8 +175,7 @@ def time_sizes(
                 found.append((n, before if n == 1 else clock.seconds(engines[n]), before))
             bar.update()
             left = _paying(figures_of(found, tokens), [m for m in sizes if m > n])
-            if bar.total != bar.n + left:
-                bar.total = bar.n + left
+            bar.total = bar.done + left
             if not left:
                 break
     return found

@@ -7,26 +7,29 @@ from typing import TYPE_CHECKING
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.training.data import sources
+from medusa_jax.training.data import sources, tokenise
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options
 
 DEMO_PROMPTS = Path(__file__).parents[1] / "demo" / "prompts.jsonl"
+# Characters of a text that ask a model to continue it.
+BEGINNING = 200
 
 
 def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json]:
     """Read the first `limit` records (0 is all) of a JSONL file, each with `prompt` or `prompt_ids`.
 
     Args:
-      messages: also accept conversations as `distill` writes them, and questions with `turns`, as
-        MT-bench and Spec-Bench publish them.
+      messages: also accept any training data, whose conversations become `messages` and whose texts
+        a `prompt`, their beginning; and questions with `turns`, as MT-bench and Spec-Bench publish them.
 
     Raises:
       UserError: not readable, or a record without a prompt.
     """
     records = read_records(path)[: limit or None]
+    records = [as_asked(record) for record in records] if messages else records
     if messages and all("messages" in r for r in records):
         for number, record in enumerate(records):
             turns = record["messages"]
@@ -42,6 +45,17 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
         turns = [record["prompt"]] if "prompt" in record else record.get("turns", [])
         check(record | {"turns": turns}, f"{path}: record {number}")
     return records
+
+
+def as_asked(record: Json) -> Json:
+    """A record of training data with `messages` or a `prompt`; one that has them or `turns` as it is."""
+    if record.keys() & {"messages", "turns", "prompt", "prompt_ids"}:
+        return record
+    if isinstance(text := record.get("text"), str):
+        return record | {"prompt": text[:BEGINNING]}
+    _, turns = tokenise.turns_of(record, answered=False)
+    messages = [message for turn in turns if (message := tokenise.parse_turn(turn)[0])]
+    return record | {"messages": messages} if messages else record
 
 
 def check(question: Json, where: str) -> None:
@@ -114,7 +128,7 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
 
 
 def read_records(path: str) -> list[Json]:
-    """The records of a .jsonl or .json file, a .parquet file or a dataset, as in training.
+    """The records of a file, a directory or a dataset, as in training; a file of text is {"text": ...}.
 
     Raises:
       UserError: not readable, no records, or records that are not objects.
@@ -125,6 +139,7 @@ def read_records(path: str) -> list[Json]:
             found = sources.parse(record)
         except UserError as error:
             raise UserError(f"{path}: record {number}: {error}") from error
+        found = {"text": found} if isinstance(found, str) else found
         if not isinstance(found, dict):
             raise UserError(f"{path}: every record has to be a JSON object")
         records.append(found)

@@ -1,26 +1,16 @@
 """Tables and result files, written one way."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.console import inform
+from medusa_jax.console import inform, markdown_table
 from medusa_jax.whole_files import write_json, write_text
 
 Row = Mapping[str, Any]
 # A cell: a format of the row's fields, or a function of the row.
 Cell = str | Callable[[Row], str]
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; cells are shown by `str`.
-
-    Example: ["a", "b"], [[1, "x"]] gives "| a | b |", "|---|---|", "| 1 | x |".
-    """
-    lines = [" | ".join(header), "---|" * len(header)]
-    lines += [" | ".join(map(str, row)) for row in rows]
-    return "\n".join(f"|{x}" if i == 1 else f"| {x} |" for i, x in enumerate(lines))
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:

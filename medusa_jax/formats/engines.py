@@ -1,4 +1,4 @@
-"""Which engine runs which draft heads, by which layout, and why it does not run the others.
+"""Which engine runs which draft heads, by which layout.
 
 `convert` writes by `TARGETS`, its `--help` and docs/formats.md show `table`, training asks `engines_for`. This file
 describes layouts only, without imports of JAX; `export_heads.py` has their writers.
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.console import markdown_table
 from medusa_jax.heads.names import DRAFTERS
 
 
@@ -18,7 +19,7 @@ class Target(NamedTuple):
     Attributes:
       drafters: the heads that it can hold.
       purpose: who reads it.
-      loading: how to load the directory {out}, with {heads} heads of {layers} layers, for the model {base}.
+      loading: how to load {out}, with {heads} heads of {layers} layers of the family {drafter} for the model {base}.
       draft_vocab: the layout can say which tokens the heads score.
       loading_eagle: `loading` of EAGLE-1 heads if it differs.
       instead: drafter -> the target that is written for it.
@@ -103,8 +104,8 @@ TARGETS = {
     "dflash": Target(
         ("dflash", "dspark"),
         "DFlash and DSpark in vLLM, SGLang and the code of z-lab, SpecForge and DeepSpec",
-        'vLLM: `speculative_config={{"method": "dflash", "model": "{out}", '
-        '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm DFLASH '
+        'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
         "--speculative-draft-model-path {out}`",
     ),
     "speculators": Target(
@@ -116,43 +117,21 @@ TARGETS = {
 }
 
 
-class Engine(NamedTuple):
-    """A program that decodes with draft heads.
-
-    Attributes:
-      targets: drafter -> targets that it loads, the most general first.
-      otherwise: the reason why it runs no other heads.
-    """
-
-    targets: Mapping[str, tuple[str, ...]]
-    otherwise: str = ""
-
-
 _HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
 _BLOCKS = dict.fromkeys(("dflash", "dspark"), ("dflash",))
-ENGINES = {
-    "medusa_jax": Engine(dict.fromkeys(DRAFTERS, ("native",))),
-    "vLLM": Engine(
-        {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
-        | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
-        "vLLM runs Medusa, EAGLE and DFlash heads only",
-    ),
-    "SGLang": Engine(
-        {"eagle": ("sglang",), "eagle3": ("sglang",)} | _BLOCKS,
-        "SGLang runs EAGLE and DFlash heads only",
-    ),
-    "TGI": Engine({"medusa": ("tgi", "tgi_shared")}, "TGI runs Medusa heads only"),
-    "TensorRT-LLM": Engine(
-        {"medusa": ("tensorrt_llm",), "eagle3": ("eagle3",)},
-        "TensorRT-LLM runs EAGLE-3 heads, and up to 1.1 Medusa's",
-    ),
-    "llama.cpp": Engine({"eagle3": ("eagle3",)}, "llama.cpp runs EAGLE-3 heads only"),
-    "the authors' code": Engine(
-        {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",), "eagle3": ("eagle3",)}
-        | _HYDRA
-        | _BLOCKS,
-        "no published code reads such files",
-    ),
+# Engine -> drafter -> targets that it loads, the most general first.
+ENGINES: dict[str, dict[str, tuple[str, ...]]] = {
+    "medusa_jax": dict.fromkeys(DRAFTERS, ("native",)),
+    "vLLM": {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
+    | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
+    "SGLang": {"eagle": ("sglang",), "eagle3": ("sglang",)} | _BLOCKS,
+    "TGI": {"medusa": ("tgi", "tgi_shared")},
+    "TensorRT-LLM": {"medusa": ("tensorrt_llm",), "eagle3": ("eagle3",)},
+    "llama.cpp": {"eagle3": ("eagle3",)},
+    "the authors' code": {"medusa": ("tensorrt_llm", "merged"), "eagle": ("eagle",)}
+    | {"eagle3": ("eagle3",)}
+    | _HYDRA
+    | _BLOCKS,
 }
 # The columns of `table`.
 FAMILIES = {
@@ -166,21 +145,18 @@ FAMILIES = {
 
 
 def table() -> str:
-    """The targets by engine and family, as an aligned Markdown table."""
-    rows = [["", *FAMILIES]]
-    for name, engine in ENGINES.items():
-        cells = (engine.targets.get(drafter, "-") for drafter in FAMILIES.values())
-        rows.append([name, *(", ".join(cell) for cell in cells)])
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows.insert(1, ["-" * width for width in widths])
-    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+    """The targets by engine and family, as a Markdown table."""
+    rows = (
+        [name, *(", ".join(engine.get(drafter, "-")) for drafter in FAMILIES.values())]
+        for name, engine in ENGINES.items()
+    )
+    return markdown_table(("", *FAMILIES), rows)
 
 
 def engines_for(
     heads: HeadsConfig, llama: LlamaConfig | None = None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The engines that can run such heads, and those that cannot.
+    """The engines that can run such heads, and those that run only others of this family.
 
     Args:
       llama: the shape of their backbone, on which some layouts depend; None skips these checks.
@@ -188,16 +164,16 @@ def engines_for(
     Returns: ({engine: the target to convert to}, {engine: the reason}).
 
     Example: Medusa heads with a draft vocabulary and LM heads of their own ->
-    ({"medusa_jax": "native", "vLLM": "vllm"}, {"TGI": "...", "SGLang": "...", ...}).
+    ({"medusa_jax": "native", "vLLM": "vllm"}, {"TGI": "...", "TensorRT-LLM": "...", ...}).
     """
     able, unable = {}, {}
     for name, engine in ENGINES.items():
-        targets = engine.targets.get(heads.drafter, ())
+        targets = engine.get(heads.drafter, ())
         reasons = {target: why_not(heads, target, llama) for target in targets}
         if fit := [target for target, reason in reasons.items() if not reason]:
             able[name] = fit[0]
-        else:
-            unable[name] = next(iter(reasons.values()), engine.otherwise)
+        elif reasons:
+            unable[name] = reasons[targets[0]]
     return able, unable
 
 
@@ -211,7 +187,7 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
     heads, row = whole_config(heads), TARGETS[target]
     if heads.drafter not in row.drafters:
         fit = [name for name, one in TARGETS.items() if heads.drafter in one.drafters]
-        kinds = f"{' and '.join(row.drafters)} heads, not {heads.drafter}"
+        kinds = f"{', '.join(row.drafters)} heads, not {heads.drafter}"
         return f"--to {target} is for {kinds} (these: --to {', '.join(fit)})"
     target = row.instead.get(heads.drafter, target)
     # Heads that share the backbone's LM head can score all tokens.
@@ -287,7 +263,7 @@ def _why_not_dflash(heads: HeadsConfig, target: str, llama: LlamaConfig | None) 
         return "heads.lm_head low_rank has no place there" * (heads.lm_head == "low_rank")
     if heads.lm_head != "shared" or heads.draft_vocab:
         return (
-            "DFlash heads score all tokens by the model's LM head, these have LM head "
+            "other engines score all tokens by the model's LM head, these heads have LM head "
             f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
         )
     root, rank = (getattr(heads, name) for name in ("root_guesses", "markov_rank"))

@@ -141,24 +141,28 @@ def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
     """The text of README.md.
 
     Args:
-      loading: how to load the directory, with places for `base`, `out`, `heads` and `layers`.
+      loading: as in `Target`.
       out: its name.
       tree: the tree file of the heads, with its evidence; {} if there is none.
     """
-    stored, heads = export.stored, export.stored.heads
+    stored, heads, base = export.stored, export.stored.heads, export.base_name
+    on_hub = "/" in base and not os.path.exists(base)
+    name = base if on_hub else os.path.basename(os.path.abspath(base))
     count = sum(int(np.prod(x.shape)) for x in export.params.values())
     loading = loading.format(
-        base=export.base_name, out=out, heads=heads.n_heads, layers=heads.n_layers
-    )
+        base=name, out=out, heads=heads.n_heads, layers=heads.n_layers,
+        drafter=heads.drafter, DRAFTER=heads.drafter.upper(),
+    )  # fmt: skip
     measured = "\n".join(_held_out(stored.meta) + _fitted(tree) or [NOTHING, ""])
+    # The hub refuses a base_model that is not an id.
+    id_line = f"base_model: {base}\n" * on_hub
     return f"""---
-base_model: {export.base_name}
-tags:
+{id_line}tags:
 - speculative-decoding
 - {heads.drafter}
 ---
 
-# Draft heads for {export.base_name}
+# Draft heads for {name}
 
 The heads draft tokens and the backbone verifies them: the text is the backbone's.
 
@@ -168,7 +172,7 @@ The heads draft tokens and the backbone verifies them: the text is the backbone'
 - LM heads: {heads.lm_head}
 - parameters: {count:,}
 - stored in: {export.kind.name}
-- backbone: {export.base_name}
+- backbone: {name}
 - read from: {stored.layout}
 
 Loading: {loading}.

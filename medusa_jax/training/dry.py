@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from medusa_jax.config import Config, DataConfig, ModelConfig
-from medusa_jax.console import entries
+from medusa_jax.console import byte_size, entries
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
@@ -40,8 +40,6 @@ from medusa_jax.training.placement import batch_shapes, compile_step
 from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.trainer import TrainState, make_step
 from medusa_jax.whole_files import Json
-
-GIB = 2**30
 
 
 class Shapes(NamedTuple):
@@ -72,25 +70,25 @@ def dry_run(cfg: Config) -> Json:
         print(preview(cfg.data, tokenizer))
     shapes = step_shapes(cfg)
     report = sizes(shapes)
-    print(f"stage {cfg.train.stage} in {cfg.train.dtype}, mesh {report['mesh']}")
+    mesh = ", ".join(f"{name} {n}" for name, n in report["mesh"].items())
+    print(f"stage {cfg.train.stage} in {cfg.train.dtype}, devices: {mesh}")
     for kind, groups in (("frozen", shapes.frozen), ("trained", shapes.state.params)):
         for name, group in groups.items():
-            print(f"{kind + ' ' + name:21} {stored_bytes(group) / GIB:.2f} GiB")
+            print(f"{kind + ' ' + name:21} {byte_size(stored_bytes(group))}")
     micro, rows, length = report["batch"]
-    stored = " + ".join(f"{n / GIB:.2f} {name}" for name, n in report["stored"].items())
-    total = sum(report["stored"].values()) / GIB
+    stored = " + ".join(f"{byte_size(n)} {name}" for name, n in report["stored"].items())
+    total = byte_size(sum(report["stored"].values()))
     print(f"trainable parameters  {report['trainable_parameters']:,}")
-    print(f"batch                 {micro} x {rows} x {length} tokens per update")
+    print(f"batch                 {micro} x {rows} rows of {length} tokens per update")
     # Flushed, since compiling may take long.
-    print(f"stored per device     {stored} = {total:.2f} GiB", flush=True)
+    print(f"stored per device     {stored} = {total}", flush=True)
     begin = time.monotonic()
     report = measure(cfg, shapes)
-    sent = [f"{n / GIB:.2f} GiB {kind}" for kind, n in report["sent_bytes"].items()]
+    sent = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]
     fits = [c.title for c in CHIPS.values() if report["total_bytes"] <= c.memory]
     print(
-        f"memory per device     {report['argument_bytes'] / GIB:.2f} GiB arguments + "
-        f"{report['temporary_bytes'] / GIB:.2f} GiB temporaries = "
-        f"{report['total_bytes'] / GIB:.2f} GiB"
+        f"memory per device     {byte_size(report['argument_bytes'])} arguments + "
+        f"{byte_size(report['temporary_bytes'])} temporaries = {byte_size(report['total_bytes'])}"
     )
     print(f"fits                  {', '.join(fits) or 'no chip in the table'}")
     print(f"sent by each device   {' + '.join(sent) or 'nothing'} per update")
@@ -253,7 +251,7 @@ def preview(data: DataConfig, tokenizer: str) -> str:
         counted = [c > 0 for c in counts[:kept]]
         return (
             f"{mark_counted(encode.tokenizer, ids[:kept], counted)}\n{'-' * 60}\n"
-            f"sample {number} of {len(samples)} in {source} ({found.form}): {kept} of {len(ids)} tokens, "
+            f"sample {number + 1} of {len(samples)} in {source} ({found.form}): {kept} of {len(ids)} tokens, "
             f"{sum(counted)} of them counted (the loss is computed on these): ⟦like this⟧"
         )
     raise UserError(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import medusa_jax
 from medusa_jax import Options, progress
-from medusa_jax.api import find_heads
+from medusa_jax.api import find_heads, find_model
 from medusa_jax.commands import bench, calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.evaluate import fitting
@@ -145,7 +145,7 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     assert written == [2] * 9
 
 
-def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
+def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
     directory, _ = files
     model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
     cost, timed = {1: 1.0, 2: 1.1, 3: 1.2, 4: 2.0, 5: 3.0, 6: 4.0}, []
@@ -159,10 +159,13 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch):
             return cost[engine.tree.n_nodes]
 
     monkeypatch.setattr(fitting, "StepClock", Clock)
+    monkeypatch.setattr(progress, "LINES", -1.0)
     order = Order([[0], [1], [0, 0], [2], [1, 0]])
     tokens = {1: 1.0, 2: 1.6, 3: 2.2, 4: 2.3, 5: 2.4, 6: 2.5}
     rounds = fitting.time_sizes(model, order, tokens, [1], 1, rounds=3)
     assert sorted(set(timed)) == [1, 2, 3, 4, 5]  # two slower ones end it
+    said = capsys.readouterr().err
+    assert "4 of 6 sizes" in said and "-" not in said  # never more done than there are
     rows = fitting.figures_of(rounds, tokens)
     assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and fitting.fastest(rows) == 3
     for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
@@ -191,6 +194,8 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     kernel = "heads_0/layers_0/kernel"
     found = read[f"{kernel}/codes"].astype(np.float32) / 127 * read[f"{kernel}/scales"]
     np.testing.assert_array_equal(again[kernel], found)
+    card = (small / "README.md").read_text()
+    assert "base_model" not in card and find_model(None) not in card
     assert (small / "tree.json").exists()
 
 

@@ -326,6 +326,16 @@ def test_a_model_that_asks_itself(model, seeds, tmp_path, capsys):
     assert (tmp_path / "x" / "messages.jsonl").read_text() == written
 
 
+def test_a_model_that_was_retrained_in_place(seeds, tmp_path, capsys):
+    """Its answers are not mixed with those that it gave before."""
+    write_ending_model(tmp_path / "m")
+    flags = flags_for(tmp_path / "m", tmp_path / "x", seeds)
+    assert distill.main([*flags, "--limit=2"]) == 0
+    write_ending_model(tmp_path / "m", seed=1)
+    assert distill.main([*flags, "--limit=2"]) == 2
+    assert "was started with fingerprint" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["self_talk", "continue"])
 def test_twenty_kills_at_random_moments(model, tmp_path, mode):

@@ -91,6 +91,14 @@ SAID = zip(["user", "assistant"] * 2, ["the cat", "an answer", "a b", "x"])
 MESSAGES = [{"role": role, "content": text} for role, text in SAID]
 
 
+def test_training_data_asks_its_last_question_or_its_beginning(tmp_path):
+    talk = [{"conversations": MESSAGES}, {"instruction": "the cat", "output": "an answer"}]
+    found = talks(str(write_lines(tmp_path / "a.jsonl", talk)))
+    assert [record["messages"] for record in found] == [MESSAGES, MESSAGES[:2]]
+    (tmp_path / "a.txt").write_text("x" * 500)
+    assert [len(record["prompt"]) for record in talks(str(tmp_path / "a.txt"))] == [200]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")

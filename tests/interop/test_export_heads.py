@@ -217,9 +217,10 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
         stored = write_heads(tmp_path / f"{n}", base, heads_of(**fields), n)
         able, unable = engines_for(stored.heads, LLAMA)
         assert able["medusa_jax"] == "native"
-        assert able.keys() | unable.keys() == set(ENGINES)
         for name, engine in ENGINES.items():
-            for target in engine.targets.get(stored.heads.drafter, ()):
+            targets = engine.get(stored.heads.drafter, ())
+            assert (name in able) + (name in unable) == bool(targets)
+            for target in targets:
                 out = tmp_path / f"{n}-{name[:3]}-{target}"
                 if reason := why_not(stored.heads, target, LLAMA):
                     assert able.get(name) != target
@@ -227,7 +228,7 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
                         exported(stored, base, target, out)
                 else:
                     assert exported(stored, base, target, out).is_dir()
-    assert ENGINES["medusa_jax"].targets.keys() == DRAFTERS.keys()
+    assert ENGINES["medusa_jax"].keys() == DRAFTERS.keys()
 
 
 @pytest.mark.parametrize(
@@ -297,3 +298,6 @@ def test_the_card_gives_the_measurements(base, tmp_path):
     for said in ("at step 70: accepted_length_tree 2.345", "| 4 | 1.83 | 1.41x |"):
         assert said in text
     assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
+    block = write_heads(tmp_path / "block", base, heads_of(drafter="dspark"))
+    text = (exported(block, base, "dflash", tmp_path / "c") / "README.md").read_text()
+    assert '"method": "dspark"' in text and "speculative-algorithm DSPARK" in text

@@ -206,9 +206,9 @@ def test_the_size_is_announced_and_a_small_disk_refused(
     n = rows_of(cfg).rows
     small = SimpleNamespace(free=features.SPARE_BYTES + n * ROW - 1)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: small)
-    with pytest.raises(UserError, match=r"needs 0\.0 GiB .*use fewer bits, fewer samples"):
+    with pytest.raises(UserError, match=r"needs \d+\.\d kB .*use fewer bits, fewer"):
         cached(cfg, frozen)
-    assert f"{n} rows x 16 x 16 in float32 = 0.00 GiB" in capsys.readouterr().err
+    assert f"in float32 = {n * ROW / 1000:.1f} kB in" in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.npy"))
     cfg.data.cache_features = "bfloat16"
     assert not cached(cfg, frozen).missing

@@ -68,9 +68,8 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
         [named] = [x for x in said.err.splitlines() if x.startswith("next: ")]
         assert shlex.split(named)[1:] == following, words
         if words[1].endswith("train.py"):
-            assert "go to medusa_jax (--to native), vLLM (--to vllm)" in said.err
-            assert "; not SGLang: " in said.err and "  objective " in said.err
-            assert "hidden states of the frozen model, computed once" in said.err
+            assert "(convert --to): medusa_jax (native), vLLM (vllm), TGI" in said.err
+            assert "hidden states, computed once" in said.err and "  objective " in said.err
     assert "identical" in said.err and "not identical" not in said.err
     assert serving.parse(serve[4:]).chat == ""  # the model's own template
     assert run(convert) == 0

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from medusa_jax import hosts
 from medusa_jax.config import DataConfig
-from medusa_jax.console import inform
+from medusa_jax.console import byte_size, inform
 from medusa_jax.errors import UserError
 from medusa_jax.progress import Progress
 from medusa_jax.sharding import PyTree, local_rows
@@ -156,9 +156,7 @@ class Cache:
         found = CachedRows(text, count, directory, width, kind)
         if not found.missing:
             if hosts.first():
-                inform(
-                    f"hidden states: {found.bytes / 2**30:.2f} GiB read from {directory}"
-                )
+                inform(f"hidden states: {byte_size(found.bytes)} read from {directory}")
             return found
         waiting = f"hidden states: another run is writing {directory}, waiting for it"
         with hosts.locked(directory, waiting):
@@ -224,13 +222,12 @@ def announce(found: CachedRows, missing: list[int]) -> None:
     done = len(found.shards) - len(missing)
     present = f", {done} of {len(found.shards)} files are there" if done else ""
     inform(
-        f"hidden states of the frozen model, computed once, so that no step runs it: {found.rows} rows x {T} x {W} in {found.kind} = "
-        f"{found.bytes / 2**30:.2f} GiB in {found.directory} ({free / 2**30:.1f} GiB "
-        f"free{present})"
+        f"hidden states, computed once: {found.rows} rows x {T} x {W} in {found.kind} = "
+        f"{byte_size(found.bytes)} in {found.directory} ({byte_size(free)} free{present})"
     )
     if need + SPARE_BYTES > free:
         raise UserError(
-            f"data.cache_features needs {need / 2**30:.1f} GiB in {found.directory}, where "
-            f"{free / 2**30:.1f} GiB are free: use fewer bits, fewer samples "
+            f"data.cache_features needs {byte_size(need)} in {found.directory}, where "
+            f"{byte_size(free)} are free: use fewer bits, fewer samples "
             "(data.max_samples), another data.features_path, or no cache"
         )
