@@ -312,7 +312,8 @@ class Batch:
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
-            echo_of(self._model, "", [0, 0], 0, self._pieces[-1], slots)
+            piece = self._pieces[-1]  # the second may find the cache placed differently
+            echo_of(self._model, "", [0] * min(piece + 2, slots), 0, piece, slots)
             return
         self.restart()
         self.fit(n_rows, slots)
