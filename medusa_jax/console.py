@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -175,18 +175,6 @@ def give_memory_back() -> None:
         # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
         for option, value in ((-8, 1), (-3, 2**17), (-1, 2**17)):
             mallopt(option, value)
-
-
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table with aligned columns; cells are shown by `str`.
-
-    Example: ["a", "b"], [[1, "xyz"]] gives "| a | b   |", "|---|-----|", "| 1 | xyz |".
-    """
-    cells = [list(map(str, row)) for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = ([x.ljust(n) for x, n in zip(row, widths)] for row in cells)
-    first, *rest = (f"| {' | '.join(row)} |" for row in padded)
-    return "\n".join([first, f"|{'|'.join('-' * (n + 2) for n in widths)}|", *rest])
 
 
 def byte_size(n: float) -> str:

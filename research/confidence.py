@@ -27,10 +27,11 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import inform, markdown_table, use_compilation_cache
+from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, Text, own_texts, record
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.dflash import DFlash
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.vocabulary import for_drafting

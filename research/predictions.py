@@ -8,8 +8,8 @@ from typing import Any
 
 from medusa_jax.commands import roofline
 from medusa_jax.commands.flags import at_least, flag, numbers
-from medusa_jax.console import markdown_table
 from medusa_jax.evaluate.roofline import BF16, Operator, Prediction, Roofs, best
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.whole_files import Json
 
 Rows = Sequence[Prediction]

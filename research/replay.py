@@ -21,9 +21,10 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import entries, inform, markdown_table
+from medusa_jax.console import entries, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import read_prompts, spread
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens

@@ -24,10 +24,11 @@ from tqdm import tqdm
 
 from medusa_jax.commands.flags import DTYPES, Program, at_least, flag, numbers
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import inform, markdown_table
+from medusa_jax.console import inform
 from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import GROUPS, Operator, Roof, block_operators
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.model.layers import Linear
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.product import at_least_f32

@@ -17,11 +17,12 @@ from jax.typing import DTypeLike
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.commands.train import load_config
 from medusa_jax.config import Config, HeadsConfig, LlamaConfig
-from medusa_jax.console import announced, markdown_table
+from medusa_jax.console import announced
 from medusa_jax.decoding.state import DecodeState
 from medusa_jax.devices.chips import Chip, find_chip
 from medusa_jax.devices.platforms import simulate_devices
 from medusa_jax.evaluate.compiled import compiled_loop
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.interop.shapes import SHAPES

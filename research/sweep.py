@@ -22,10 +22,10 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import announced, entries, inform, markdown_table
+from medusa_jax.console import announced, entries, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
-from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
 from medusa_jax.whole_files import Json, write_json
 from research.question_files import read_questions
 

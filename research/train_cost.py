@@ -23,8 +23,9 @@ from jax.stages import Compiled
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config
-from medusa_jax.console import inform, markdown_table, run_main
+from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.interop.hf_config import read_config

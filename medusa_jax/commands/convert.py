@@ -10,7 +10,27 @@ from medusa_jax.arch import DTYPES
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.formats.engines import TARGETS, table
+from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.formats.engines import ENGINES, TARGETS
+
+# The columns of `table`.
+FAMILIES = {
+    "Medusa": "medusa",
+    "Hydra, Hydra++": "hydra",
+    "Amphista": "amphista",
+    "EAGLE-1": "eagle",
+    "EAGLE-3": "eagle3",
+    "DFlash, DSpark": "dflash",
+}
+
+
+def table() -> str:
+    """The targets by engine and family, as a Markdown table."""
+    rows = []
+    for name, engine in ENGINES.items():
+        rows.append([name, *(", ".join(engine.get(x, "-")) for x in FAMILIES.values())])
+    return markdown_table(("", *FAMILIES), rows)
+
 
 LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:

@@ -1,16 +1,28 @@
 """Tables and result files, written one way."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.console import inform, markdown_table
+from medusa_jax.console import inform
 from medusa_jax.whole_files import write_json, write_text
 
 Row = Mapping[str, Any]
 # A cell: a format of the row's fields, or a function of the row.
 Cell = str | Callable[[Row], str]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table with aligned columns; cells are shown by `str`.
+
+    Example: ["a", "b"], [[1, "xyz"]] gives "| a | b   |", "|---|-----|", "| 1 | xyz |".
+    """
+    cells = [list(map(str, row)) for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    padded = ([x.ljust(n) for x, n in zip(row, widths)] for row in cells)
+    first, *rest = (f"| {' | '.join(row)} |" for row in padded)
+    return "\n".join([first, f"|{'|'.join('-' * (n + 2) for n in widths)}|", *rest])
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:

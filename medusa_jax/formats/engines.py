@@ -1,6 +1,6 @@
 """Which engine runs which draft heads, by which layout.
 
-`convert` writes by `TARGETS`, its `--help` and docs/formats.md show `table`, training asks `engines_for`. This file
+`convert` writes by `TARGETS` and shows `ENGINES`, training asks `engines_for`. This file
 describes layouts only, without imports of JAX; `export_heads.py` has their writers.
 """
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.console import markdown_table
 from medusa_jax.heads.names import DRAFTERS
 
 
@@ -120,7 +119,7 @@ TARGETS = {
 _HYDRA = dict.fromkeys(("hydra", "hydrapp"), ("hydra",))
 _BLOCKS = dict.fromkeys(("dflash", "dspark"), ("dflash",))
 # Engine -> drafter -> targets that it loads, the most general first.
-ENGINES: dict[str, dict[str, tuple[str, ...]]] = {
+ENGINES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "medusa_jax": dict.fromkeys(DRAFTERS, ("native",)),
     "vLLM": {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
     | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
@@ -133,24 +132,6 @@ ENGINES: dict[str, dict[str, tuple[str, ...]]] = {
     | _HYDRA
     | _BLOCKS,
 }
-# The columns of `table`.
-FAMILIES = {
-    "Medusa": "medusa",
-    "Hydra, Hydra++": "hydra",
-    "Amphista": "amphista",
-    "EAGLE-1": "eagle",
-    "EAGLE-3": "eagle3",
-    "DFlash, DSpark": "dflash",
-}
-
-
-def table() -> str:
-    """The targets by engine and family, as a Markdown table."""
-    rows = (
-        [name, *(", ".join(engine.get(drafter, "-")) for drafter in FAMILIES.values())]
-        for name, engine in ENGINES.items()
-    )
-    return markdown_table(("", *FAMILIES), rows)
 
 
 def engines_for(

@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from medusa_jax.console import markdown_table
 from medusa_jax.devices.chips import Chip
 from medusa_jax.evaluate.compiled import Case, Step, compile_step
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.console import markdown_table
+from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import Chart, draw_lines
 from medusa_jax.training.run_log import read_log
 from medusa_jax.whole_files import Json

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from medusa_jax.console import markdown_table
-from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
 from medusa_jax.whole_files import Json, write_text
 from research.hardware.record import read_rows
 

@@ -104,7 +104,7 @@ def test_command_predicts(capsys):
     below, above = (o.intensity for found in up for o in found if o.name == "up")
     assert below < ridge < above
     assert command.main(["--most_nodes", "200"]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert "| **170** | 3.53 | 244.5 | 1.12x | 3.15x |" in said
     assert "| TPU v6e (ridge 560) | 200 |" in said
     assert command.main(["--most_nodes", "200", "--batch", "4", "--json"]) == 0

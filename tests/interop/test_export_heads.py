@@ -26,7 +26,8 @@ from refusals import refused
 from safetensors.numpy import load_file
 from tiny import random_params
 
-from medusa_jax.formats.engines import ENGINES, engines_for, table, why_not
+from medusa_jax.commands.convert import table
+from medusa_jax.formats.engines import ENGINES, engines_for, why_not
 from medusa_jax.formats.export import Export
 from medusa_jax.formats.export_heads import convert
 from medusa_jax.heads import vocabulary
@@ -255,8 +256,7 @@ def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
 
 
 def test_the_table_of_engines_is_in_the_page():
-    page = Path(__file__).parents[2] / "docs" / "formats.md"
-    assert table() in page.read_text()
+    assert table() in (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 
 
 def test_heads_of_another_model(base, tmp_path):
