@@ -148,16 +148,19 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
 
 
+def accelerator() -> str:
+    """The extra of JAX for this machine's accelerator, "cuda12" or "tpu"; "" without one. Does not start JAX."""
+    files = {"/dev/nvidia0": "cuda12", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
+    return next((extra for file, extra in files.items() if os.path.exists(file)), "")
+
+
 def warn_if_accelerator_unused() -> None:
     """Warn if a GPU or TPU is present but JAX uses the CPU, common in new notebooks."""
     import jax
 
-    files = {"/dev/nvidia0": "cuda12", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}
-    found = next((extra for file, extra in files.items() if os.path.exists(file)), "")
+    found = accelerator()
     if found and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
-        inform(
-            f"warning: JAX uses the CPU of a machine with a GPU or TPU: pip install 'jax[{found}]'"
-        )
+        inform(f"warning: JAX uses the CPU, not the GPU or TPU: pip install 'jax[{found}]'")
 
 
 def give_memory_back() -> None:

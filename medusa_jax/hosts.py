@@ -14,14 +14,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
-from medusa_jax.console import call_if_longer, inform
+from medusa_jax.console import accelerator, call_if_longer, inform
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.sharding import PyTree
 
 # Command line flags, named as in `jax.distributed.initialize`.
 FLAGS = ("coordinator_address", "num_processes", "process_id")
-# TPU virtual machines set no environment variables; JAX asks the machine.
-TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 # Exit status when another process is lost or never joined: try again (EX_TEMPFAIL of sysexits.h).
 LOST = 75
 # Bytes per piece when arrays are gathered to hosts through the devices.
@@ -48,7 +46,8 @@ def join(given: Mapping[str, str]) -> None:
         flags = ", ".join(f"--{name}" for name in FLAGS)
         raise UserError(f"several processes need all of {flags}: {missing[0]} is missing")
     undeclared = not given and not launched(os.environ)
-    if undeclared and not any(os.path.exists(path) for path in TPU_DEVICES):
+    # TPU virtual machines may set no environment variables; JAX asks the machine.
+    if undeclared and (accelerator() != "tpu" or tpu_workers(os.environ)):
         return
     try:
         numbers = {name: int(given[name]) for name in FLAGS[1:] if given}
@@ -64,9 +63,9 @@ def join(given: Mapping[str, str]) -> None:
     except RuntimeError as error:
         # The others may be late, for example on machines that are still starting.
         _leave(LOST, f"the processes of this run did not meet: {first_line(error)}")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         if undeclared:
-            return  # a single TPU machine
+            return  # a single TPU machine, or a notebook's, which has no metadata server
         raise UserError(
             f"this process does not know the others: {first_line(error)}"
         ) from error
@@ -80,11 +79,14 @@ def launched(environment: Mapping[str, str]) -> bool:
 
     # `srun` sets both; a shell inside an allocation has only the number of tasks.
     slurm = several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment
-    workers = environment.get("TPU_PROCESS_ADDRESSES") or environment.get(
-        "TPU_WORKER_HOSTNAMES", ""
-    )
-    gke = "," in workers or several("MEGASCALE_NUM_SLICES")
+    gke = "," in tpu_workers(environment) or several("MEGASCALE_NUM_SLICES")
     return slurm or gke or several("OMPI_COMM_WORLD_SIZE")
+
+
+def tpu_workers(environment: Mapping[str, str]) -> str:
+    """The hosts of a TPU slice, separated by commas, as far as the environment says; notebooks say "local"."""
+    addresses = environment.get("TPU_PROCESS_ADDRESSES")
+    return addresses or environment.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def first() -> bool:

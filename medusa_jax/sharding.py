@@ -144,6 +144,11 @@ def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
     return _constrained(mesh, state, lambda mesh: decode_shardings(mesh, state))
 
 
+def placed(mesh: Mesh | None, state: PyTree) -> PyTree:
+    """A decode state made by the host, placed as programs return it: otherwise JAX compiles them twice."""
+    return state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
+
+
 def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
     """Replicate on every device; each host can then read from its own devices."""
     return _constrained(mesh, tree, replicated)

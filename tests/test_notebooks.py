@@ -22,7 +22,7 @@ SHOWS = {
     "fit_a_tree": (["best size here:", "mean accepted length"], {PNG}),
     "to_vllm": (["head 3: both layouts agree on 100%", "vllm serve"], {"text/markdown"}),
 }
-REAL = 'load("smollm2")'
+REAL = 'load("smollm2", dtype="float32")'
 # Shorter texts and runs show the same.
 SHORTER = {
     "max_new_tokens=120": "max_new_tokens=40",

@@ -40,7 +40,7 @@ from medusa_jax.interop.tokenizer import (
 )
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
-from medusa_jax.model.seams import cpu
+from medusa_jax.model.seams import attention_kernels, cpu
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.tree.tree import Tree
@@ -52,6 +52,11 @@ LONGEST_NGRAM = 64
 
 def default_dtype() -> str:
     """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""
+    kernels = attention_kernels()
+    if kernels and kernels.before_ampere():
+        inform(
+            "note: this GPU has no bfloat16: it unpacks all weights in every step, in float16 it would not"
+        )
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -284,7 +289,7 @@ class _DraftHead:
         [rows] = part[entry].values()
         if isinstance(rows, BlockRows):
             kernel_DO = jnp.asarray(rows.blocks.unpacked(self.ids_O).T)
-            self.part = _in_form({"lm_head": {"kernel": kernel_DO}}, self.form)
+            self.part = place_head({"lm_head": {"kernel": kernel_DO}}, self.form)
         else:
             self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
 
@@ -293,9 +298,6 @@ class _DraftHead:
         if self.ids_O is None:
             return heads
         return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
-
-
-_in_form = jax.jit(store, static_argnums=1)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

@@ -1,7 +1,5 @@
 """Models without weights: shapes, which are enough to compile a program."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -72,4 +70,4 @@ def abstract_state(
 ) -> DecodeState:
     """Shapes of the state after prompts of `tokens` tokens."""
     depth_only, slots, *rest = prefill_arguments(engine, variables, batch, tokens)
-    return jax.eval_shape(partial(prefill, depth_only, slots), *rest)
+    return prefill.eval_shape(depth_only, slots, *rest)

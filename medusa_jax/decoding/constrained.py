@@ -115,14 +115,17 @@ def verify_nodes(
 def judge(
     engine: Engine,
     variables: Params,
-    rest: DecodeState,
     cache: KVCache,
+    rest: DecodeState,
     verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
     then_B: jax.Array,
 ) -> DecodeState:
     """Accept, commit and append, given the tokens that may follow each node.
+
+    JAX matches donated arrays with results of their shape in order: the cache comes before the drafter's, as in the
+    result. Otherwise every step would copy them.
 
     Args:
       verified: hidden states and logits of `verify_nodes`.
@@ -185,7 +188,7 @@ def step(
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
     judged = tuple(verified), drafts, allowed_BMW, then_B
-    return judge(engine, variables, rest, cache, *judged)
+    return judge(engine, variables, cache, rest, *judged)
 
 
 def stream(

@@ -32,7 +32,7 @@ from medusa_jax.decoding.state import (
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import platform, program
 from medusa_jax.heads.state import grow_state
-from medusa_jax.sharding import Params, decode_shardings, pin_state
+from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
     from medusa_jax.decoding.gate import Gate
@@ -166,10 +166,7 @@ def begin(
 
 def with_gate(engine: Engine, state: DecodeState, request: Request) -> DecodeState:
     """The state with the request's gate, placed as the decode loop returns it."""
-    gate, mesh = request.gate, engine.llama.mesh
-    if gate is not None and mesh is not None:
-        gate = jax.device_put(gate, decode_shardings(mesh, gate))
-    return state.replace(gate=gate)
+    return state.replace(gate=placed(engine.llama.mesh, request.gate))
 
 
 def sampling_of(request: Request, vocab_size: int) -> Sampling:

@@ -41,8 +41,7 @@ class Sizes:
     stops: tuple[int, int]
 
 
-@program(static_argnums=(0, 1, 2, 3))
-def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
+def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
     zero_B = jnp.zeros((rows,), jnp.int32)
     sampling = sampling_of(Request([[]] * rows, []), engine.llama.config.vocab_size)
@@ -51,6 +50,9 @@ def idle(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
     state = state.replace(status_B=zero_B + STOPPED)
     return pin_state(engine.llama.mesh, state)
+
+
+idle = program(static_argnums=(0, 1, 2, 3))(idle_rows)
 
 
 @program(static_argnums=(0, 1, 2, 3))
@@ -67,7 +69,7 @@ def resized(
         shared = tuple(map(min, new.shape, old.shape))
         return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
 
-    new = jax.tree.map(keep, idle(engine, sizes, rows, slots), state)
+    new = jax.tree.map(keep, idle_rows(engine, sizes, rows, slots), state)
     new = new.replace(length_B=jnp.minimum(new.length_B, slots))
     return pin_state(engine.llama.mesh, new)
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
 from medusa_jax.decoding.copying import Nodes, with_copies
@@ -15,10 +14,9 @@ from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
-from medusa_jax.devices.platforms import platform
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.model.cache import KVCache
+from medusa_jax.model.cache import KVCache, write_rows
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params
 from medusa_jax.tree.tree import Tree
@@ -320,12 +318,4 @@ def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.A
 
     Entries may be numbers or arrays: [B, O, ...] and [B, L, ...].
     """
-    new_BL = new_BL.astype(row_BO.dtype)
-    if platform() == "tpu":  # without a scatter, as in `cache.write_rows`
-        rest = (jnp.zeros((), at_B.dtype),) * (row_BO.ndim - 2)
-        for b in range(row_BO.shape[0]):
-            at = (jnp.asarray(b, at_B.dtype), at_B[b], *rest)
-            row_BO = lax.dynamic_update_slice(row_BO, new_BL[b : b + 1], at)
-        return row_BO
-    write = jax.vmap(lambda row, new, at: lax.dynamic_update_slice_in_dim(row, new, at, 0))
-    return write(row_BO, new_BL, at_B)
+    return write_rows(row_BO, new_BL, at_B, axis=1)

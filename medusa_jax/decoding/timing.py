@@ -15,12 +15,12 @@ from medusa_jax.decoding.generate import (
     power_of_two,
     prefill_arguments,
 )
-from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of
 from medusa_jax.devices.platforms import program
 from medusa_jax.errors import UserError
-from medusa_jax.sharding import decode_shardings, pin_state
+from medusa_jax.sharding import pin_state, placed
 
 
 class StepClock:
@@ -60,7 +60,6 @@ class StepClock:
             len(prompt) + self.n_steps * L + n_rows, least_slots(engines[0])
         )
         self.variables = variables
-        self.shapes: dict[Engine, DecodeState] = {}
         self.request = Request(
             prompts=[list(prompt)] * batch,
             limits=[self.n_steps * L + 1] * batch,
@@ -90,25 +89,13 @@ class StepClock:
         Only the step's program has to be compiled.
         """
         _, arguments = prefill_arguments(engine, self.variables, self.request)
-        if engine not in self.shapes:
-            shapes = prefill.eval_shape(engine.depth_only, self.slots, *arguments)
-            self.shapes[engine] = shapes.replace(sampling=None)
-        _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, _ = arguments
-        shapes, mesh = self.shapes[engine], engine.llama.mesh
-        # Created on the device: a row of a 7B model takes half a gigabyte.
-        state = jax.jit(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
-            out_shardings=mesh and decode_shardings(mesh, shapes),
-        )()
-        state = state.replace(
-            sampling=sampling,
-            n_new_B=np.ones_like(length_B),
-            limit_B=limit_B,
-            max_steps_B=max_steps_B,
-            stop_BQW=stop_BQW,
-            length_B=length_B,
-        )
-        return jax.device_put(state, mesh and decode_shardings(mesh, state))
+        _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
+        sizes = Sizes(output.shape[1], stop_BQW.shape[1:])
+        state = idle(engine.depth_only, sizes, len(length_B), self.slots)
+        parameters = sampling, limit_B, max_steps_B, stop_BQW
+        state = begin_row(engine.depth_only, state, *parameters)
+        state = state.replace(n_new_B=np.ones_like(length_B), length_B=length_B)
+        return placed(engine.llama.mesh, state)
 
 
 @program(static_argnums=0, donate_argnums=2)

@@ -31,8 +31,6 @@ from medusa_jax.whole_files import Json, write_json
 
 # Choices stored in a tree file, in order of worth: enough for trees of up to 128 nodes.
 GROWTH = 127
-# Sizes to time, in this order.
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 # Rounds per size, and steps of a timed run.
 ROUNDS, STEPS = 7, 8
 # A larger tree must be faster by more than this, since two measurements may differ by as much.
@@ -48,7 +46,7 @@ def fit_tree(
     model: Model,
     prompts: Sequence[Prompt],
     options: Options,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int],
     *,
     batches: Sequence[int] = (1,),
     rounds: int = ROUNDS,

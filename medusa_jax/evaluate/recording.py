@@ -27,6 +27,10 @@ MOST_COPIED = 10
 ROWS = 8
 
 
+_lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
+_ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
+
+
 class Text(NamedTuple):
     """A prompt and the model's answer.
 
@@ -66,8 +70,6 @@ def record(
       options: options that the texts were written with. Above temperature 0 drafts are ranked with
         the noise that the verifier will add.
     """
-    lengths = jax.jit(jax.vmap(copied_lengths, (0, 0, None)), static_argnums=2)
-    ranks = jax.jit(rank_tuples, static_argnames=("drafter", "no_repeat_ngram_size"))
     found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
     with Progress("ranks", len(texts), "text", shown=shown) as bar:
         for own, rows in equal_batches(len(texts), ROWS):
@@ -83,9 +85,9 @@ def record(
             for row, x in zip(tokens_BT, ids):
                 row[: len(x)] = x
             heads, given = model.variables["heads"], (jnp.asarray(tokens_BT), length_B)
-            ranked = ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
+            ranked = _ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
             ranks_BTK, copied_BT, match_BT = map(
-                np.asarray, (ranked, *lengths(*given, MOST_COPIED))
+                np.asarray, (ranked, *_lengths(*given, MOST_COPIED))
             )
             for b, i in enumerate(own):
                 # The step after prefill starts at the last prompt position.

@@ -6,6 +6,7 @@ accepted ones to the front of that range. Per-layer arrays, not one stacked arra
 cache is copied whole by every layer's update.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -117,26 +118,22 @@ LayerCache = Pair | DraftCache
 
 
 def write_rows(
-    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array
+    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int = 2
 ) -> jax.Array:
     """Write T consecutive slots per row, row b from slot `start_B[b]`.
 
     The caller keeps `start + T <= S`: XLA clamps a start that does not fit, which would
     overwrite committed text.
+
+    Args:
+      axis: the axis of the slots.
     """
     rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
-    zero = jnp.zeros((), start_B.dtype)  # indices must share one integer type
-    if cache_BGSH.shape[0] == 1:  # one row needs no scatter
-        return lax.dynamic_update_slice(
-            cache_BGSH, rows_BGTH, (zero, zero, start_B[0], zero)
-        )
-
     if on_tpu := tpu():
-        return on_tpu.write_rows(cache_BGSH, rows_BGTH, start_B)
-
-    def write(cache_GSH: jax.Array, rows_GTH: jax.Array, start: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice(cache_GSH, rows_GTH, (zero, start, zero))
-
+        return on_tpu.write_rows(cache_BGSH, rows_BGTH, start_B, axis)
+    if cache_BGSH.shape[0] == 1:  # one row needs no scatter
+        return lax.dynamic_update_slice_in_dim(cache_BGSH, rows_BGTH, start_B[0], axis)
+    write = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
 
 

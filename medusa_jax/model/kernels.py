@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from medusa_jax.console import inform
+from medusa_jax.devices.platforms import default_device
 from medusa_jax.model import tpu
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import ROWS
@@ -27,6 +28,9 @@ CUDNN_LONGEST = 8192
 # From this many slots on, summed over all rows, a TPU also uses the kernel for one token per row: over fewer slots
 # XLA's attention of one token is faster (research/log/).
 ONE_ROW_SLOTS = 8192
+# Least compute capability of NVIDIA GPUs for cuDNN's attention, and for products in bfloat16: on a T4 (7.5) XLA
+# unpacks kernels to float32 in memory before each, five times the bytes.
+AMPERE = 8.0
 # Library kernels multiply float32 in lower precision, or fail.
 SHORT = (jnp.bfloat16, jnp.float16)
 
@@ -73,9 +77,19 @@ def for_cache(
     return tpu.attend_tree if long else None
 
 
+def before_ampere() -> bool:
+    """Whether the default device is an NVIDIA GPU that has neither."""
+    return float(getattr(default_device(), "compute_capability", AMPERE)) < AMPERE
+
+
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether JAX finds cuDNN; prints one note if not. Ahead-of-time compilers have no cuDNN."""
+    """Whether JAX finds cuDNN, else prints one note, and the GPU is new enough, which JAX does not check.
+
+    Ahead-of-time compilers have no cuDNN.
+    """
+    if before_ampere():
+        return False
     x_BTNH = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
     try:
         jax.eval_shape(

@@ -258,15 +258,16 @@ def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Arra
 
 
 def write_rows(
-    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array
+    cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int
 ) -> jax.Array:
-    """`cache.write_rows` of several rows, one after the other.
+    """`cache.write_rows`, one row after the other.
 
     Writing several rows at once is a scatter, for which a TPU copies the cache to another layout and
     back in every layer. On a CPU this loop would copy the cache once per row.
     """
     zero = jnp.zeros((), start_B.dtype)
     for b in range(cache_BGSH.shape[0]):
-        at = (jnp.asarray(b, start_B.dtype), zero, start_B[b], zero)
+        at = [jnp.asarray(b, start_B.dtype), *[zero] * (cache_BGSH.ndim - 1)]
+        at[axis] = start_B[b]
         cache_BGSH = lax.dynamic_update_slice(cache_BGSH, rows_BGTH[b : b + 1], at)
     return cache_BGSH

@@ -34,7 +34,7 @@ from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
-from medusa_jax.sharding import decode_shardings
+from medusa_jax.sharding import placed
 from medusa_jax.tree.tree import Tree, stand_in
 
 
@@ -109,12 +109,8 @@ class Batch:
             del self._state  # frees its memory before the next is allocated
         self._apart = rows.RowExtras()
         self.rows, self.slots = n_rows, slots
-        self._state = self._placed(rows.idle(self._engine, self._sizes, n_rows, slots))
-
-    def _placed(self, state: Any) -> Any:
-        mesh = self._engine.llama.mesh
-        return (
-            state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
+        self._state = placed(
+            self._engine.llama.mesh, rows.idle(self._engine, self._sizes, n_rows, slots)
         )
 
     def slots_for(self, length: int) -> int:
@@ -157,7 +153,9 @@ class Batch:
             self._apart = self._apart._replace(**{name: room})
 
     def _empty_extras(self, n_rows: int) -> rows.RowExtras:
-        tokens_BO = self._placed(np.zeros((n_rows, self._sizes.outputs), np.int32))
+        tokens_BO = placed(
+            self._engine.llama.mesh, np.zeros((n_rows, self._sizes.outputs), np.int32)
+        )
         return rows.empty_extras(self._with_logprobs, tokens_BO)
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
@@ -314,7 +312,8 @@ class Batch:
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
-            echo_of(self._model, "", [0, 0], 0, self._pieces[-1], slots)
+            piece = self._pieces[-1]  # the second may find the cache placed differently
+            echo_of(self._model, "", [0] * min(piece + 2, slots), 0, piece, slots)
             return
         self.restart()
         self.fit(n_rows, slots)

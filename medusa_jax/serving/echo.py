@@ -14,7 +14,7 @@ from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.model.cache import KVCache
 from medusa_jax.serving.request import Delta
-from medusa_jax.sharding import on_all, pin_state
+from medusa_jax.sharding import on_all, pin_state, placed
 
 # Most alternatives of a token whose log-probabilities a request may ask for.
 MOST_BEST = 20
@@ -55,7 +55,8 @@ def echo_of(
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
     config, most = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
-    state: Any = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
+    empty = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
+    state: Any = placed(backbone.llama.mesh, empty)
     text_S = np.zeros(slots + 1, np.int32)
     text_S[: len(ids)] = ids
     logprobs, tops = list[float | None]([None]), list[Any]([None])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import entries, inform
+from medusa_jax.console import accelerator, entries, inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.names import DRAFTERS
 from research.hardware.summary import write_summary
@@ -60,7 +60,7 @@ class Job:
 
 
 def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
-    """The processes of a part, which may run side by side."""
+    """The processes of a part."""
 
     def own(name: str, *more: str, setting: Mapping[str, str] | None = None) -> Job:
         words = ("research.hardware.part", flags.out, name, str(seconds), str(flags.small))
@@ -113,7 +113,8 @@ def run(flags: Flags) -> int:
     try:
         for part in parts:
             left = end - time.monotonic()
-            seconds = left if flags.small else min(LIMITS[part], left)
+            alone = flags.small or len(parts) == 1
+            seconds = left if alone else min(LIMITS[part], left)
             if seconds < 5:
                 inform(f"{part}: no time left")
                 continue
@@ -130,11 +131,16 @@ def run(flags: Flags) -> int:
 
 
 def run_part(part: str, flags: Flags, out: Path, seconds: float) -> list[str]:
-    """Run the processes of a part side by side, as many as cores allow; returns those that failed."""
+    """Run the processes of a part; returns those that failed.
+
+    Checks run side by side, as many as cores allow. Timed ones would disturb each other, and only one process can
+    have a TPU.
+    """
     end = time.monotonic() + seconds
     waiting = list(jobs_of(part, flags, seconds - 5))
     running: list[tuple[str, subprocess.Popen]] = []
-    at_once = max(1, (os.cpu_count() or 1) // 2)
+    apart = part != "check" or accelerator() == "tpu"
+    at_once = 1 if apart else max(1, (os.cpu_count() or 1) // 2)
     failed = []
     inform(f"{part}: {len(waiting)} process(es), {seconds:.0f} s at most")
     with open(out / "log.txt", "a") as log:

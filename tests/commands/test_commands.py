@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from files import PROMPTS
+from live import compilations
 from safetensors.numpy import load_file
 
 import medusa_jax
@@ -112,7 +113,7 @@ def test_a_flag_is_declared_once():
 
 
 def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypatch):
-    """The ranks of whole batches of texts are kept, for the same settings only."""
+    """The ranks of whole batches of texts are kept, for the same settings only. Programs are compiled once."""
     directory, _ = files
     model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
     monkeypatch.setattr(fitting, "ROWS", 2)
@@ -130,7 +131,12 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
         fitting.rank_texts(model, PROMPTS, options, keep)
     found = fitting.rank_texts(model, PROMPTS, options, keep)
     assert written == [2, 2, 2]
-    whole = fitting.rank_texts(model, PROMPTS, options)
+    clock = fitting.StepClock([model.engine()], model.variables, [1], n_steps=2)
+    clock.seconds(model.engine())
+    with compilations() as compiled:
+        whole = fitting.rank_texts(model, PROMPTS, options)
+        clock.seconds(model.engine())
+    assert not compiled
     for one, other in zip(found, whole, strict=True):
         np.testing.assert_array_equal(one.ranks_PK, other.ranks_PK)
     fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)

@@ -34,7 +34,7 @@ from trees import trees
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import sampling, step
+from medusa_jax.decoding import sampling
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
@@ -226,7 +226,7 @@ def test_the_forms_for_accelerators_give_the_same_text(
     model, tree = random_model(m.config, 1), Tree.cartesian([2, 2, 1])
     request = m.request(acceptance, 1)
     expected = plain_texts(m.config, model, request, acceptance)
-    for module in (attention, grouped, texts, seams, sampling, step):
+    for module in (attention, grouped, texts, seams, sampling):
         monkeypatch.setattr(module, "platform", lambda: platform)
     calls = []
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import medusa_jax
+from medusa_jax.api import default_dtype
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.placement import compile_step
@@ -34,20 +35,22 @@ def test_the_mesh_in_sight_says_the_platform():
     assert platforms.platform() == "cpu"
 
 
-def test_the_default_device_says_the_platform_where_no_mesh_is(monkeypatch):
+def test_the_default_device_says_the_platform_where_no_mesh_is(monkeypatch, capsys):
     """As JAX places arrays: `jax_default_device`, a device or a platform's name, before the first device."""
 
     class GpuDevice:
         platform = "gpu"
         client = SimpleNamespace(platform_version="cuda 13000")
+        compute_capability = "7.5"
 
     [first, *_] = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="tpu")])
     assert platforms.platform() == "tpu"
     for default, name in (("cpu", "cpu"), (first, "cpu"), (GpuDevice(), "cuda")):
         with jax.default_device(default):
-            assert platforms.platform() == name
+            assert platforms.platform() == name and default_dtype()
     assert platforms.platform() == "tpu"
+    assert capsys.readouterr().err.count("note: ") == 1  # a T4 has no bfloat16
 
 
 def test_a_program_has_the_options_of_its_platform(monkeypatch):
@@ -76,16 +79,19 @@ def test_a_program_has_the_options_of_its_platform(monkeypatch):
     assert "stablehlo" in add.lower(2, np.int32(3)).as_text()
 
 
-def test_every_program_that_reads_weights_is_one():
-    """In decoding, only the keys of rows are jitted without the platform's options."""
-    plain = [
-        f"{file.stem}.{node.name}"
-        for file in sorted(DECODING.rglob("*.py"))
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.FunctionDef)
-        and any("jit" in ast.unparse(d) for d in node.decorator_list)
-    ]
-    assert plain == ["sampling.row_keys"]
+def test_every_program_that_reads_weights_is_one_and_calls_no_other():
+    """In decoding, only the keys of rows are jitted without the platform's options, which JAX refuses in a trace."""
+    found = {"jit": {}, "program": {}}
+    for file in DECODING.rglob("*.py"):
+        for x in ast.walk(ast.parse(file.read_text())):
+            for made in map(ast.unparse, getattr(x, "decorator_list", ())):
+                kind = next((kind for kind in found if kind in made), None)
+                found.get(kind, {})[f"{file.stem}.{getattr(x, 'name', '')}"] = ast.walk(x)
+    assert [*found["jit"]] == ["sampling.row_keys"]
+    programs = {name.partition(".")[2] for name in found["program"]} | {"idle"}
+    for name, nodes in found["program"].items():
+        called = {getattr(x.func, "id", "") for x in nodes if isinstance(x, ast.Call)}
+        assert not called & programs, name
 
 
 def test_a_training_step_is_compiled_with_the_options_of_its_platform(monkeypatch):

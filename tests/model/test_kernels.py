@@ -151,6 +151,9 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
         assert (attended(*given) == expected).all()
     assert capsys.readouterr().err.count("cuDNN was not found") == (not found)
     has_cudnn.cache_clear()
+    monkeypatch.setattr(kernels, "before_ampere", lambda: True)  # a T4: JAX would not raise
+    assert not has_cudnn()
+    has_cudnn.cache_clear()
 
 
 def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):

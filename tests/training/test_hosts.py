@@ -69,9 +69,9 @@ def test_a_claim_ends_with_its_process(tmp_path):
         pass
 
 
-def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
-    """There the environment says nothing: JAX is asked, and knows of no others, or of late ones."""
-    asked, answer = [], ValueError("no pod")
+def test_a_machine_with_tpus_may_be_alone(monkeypatch, left, capsys):
+    """Where the environment says nothing, JAX is asked, and knows of no others, or of late ones."""
+    asked = []
 
     def initialize(*args, heartbeat_timeout_seconds, **numbers):
         asked.append((args, numbers))
@@ -80,9 +80,10 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
     hosts.join({})
     assert not asked  # no launcher, no TPU
-    monkeypatch.setattr(hosts, "TPU_DEVICES", (str(tmp_path),))
-    hosts.join({})
-    assert asked == [((None, None, None), {})]
+    monkeypatch.setattr(hosts, "accelerator", lambda: "tpu")
+    for answer in (ValueError("no pod"), ConnectionError("no metadata")):  # noqa: B007
+        hosts.join({})
+    assert asked == [((None, None, None), {})] * 2
     answer = RuntimeError("nobody answers\nstack")
     hosts.join({})
     assert capsys.readouterr().err.endswith("did not meet: nobody answers\n")
@@ -92,7 +93,11 @@ def test_a_machine_with_tpus_may_be_alone(tmp_path, monkeypatch, left, capsys):
     with pytest.raises(UserError, match="no address"):
         hosts.join(given)
     assert asked[-1] == (("a:1", 2, 1), {})
-    monkeypatch.setattr(hosts, "TPU_DEVICES", ())
+    monkeypatch.setenv(
+        "TPU_PROCESS_ADDRESSES", "local"
+    )  # of a notebook, where nobody is asked
+    hosts.join({})
+    monkeypatch.setattr(hosts, "accelerator", lambda: "")
     monkeypatch.setattr(hosts, "launched", lambda environment: True)
     with pytest.raises(UserError, match="no address"):  # one that was launched is not alone
         hosts.join({})
