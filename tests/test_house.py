@@ -128,12 +128,12 @@ def test_no_circle_inside_a_room():
 # Lines that a reader of a module cannot avoid: of all files that it reaches by imports.
 CLOSURES = {
     ("decoding.generate",): 5_075,
-    ("training.trainer",): 9_250,
+    ("training.trainer",): 9_270,
     ("commands.decode",): 11_280,
-    ("commands.decode", "training.trainer"): 15_380,
+    ("commands.decode", "training.trainer"): 15_395,
 }
 # Lines of the package's and the tests' Python, words of the site's pages.
-PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_612, 26_000, 14_000
+PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_630, 26_000, 14_000
 # Files that import by name, and who chooses the name: the content of a file, a flag, an extra or the platform.
 # Imports by name are left out of the budgets, so anything that is always imported must not be here.
 SEAMS = {

@@ -28,9 +28,9 @@ CUDNN_LONGEST = 8192
 # From this many slots on, summed over all rows, a TPU also uses the kernel for one token per row: over fewer slots
 # XLA's attention of one token is faster (research/log/).
 ONE_ROW_SLOTS = 8192
-# Least compute capability of NVIDIA GPUs for cuDNN's attention, and for products in bfloat16: on a T4 (7.5) XLA
+# Least major compute capability of NVIDIA GPUs for cuDNN's attention, and for products in bfloat16: on a T4 (7.5) XLA
 # unpacks kernels to float32 in memory before each, five times the bytes.
-AMPERE = 8.0
+AMPERE = 8
 # Library kernels multiply float32 in lower precision, or fail.
 SHORT = (jnp.bfloat16, jnp.float16)
 
@@ -79,7 +79,8 @@ def for_cache(
 
 def before_ampere() -> bool:
     """Whether the default device is an NVIDIA GPU that has neither."""
-    return float(getattr(default_device(), "compute_capability", AMPERE)) < AMPERE
+    major = str(getattr(default_device(), "compute_capability", "")).partition(".")[0]
+    return major.isdecimal() and int(major) < AMPERE  # AMD's have letters
 
 
 @functools.cache

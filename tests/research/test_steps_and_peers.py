@@ -126,12 +126,6 @@ def test_gains_follow_the_true_path():
     assert confidence.gains(ranks_PK, trees).tolist() == [[1, 3, 2], [1, 2, 2], [1, 1, 1]]
 
 
-def test_separation_is_the_share_of_ordered_pairs():
-    signal, right = np.array([0.1, 0.4, 0.3, 0.9]), np.array([True, False, True, True])
-    # Pairs (right, wrong): (.9, .4) is in order, (.1, .4) and (.3, .4) are not.
-    assert confidence.separates(signal, right) == pytest.approx(1 / 3)
-
-
 @pytest.mark.slow
 def test_what_was_measured_survives_a_kill(tmp_path):
     words = f"-m research hardware --small --out={tmp_path} --parts=facts,steps".split()

@@ -1,6 +1,5 @@
 """Parts of single studies: settings, variants, shapes, ties, random weights, costs from shapes, growth, roofline."""
 
-import itertools
 import json
 import math
 from dataclasses import replace
@@ -23,8 +22,6 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
-from medusa_jax.training.checks import CHOICES
-from medusa_jax.training.partition import trained_groups
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree
 from research import draft_cost, planning, ties
@@ -33,7 +30,6 @@ from research import roofline as measure
 from research import tree_shapes as shapes
 from research import weights as at_random
 from research.family.command import refuse_other
-from research.recipes import command, variants
 from research.scaling import mesh_for
 
 
@@ -50,21 +46,6 @@ def test_a_training_with_other_settings_is_not_taken_for_this_one(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"no readable config.json"):
         refuse_other(tmp_path, asked)
-
-
-def test_every_arm_names_fields_that_exist(tmp_path):
-    flags = command.main.parse(["--original=x", f"--out={tmp_path}"])
-    for name, (_, runs) in variants.variants().items():
-        shares = [fields["share"] for fields in runs]
-        # All variants make the same number of steps.
-        assert not runs or sum(shares) == 1.0, name
-        for fields in runs:
-            cfg = variants.recipe(flags, 0, tmp_path)
-            for field, value in fields.items():
-                if "." in field:
-                    cli.override(cfg, field, value)
-            assert "heads" in trained_groups(cfg.train, cfg.lora), name
-            assert cfg.model.quantise in CHOICES["model.quantise"]
 
 
 def test_trees_of_one_depth_leave_deeper_heads_out():
@@ -274,24 +255,3 @@ def test_product_growth_equals_exhaustive_search(size: int) -> None:
     best = max(worth(tree) for tree in all_trees(3, 3, size))
     grown = Tree.from_choices(fit.product_growth(accuracy, size))
     assert worth(grown) == pytest.approx(best)
-
-
-def test_best_cartesian_is_the_best_of_all_widths():
-    assert fit.best_cartesian(np.array([[0.6, 0.2]] * 3), 4) == [1, 1, 1]
-    rng = np.random.default_rng(0)
-    for n_nodes in (2, 9, 30):
-        accuracy = np.sort(rng.dirichlet(np.ones(6), 3)[:, :5])[:, ::-1]
-
-        def tokens(widths, accuracy=accuracy):
-            within = [accuracy[k, :w].sum() for k, w in enumerate(widths)]
-            return 1 + np.cumprod(within).sum()
-
-        every = [
-            widths
-            for depth in (1, 2, 3)
-            for widths in itertools.product(range(1, 6), repeat=depth)
-            if Tree.cartesian(widths).n_nodes <= n_nodes
-        ]
-        found = fit.best_cartesian(accuracy, n_nodes)
-        assert tuple(found) in every
-        assert np.isclose(tokens(found), max(map(tokens, every)))

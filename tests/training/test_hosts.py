@@ -93,9 +93,7 @@ def test_a_machine_with_tpus_may_be_alone(monkeypatch, left, capsys):
     with pytest.raises(UserError, match="no address"):
         hosts.join(given)
     assert asked[-1] == (("a:1", 2, 1), {})
-    monkeypatch.setenv(
-        "TPU_PROCESS_ADDRESSES", "local"
-    )  # of a notebook, where nobody is asked
+    monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")  # a notebook's: nobody is asked
     hosts.join({})
     monkeypatch.setattr(hosts, "accelerator", lambda: "")
     monkeypatch.setattr(hosts, "launched", lambda environment: True)

@@ -101,18 +101,14 @@ def test_stopped_and_cut_runs_go_on_bit_for_bit(
 @pytest.mark.usefixtures("compiled_once")
 def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatch):
     """Neither a fresh state nor the model's weights, while a checkpoint is read and afterwards."""
-    restore, cfg, found = (
-        Checkpoints.restore,
-        config(tokens, model, "backbone", steps=1),
-        [],
-    )
+    cfg, arch = config(tokens, model, "backbone", steps=1), training_arch()
+    restore, found = Checkpoints.restore, []
 
     def look(*of_restore):
         gc.collect()
         found.append(sum(x.shape == (VOCAB, arch.d_model) for x in jax.live_arrays()))
         return restore(*of_restore) if of_restore else None
 
-    arch = training_arch()
     run(cfg, tmp_path)
     look()
     monkeypatch.setattr(Checkpoints, "restore", look)
