@@ -20,7 +20,11 @@ def get_config() -> Config:
         confidence=True,
     )  # fmt: skip
     # As in demo_dspark.py.
-    cfg.train.anchors = 128
+    cfg.train.anchors = 192
     cfg.train.label_weight, cfg.train.confidence_weight = 0.1, 1.0
     cfg.train.levels, cfg.train.lambda_decay = 1, 0.7788
+    # Repetitive answers teach blocks to copy.
+    cfg.data.max_repeats = 1.0
+    cfg.optim.name, cfg.optim.lr = "muon", 3e-3
+    cfg.train.steps = 4700
     return cfg
