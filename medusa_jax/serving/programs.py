@@ -22,7 +22,7 @@ RETRY_SECONDS = 2.0
 WORTH_A_LINE = 1.0
 # Planned programs are compiled once no request has come for this many seconds: the next one often follows soon.
 SETTLE_SECONDS = 2.0
-# Priority of a thread that compiles ahead: everything else gets the cores first (Linux).
+# Priority of a thread that compiles ahead (Linux). XLA's own threads, more than half of the work, keep theirs.
 NICE = 10
 
 
