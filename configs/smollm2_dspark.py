@@ -19,8 +19,8 @@ def get_config() -> Config:
         n_heads=6, draft_vocab=8192, tap_layers="2,15,27,30", mask_token=5, markov_rank=64,
         confidence=True,
     )  # fmt: skip
-    # As in demo_dspark.py.
     cfg.train.anchors = 192
+    # As in demo_dspark.py.
     cfg.train.label_weight, cfg.train.confidence_weight = 0.1, 1.0
     cfg.train.levels, cfg.train.lambda_decay = 1, 0.7788
     # Repetitive answers teach blocks to copy.

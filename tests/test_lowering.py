@@ -117,6 +117,13 @@ def test_the_training_step_lowers(name):
     assert what_would_be_slow(lowered(*training(cfg))) == set()
 
 
+def test_what_would_be_slow_is_seen():
+    slow = jax.jit(lambda x: (jax.debug.callback(print, x[0, 0, 0, 0]), x.swapaxes(2, 3)))
+    text = slow.lower(jnp.zeros((1, 2, SLOTS, 8))).as_text()
+    assert what_would_be_slow(text) == {"host callback", "transpose of a cache"}
+    assert what_would_be_slow("tensor<4x?xf64>") == {"dynamic shape", "float64"}
+
+
 def products(jaxpr):
     """Every float32 product of a program: (where it is written, its precision)."""
     for equation in jaxpr.eqns:

@@ -106,14 +106,11 @@ def test_the_demo_s_prompts_are_ids_to_the_demo_alone(model):
     assert all(q["prompt"] for q in questions)
 
 
-COSTS = np.array([1.0, 1.5])
-
-
 def test_a_signal_that_tells_right_guesses_reaches_the_bound_and_noise_gains_nothing():
     rng = np.random.default_rng(0)
     gain = [1 + np.stack([np.zeros(300), rng.integers(0, 2, 300)], 1) for _ in range(8)]
     told = [np.stack([own[:, 1:] - 1, rng.random((300, 1))], -1) for own in gain]
-    found = confidence.compare(gain, told, COSTS)
+    found = confidence.compare(gain, told, np.array([1.0, 1.5]))
     # A right draft: 2 tokens in 1.5, a wrong one: 1 in 1, each time as good as it can be.
     assert found["confidences"] == pytest.approx(found["bound"], rel=1e-6)
     assert found["bound"] > 1.1 * found["one tree"]
