@@ -44,13 +44,10 @@ def intensity(name, batch, queries, length):
 
 def test_tables_6_7_and_8_to_the_printed_digit():
     """All 168 operational intensities."""
-    checked = 0
+    checked, by_batch = 0, dict.fromkeys(UP_GATE_DOWN_BY_BATCH, QK_PV_BY_LENGTH[1024])
     for table, at in (
         (QK_PV_BY_LENGTH, lambda key, q: ("qk", 16, q, key)),
-        (
-            dict.fromkeys(UP_GATE_DOWN_BY_BATCH, QK_PV_BY_LENGTH[1024]),
-            lambda key, q: ("pv", key, q, 1024),
-        ),
+        (by_batch, lambda key, q: ("pv", key, q, 1024)),
         (UP_GATE_DOWN_BY_BATCH, lambda key, q: ("up", key, q, 1024)),
     ):
         for key, row in table.items():

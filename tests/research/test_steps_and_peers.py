@@ -26,13 +26,11 @@ from research.hardware import summary
 from research.hardware.record import Record, read_rows
 from research.peers import Setting, huggingface, llamacpp
 
-PAGE = ROOT / "docs" / "one_step.md"
-
 
 @pytest.mark.wide
 def test_the_page_of_one_step_is_the_commands_output(capsys):
     assert walk.main(["--dtype", "float64"]) == 0
-    assert capsys.readouterr().out == PAGE.read_text()
+    assert capsys.readouterr().out == (ROOT / "docs" / "one_step.md").read_text()
 
 
 @pytest.mark.wide
