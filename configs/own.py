@@ -22,9 +22,9 @@ from medusa_jax.config import (
     TrainConfig,
 )
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf import model_shape
+from medusa_jax.files.hub import resolve
 from medusa_jax.heads.registry import DRAFTERS, drafter_class
-from medusa_jax.interop.hf import model_shape
-from medusa_jax.interop.hub import resolve
 
 # DFlash and DSpark.
 BLOCKS = {

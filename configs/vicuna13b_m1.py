@@ -16,7 +16,7 @@ import dataclasses
 
 from configs.vicuna7b_m1 import get_config as vicuna7b_config
 from medusa_jax.config import Config
-from medusa_jax.interop.shapes import SHAPES
+from medusa_jax.files.shapes import SHAPES
 
 
 def get_config() -> Config:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, spread
-from medusa_jax.interop.chat import PLAIN, encode_prompt
+from medusa_jax.text.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
 from research.question_files import framed, read_questions
 

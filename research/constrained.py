@@ -23,7 +23,7 @@ from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.decoding import constrained
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
-from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.text.chat import encode_prompt
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 

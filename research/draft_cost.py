@@ -19,6 +19,7 @@ from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.console import announced, use_compilation_cache
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.amphista import AmphistaAlphaConfig, AmphistaConfig
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.eagle import EagleConfig
@@ -26,7 +27,6 @@ from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import stand_in
-from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 from medusa_jax.model.placing import prepare

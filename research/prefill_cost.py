@@ -20,9 +20,9 @@ from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import Params
 from medusa_jax.training.dry import memory_of, stored_bytes

@@ -338,7 +338,7 @@ class Flags(predictions.Flags):
 
 def run(flags: Flags) -> int:
     """Time, fit, predict; print the tables, write the files."""
-    from medusa_jax.interop.shapes import find_shape
+    from medusa_jax.files.shapes import find_shape
 
     device, out = jax.devices()[0], Path(flags.out)
     on_cpu = device.platform == "cpu"

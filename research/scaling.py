@@ -23,9 +23,9 @@ from medusa_jax.devices.chips import Chip, find_chip
 from medusa_jax.devices.platforms import simulate_devices
 from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
-from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import Params, bytes_on_device, make_mesh
 from medusa_jax.training import dry

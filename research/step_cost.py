@@ -21,12 +21,12 @@ from medusa_jax.console import announced, entries
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
+from medusa_jax.files.shapes import find_shape
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.shapes import find_shape
-from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
+from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json

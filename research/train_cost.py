@@ -26,10 +26,10 @@ from medusa_jax.config import Config
 from medusa_jax.console import inform, run_main
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hub import is_here, resolve
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop.hf_config import read_config
-from medusa_jax.interop.hub import is_here, resolve
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
 from medusa_jax.training import checks, dry, losses

@@ -17,8 +17,8 @@ from medusa_jax.api.finding import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.fitting import fastest
-from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.names import NAMES
+from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.files.names import NAMES
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.tree.tree import Tree
 

@@ -16,9 +16,9 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
+from medusa_jax.files import hf, hf_writer, tensors
+from medusa_jax.files.fingerprint import Fingerprint, fingerprint
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
-from medusa_jax.interop import hf, hf_writer, tensors
-from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
 from medusa_jax.model import placing
 from medusa_jax.model.stored import Codes
 from medusa_jax.sharding import make_mesh
@@ -218,7 +218,7 @@ import jax
 
 import medusa_jax
 from live import Peak, on_a_device, shard_bytes
-from medusa_jax.interop import tensors
+from medusa_jax.files import tensors
 from medusa_jax.model import placing
 
 on_host = 0

@@ -23,8 +23,8 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.dflash import DSparkConfig
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import hf, tensors
-from medusa_jax.interop.fingerprint import fingerprint
+from medusa_jax.files import hf, tensors
+from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.evaluate.compiled import compiled_loop
 from medusa_jax.tree.tree import Tree

@@ -11,7 +11,7 @@ from children import run
 from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
-from medusa_jax.interop.stored_heads import abstract_heads
+from medusa_jax.files.layouts.stored_heads import abstract_heads
 from medusa_jax.model import attention, llama, placing
 from medusa_jax.model.cache import KVCache
 

@@ -18,8 +18,8 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import questions
-from medusa_jax.interop.tensors import read_json
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.files.tensors import read_json
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.whole_files import read_array, read_text, replacing, write_array, write_text

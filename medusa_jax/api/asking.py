@@ -10,8 +10,8 @@ from medusa_jax.api.results import Options
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import Message, encode_prompt, stop_ids
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.text.chat import Message, encode_prompt, stop_ids
+from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:

@@ -14,20 +14,15 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.files import hf
+from medusa_jax.files.hub import resolve
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import drafter_class
-from medusa_jax.interop import hf
-from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.tokenizer import (
-    NoTokenizer,
-    Tokenizer,
-    has_tokenizer,
-    load_tokenizer,
-)
 from medusa_jax.model.placing import place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
+from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
 
 # Two tokenizers that encode this text alike are considered equal.

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.files.hub import resolve
+from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.names import named
 from medusa_jax.heads.names import BASELINES, DRAFTERS
-from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.hub import resolve
-from medusa_jax.interop.names import named
-from medusa_jax.interop.stored_heads import StoredHeads
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"

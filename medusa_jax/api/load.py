@@ -24,25 +24,26 @@ from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, between, one_of
+from medusa_jax.files import hf
+from medusa_jax.files.fingerprint import Fingerprint
+from medusa_jax.files.hf import BaseFiles, fingerprint_as_read
+from medusa_jax.files.layouts import heads_io
+from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, hf
-from medusa_jax.interop.fingerprint import Fingerprint
-from medusa_jax.interop.hf import BaseFiles, fingerprint_as_read
-from medusa_jax.interop.stored_heads import StoredHeads
-from medusa_jax.interop.tensors import stands_for_gguf
-from medusa_jax.interop.tokenizer import (
-    NoTokenizer,
-    declared_eos_ids,
-    has_tokenizer,
-    load_tokenizer,
-)
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
 from medusa_jax.model.seams import attention_kernels, cpu
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
+from medusa_jax.text.tokenizer import (
+    NoTokenizer,
+    declared_eos_ids,
+    has_tokenizer,
+    load_tokenizer,
+)
 from medusa_jax.tree.tree import Tree
 from medusa_jax.typed import read
 
@@ -81,7 +82,7 @@ def load(
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
     Args:
-      model: directory, GGUF file, name (`interop/names.py`) or hub id of a Llama-family model;
+      model: directory, GGUF file, name (`files/names.py`) or hub id of a Llama-family model;
         None is the demo.
       drafter: a name from the registry (the heads of that kind that come with the demo or with
         a model called by name); a directory, a file or a hub id with heads, ours or published

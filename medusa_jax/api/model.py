@@ -28,11 +28,11 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.interop.chat import Message
-from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
+from medusa_jax.text.chat import Message
+from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.tree.files import parse_tree, tree_at
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json

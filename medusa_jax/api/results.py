@@ -15,7 +15,7 @@ from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.typed import WRONG, as_type
 from medusa_jax.whole_files import Json
 

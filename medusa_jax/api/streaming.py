@@ -9,8 +9,8 @@ from medusa_jax.api.results import Options, Piece, Result, results_of
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Engine, Progress
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.interop.tokenizer import StreamDecoder, Tokenizer
 from medusa_jax.sharding import Params
+from medusa_jax.text.tokenizer import StreamDecoder, Tokenizer
 
 # (new pieces of all rows, None), or at the end ([], the results).
 Chunk = tuple[list[Piece], list[Result] | None]

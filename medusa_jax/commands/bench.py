@@ -196,7 +196,7 @@ def out_directory(path: str, flag: str = "--out") -> Path:
       UserError: it holds a model.
     """
     from medusa_jax.console import use_compilation_cache
-    from medusa_jax.interop.hub import refuse_model
+    from medusa_jax.files.hub import refuse_model
 
     use_compilation_cache()
     refuse_model(path, flag)

@@ -16,7 +16,7 @@ from medusa_jax.commands.flags import file_to_write
 from medusa_jax.commands.turn_input import TurnInput
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.interop.chat import encode_prompt, template_source
+from medusa_jax.text.chat import encode_prompt, template_source
 
 HELP = "/help lists the commands; Ctrl-C stops a reply, /exit or Ctrl-D ends the chat"
 COMMANDS = {

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import announced, byte_size
 from medusa_jax.errors import UserError
+from medusa_jax.files.shapes import SHAPES, find_shape
 from medusa_jax.heads.names import DRAFTERS
-from medusa_jax.interop.shapes import SHAPES, find_shape
 
 if TYPE_CHECKING:
     from medusa_jax.evaluate.compiled import Case

@@ -1,7 +1,7 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
-Reads heads of this project and published ones (`interop/heads_io.py`), writes what other engines
-load (`formats/export_heads.py`); docs/formats.md has the keys of each layout.
+Reads heads of this project and published ones (`files/layouts/heads_io.py`), writes what other engines
+load (`files/layouts/export_heads.py`); docs/formats.md has the keys of each layout.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.formats.engines import ENGINES, TARGETS
+from medusa_jax.files.layouts.engines import ENGINES, TARGETS
 
 # The columns of `table`.
 FAMILIES = {
@@ -70,9 +70,9 @@ class Flags:
 def run(flags: Flags) -> int:
     """Convert."""
     from medusa_jax.api import find_heads, find_model
-    from medusa_jax.formats.export import Export
-    from medusa_jax.formats.export_heads import convert
-    from medusa_jax.interop.hf import BaseFiles
+    from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.layouts.export import Export
+    from medusa_jax.files.layouts.export_heads import convert
 
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError("--dtype int8 is for --to native: no other engine reads it")

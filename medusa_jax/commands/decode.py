@@ -5,7 +5,7 @@ import time
 from medusa_jax.commands.decode_flags import EXAMPLES, NOTHING_ASKED, Flags
 from medusa_jax.commands.flags import Program, file_to_write, on_hosts
 from medusa_jax.errors import UserError
-from medusa_jax.interop.hub import resolve
+from medusa_jax.files.hub import resolve
 
 
 def run(flags: Flags) -> int:

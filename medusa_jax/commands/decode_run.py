@@ -26,8 +26,8 @@ from medusa_jax.console import (
 )
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
-from medusa_jax.interop.chat import encode_prompt, is_chat_model, speaks
-from medusa_jax.interop.tokenizer import Tokenizer
+from medusa_jax.text.chat import encode_prompt, is_chat_model, speaks
+from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:

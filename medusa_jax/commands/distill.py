@@ -101,8 +101,8 @@ def run(flags: Flags) -> int:
     from medusa_jax.api import find_model
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
-    from medusa_jax.interop.chat import speaks
-    from medusa_jax.interop.hub import refuse_model
+    from medusa_jax.files.hub import refuse_model
+    from medusa_jax.text.chat import speaks
 
     if bool(flags.prompts) == (flags.ask > 0):
         raise UserError("give either --prompts FILE or --ask N, a number of conversations")
@@ -130,8 +130,8 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax.distill import files
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
-    from medusa_jax.interop.chat import stop_ids, template_source
     from medusa_jax.progress import Progress
+    from medusa_jax.text.chat import stop_ids, template_source
 
     temperature = flags.temperature
     if temperature is None:

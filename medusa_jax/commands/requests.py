@@ -9,8 +9,8 @@ from typing import Any
 from medusa_jax.api import Options, find_model
 from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
-from medusa_jax.interop.hf import generation_config
-from medusa_jax.interop.names import named
+from medusa_jax.files.hf import generation_config
+from medusa_jax.files.names import named
 from medusa_jax.whole_files import Json, read_text
 
 # Fields of generation_config.json that a conversation follows.

@@ -14,7 +14,7 @@ from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.devices.chips import CHIPS, find_chip
 from medusa_jax.evaluate import roofline
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.interop.shapes import SHAPES, find_shape
+from medusa_jax.files.shapes import SHAPES, find_shape
 
 EXAMPLES = """examples:
   python -m medusa_jax roofline

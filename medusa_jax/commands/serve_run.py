@@ -17,9 +17,9 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError
-from medusa_jax.interop.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.serving import Server
 from medusa_jax.serving.log import log
+from medusa_jax.text.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.whole_files import read_text
 
 KEY = "MEDUSA_API_KEY"

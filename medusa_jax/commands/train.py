@@ -116,9 +116,9 @@ def run(cfg: Config) -> int:
 def tell_engines(cfg: Config) -> None:
     """Say which engines can run the heads of this run, and why some run only others of the family."""
     from medusa_jax import hosts
-    from medusa_jax.formats.engines import engines_for
-    from medusa_jax.interop.hf import model_shape
-    from medusa_jax.interop.hub import is_here, resolve
+    from medusa_jax.files.hf import model_shape
+    from medusa_jax.files.hub import is_here, resolve
+    from medusa_jax.files.layouts.engines import engines_for
     from medusa_jax.training.partition import trained_groups
 
     if "heads" not in trained_groups(cfg.train, cfg.lora) or not hosts.first():

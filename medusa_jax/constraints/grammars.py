@@ -18,8 +18,8 @@ import numpy as np
 from medusa_jax.constraints.asked import Constraint
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
-from medusa_jax.interop.token_bytes import TokenBytes
-from medusa_jax.interop.tokenizer import NoTokenizer, Tokenizer
+from medusa_jax.text.token_bytes import TokenBytes
+from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
 from medusa_jax.whole_files import Json
 
 # Between the parts of JSON: without a bound, small models write blanks for ever.

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.interop import answers, chat, rendering
-from medusa_jax.interop.tokenizer import BROKEN, Tokenizer
+from medusa_jax.text import answers, chat, rendering
+from medusa_jax.text.tokenizer import BROKEN, Tokenizer
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
-from medusa_jax.interop import answers, rendering
+from medusa_jax.text import answers, rendering
 from medusa_jax.training.data.rows import write_tokens
 from medusa_jax.whole_files import Json, read_text, write_json
 

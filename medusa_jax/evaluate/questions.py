@@ -86,7 +86,7 @@ def asked(model: "Model", record: Json, template: str = "") -> str | list[int]:
     Raises:
       UserError: the template refuses the conversation, or it has no user turn.
     """
-    from medusa_jax.interop.chat import encode_prompt  # here, not for --help
+    from medusa_jax.text.chat import encode_prompt  # here, not for --help
 
     if "messages" in record:
         messages = record["messages"]

@@ -17,8 +17,8 @@ from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
+from medusa_jax.text.tokenizer import Tokenizer
 
 # Maximum number of stop sequences per row, and of tokens per sequence, in a compiled program.
 STOPS = (8, 4)

@@ -10,7 +10,7 @@ from medusa_jax import typed
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config, TrainConfig, fields_of
 from medusa_jax.errors import UserError, between, one_of
-from medusa_jax.interop.hf_config import SCALINGS, SIZES
+from medusa_jax.files.hf_config import SCALINGS, SIZES
 from medusa_jax.sharding import row_shards
 from medusa_jax.training.partition import TABLE, trained_groups
 

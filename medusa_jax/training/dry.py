@@ -18,13 +18,13 @@ from medusa_jax.config import Config, DataConfig, ModelConfig
 from medusa_jax.console import byte_size, entries
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
+from medusa_jax.files.hub import is_here, resolve
 from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
-from medusa_jax.interop.hub import is_here, resolve
-from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
+from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training import checks
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import encode
@@ -104,7 +104,7 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     checks.check(cfg)
     arch = cfg.model.arch
     if is_here(cfg.model.path):
-        from medusa_jax.interop.hf import model_shape
+        from medusa_jax.files.hf import model_shape
 
         arch = model_shape(resolve(cfg.model.path, ["config.json"]))
     mesh = make_mesh(cfg.mesh, devices)

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.own_heads import base_record, save_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.stage import GroupedBackbone, make_stage
@@ -46,7 +46,7 @@ class HeadFunctions:
     ):
         """Args:
           heads: the kind and sizes of the heads, such as `Eagle3Config()`.
-          arch: the backbone's shape (`interop.hf_config.read_config` reads it from a model's directory).
+          arch: the backbone's shape (`files.hf_config.read_config` reads it from a model's directory).
           train: `dtype` of the computation, weights of the loss's terms, `levels`, `lambda_decay` and
             `loss_chunk`; the rest is not read.
 

@@ -17,13 +17,14 @@ from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.config import LoraConfig, ModelConfig, TrainConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
+from medusa_jax.files import hf
+from medusa_jax.files.fingerprint import Fingerprint, fingerprint
+from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts.stored_heads import check_ids
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
 from medusa_jax.hosts import first
-from medusa_jax.interop import hf, own_heads
-from medusa_jax.interop.fingerprint import Fingerprint, fingerprint
-from medusa_jax.interop.stored_heads import check_ids
 from medusa_jax.model.layers import zero_output
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.lora import merge
@@ -149,7 +150,7 @@ def load_heads(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
     # Seam: chosen by `train.heads_path`.
-    heads_io = importlib.import_module("medusa_jax.interop.heads_io")
+    heads_io = importlib.import_module("medusa_jax.files.layouts.heads_io")
     heads, params, described = heads_io.load_heads(
         path, arch, mesh, fingerprint=base["fingerprint"]
     )
@@ -176,8 +177,8 @@ def export(
         base = own_heads.base_record(arch, fingerprint(arch, backbone))
         dtype = jax.tree.leaves(backbone)[0].dtype
         # A seam: `train.stage` says whether the backbone is trained.
-        files = importlib.import_module("medusa_jax.interop.tokenizer_files")
-        writer = importlib.import_module("medusa_jax.interop.hf_writer")
+        files = importlib.import_module("medusa_jax.text.tokenizer_files")
+        writer = importlib.import_module("medusa_jax.files.hf_writer")
         if write:
             ids = files.copy_tokenizer(model.tokenizer, model.path, directory)
         writer.save_backbone(directory, arch, backbone, dtype, ids, write)

@@ -22,7 +22,7 @@ from medusa_jax import hosts
 from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop.hub import refuse_model
+from medusa_jax.files.hub import refuse_model
 from medusa_jax.model.barrier import depend_on, regather
 from medusa_jax.sharding import PyTree, local_rows, make_mesh, param_shardings, replicated
 from medusa_jax.training import checks, estimate, losses, resume

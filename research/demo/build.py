@@ -34,8 +34,9 @@ from medusa_jax.commands.flags import Program, flag
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf, own_heads
-from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.files import hf
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import heads_io, own_heads
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.run_log import read_log
 from medusa_jax.whole_files import Json, write_json, write_text

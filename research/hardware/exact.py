@@ -12,9 +12,9 @@ from medusa_jax.api import Model, Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
+from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 from research.hardware.record import Record

@@ -17,11 +17,11 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import StepClock, run_steps
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
+from medusa_jax.files.shapes import find_shape
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.shapes import find_shape
-from medusa_jax.interop.tokenizer import NoTokenizer
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
+from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth

@@ -9,9 +9,9 @@ import numpy as np
 
 from medusa_jax.console import announced, cache_directory
 from medusa_jax.errors import UserError
-from medusa_jax.formats.gguf.convert import checksum
-from medusa_jax.formats.gguf.reader import read_gguf, split_files
-from medusa_jax.interop.names import NAMES, file_of, named
+from medusa_jax.files.gguf.convert import checksum
+from medusa_jax.files.gguf.reader import read_gguf, split_files
+from medusa_jax.files.names import NAMES, file_of, named
 from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"

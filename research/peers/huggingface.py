@@ -7,7 +7,7 @@ from typing import Any
 from medusa_jax.api import DEMO
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from medusa_jax.interop.hub import resolve
+from medusa_jax.files.hub import resolve
 from research.peers import Setting
 
 # Drafts per step of prompt lookup: the default of transformers.

@@ -24,7 +24,7 @@ from medusa_jax.commands.flags import Program
 from medusa_jax.config import DataConfig
 from medusa_jax.console import entries, inform, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.interop import hf
+from medusa_jax.files import hf
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.whole_files import write_json, write_text

@@ -17,8 +17,8 @@ from medusa_jax.commands import bench, calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
-from medusa_jax.formats import export_heads
-from medusa_jax.interop.heads_io import open_heads
+from medusa_jax.files.layouts import export_heads
+from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.tree.tree import Order, Tree
 
 

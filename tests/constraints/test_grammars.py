@@ -16,7 +16,7 @@ from tiny import PRINTABLE, write_tokenizer
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
 from medusa_jax.constraints.grammars import KEPT
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.text.tokenizer import load_tokenizer
 
 
 def made_for(path, more=0, **options):

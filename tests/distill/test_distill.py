@@ -18,8 +18,8 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
-from medusa_jax.interop import answers
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.text import answers
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.data.tokenise import Encoder
 

@@ -13,7 +13,7 @@ from medusa_jax.commands import compile as command
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import targets
-from medusa_jax.interop.hf_writer import config_to_hf
+from medusa_jax.files.hf_writer import config_to_hf
 from research.compiled import command as research
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"

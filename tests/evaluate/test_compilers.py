@@ -8,7 +8,7 @@ from children import output_of
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.evaluate.targets import COMPILERS
-from medusa_jax.interop.hf_writer import config_to_hf
+from medusa_jax.files.hf_writer import config_to_hf
 from research.compiled import warnings
 
 pytestmark = pytest.mark.wide

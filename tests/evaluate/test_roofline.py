@@ -10,8 +10,8 @@ from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
 from medusa_jax.evaluate import roofline
-from medusa_jax.interop.hf_writer import config_to_hf
-from medusa_jax.interop.shapes import SHAPES, find_shape
+from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.shapes import SHAPES, find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 # Operational intensities in the tables 6 (by length, batch 16), 7 and 8 (by batch, length 1024) of the Medusa paper,

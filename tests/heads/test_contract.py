@@ -27,11 +27,11 @@ from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
+from medusa_jax.files.layouts import heads_io, own_heads
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
-from medusa_jax.interop import heads_io, own_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree

@@ -11,9 +11,9 @@ from training_setup import ROOT, write_config
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.evaluate.race import Contender, Run
+from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.dflash import DSparkConfig
-from medusa_jax.interop.hf_writer import config_to_hf
-from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.training.data.rows import write_tokens
 from research import (
     against,

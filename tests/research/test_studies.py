@@ -18,8 +18,8 @@ from medusa_jax.commands import train as cli
 from medusa_jax.config import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import roofline
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.registry import drafter_class, make_drafter
-from medusa_jax.interop.shapes import SHAPES
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
 from medusa_jax.tree import growth

@@ -12,12 +12,12 @@ from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
-from medusa_jax.interop.chat import encode_prompt
-from medusa_jax.interop.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.serving.echo import echo_of, read_scored
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
+from medusa_jax.text.chat import encode_prompt
+from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
 from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}

@@ -5,7 +5,7 @@ import pytest
 from served import NAME, alone, both, events_of, texts_of
 
 from medusa_jax import Options
-from medusa_jax.interop.chat import encode_prompt
+from medusa_jax.text.chat import encode_prompt
 
 PATH = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]

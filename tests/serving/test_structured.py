@@ -18,9 +18,9 @@ from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, guide
 from medusa_jax.constraints.grammars import LIMITS
 from medusa_jax.constraints.guide import MatcherGuide
-from medusa_jax.interop.chat import encode_prompt
 from medusa_jax.serving import job
 from medusa_jax.serving.http.app import Limits
+from medusa_jax.text.chat import encode_prompt
 
 pytest.importorskip("llguidance")
 

@@ -9,9 +9,9 @@ from served import NAME, port_of
 from tiny import PRINTABLE
 from transformers import PreTrainedTokenizerFast
 
-from medusa_jax.interop.tool_chat import FORMS
 from medusa_jax.serving.http.calls import chat_call
 from medusa_jax.serving.http.tools import CallReader
+from medusa_jax.text.tool_chat import FORMS
 
 pytest.importorskip("llguidance")
 

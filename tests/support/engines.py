@@ -24,8 +24,8 @@ from head_files import (
 )
 from safetensors.numpy import load_file
 
-from medusa_jax.formats.torch_files import open_torch
-from medusa_jax.interop.tensor import whole
+from medusa_jax.files.tensor import whole
+from medusa_jax.files.torch_files import open_torch
 
 
 class WouldFailSilently(AssertionError):

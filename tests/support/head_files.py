@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from tiny import tiny_arch
 
 from medusa_jax.config import LlamaConfig
-from medusa_jax.formats.torch_writer import save_torch
+from medusa_jax.files.torch_writer import save_torch
 
 LLAMA = tiny_arch(n_layers=1, head_dim=4, max_position=LlamaConfig.max_position)
 # Of a vocabulary that does not fit LLAMA's files.

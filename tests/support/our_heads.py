@@ -6,15 +6,15 @@ import numpy as np
 from head_files import LLAMA, D, V, normal
 from tiny import random_params, write_tokenizer
 
-from medusa_jax.formats.export import Export
-from medusa_jax.formats.export_heads import convert
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import heads_io, own_heads
+from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.export_heads import convert
+from medusa_jax.files.layouts.stored_heads import abstract_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import heads_io, own_heads
-from medusa_jax.interop.hf import BaseFiles
-from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.interop.stored_heads import abstract_heads
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
 

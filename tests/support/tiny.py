@@ -11,12 +11,12 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import own_heads
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
-from medusa_jax.interop import own_heads
-from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 from medusa_jax.model.placing import prepare
 

@@ -7,9 +7,9 @@ import pytest
 from pieces import train_sentencepiece
 from training_setup import training_arch, write_tokens
 
-from medusa_jax.interop.hf_writer import save_backbone
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.model.llama import init_params
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training import trainer
 
 TALK = [

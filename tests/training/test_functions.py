@@ -15,12 +15,12 @@ from tiny import random_params
 from training_setup import VOCAB, packed_batch, stage_of, tiny_config, training_arch
 
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import own_heads
+from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.interop import own_heads
-from medusa_jax.interop.heads_io import open_heads
-from medusa_jax.interop.hf_writer import save_backbone
 from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
 

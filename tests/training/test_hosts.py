@@ -226,7 +226,7 @@ PLACED = r"""
 import sys
 import numpy as np
 from medusa_jax import hosts
-from medusa_jax.interop.fingerprint import sample_bytes
+from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.sharding import make_mesh, local_rows
 from medusa_jax.training.placement import local_numbers, microbatches
 

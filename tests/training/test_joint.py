@@ -22,12 +22,14 @@ from training_setup import (
 
 from medusa_jax.config import HeadsConfig, OptimConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop import heads_io, hf, tokenizer_files
-from medusa_jax.interop.fingerprint import fingerprint
-from medusa_jax.interop.hf_writer import save_backbone
+from medusa_jax.files import hf
+from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import heads_io
 from medusa_jax.model import lora
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
+from medusa_jax.text import tokenizer_files
 from medusa_jax.training.checkpoint import Checkpoints
 from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE

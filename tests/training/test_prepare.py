@@ -10,8 +10,8 @@ from training_setup import texts_of, tiny_config
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop.answers import encode_conversation
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.text.answers import encode_conversation
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.tokenise import Encoder, parse_turns
 

@@ -13,7 +13,7 @@ from training_setup import ROOT, command, records, tiny_config, write_config
 from medusa_jax.commands import train as cli
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tokenizer import load_tokenizer
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training import dry, trainer
 from medusa_jax.training.dry import mark_counted, preview
 

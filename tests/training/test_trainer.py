@@ -24,11 +24,11 @@ from training_setup import (
 import medusa_jax
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
+from medusa_jax.files.layouts import heads_io
+from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.interop import heads_io
-from medusa_jax.interop.heads_io import open_heads
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer

@@ -10,14 +10,14 @@ from typing import Any
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
-from medusa_jax.interop.chat import PLAIN, SPECIALS, encode_turns, template_source
-from medusa_jax.interop.literal_text import literal_text
-from medusa_jax.interop.tool_chat import CallForm, call_form
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, Fields, Refused, Values
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
+from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
+from medusa_jax.text.literal_text import literal_text
+from medusa_jax.text.tool_chat import CallForm, call_form
 from medusa_jax.whole_files import Json
 
 # Most choices of a call, and most stop strings.

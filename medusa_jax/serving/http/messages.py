@@ -4,8 +4,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from medusa_jax.interop.chat import MESSAGE_ROLES
 from medusa_jax.serving.http.fields import Fields
+from medusa_jax.text.chat import MESSAGE_ROLES
 from medusa_jax.whole_files import Json
 
 ROLES = {**MESSAGE_ROLES, "tool": "tool"}

@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Any
 
 from medusa_jax.api import Result
-from medusa_jax.interop.token_bytes import TokenBytes
-from medusa_jax.interop.tokenizer import Tokenizer
 from medusa_jax.serving.http.calls import Call
 from medusa_jax.serving.http.tools import CallReader
 from medusa_jax.serving.request import Delta, Ending
+from medusa_jax.text.token_bytes import TokenBytes
+from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
 

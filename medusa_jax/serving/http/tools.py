@@ -12,8 +12,8 @@ from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError
-from medusa_jax.interop.tool_chat import CallForm
 from medusa_jax.serving.http.fields import Fields, Refused
+from medusa_jax.text.tool_chat import CallForm
 from medusa_jax.whole_files import Json
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")

@@ -127,7 +127,7 @@ class Cache:
     Attributes:
       workdir: has the directories, unless `data.features_path` is set.
       made_by: everything that the states depend on but the text, `data` and the stage's taps: the type of
-        the computation, the model, its fingerprint (`interop.fingerprint`).
+        the computation, the model, its fingerprint (`files.fingerprint`).
     """
 
     data: DataConfig

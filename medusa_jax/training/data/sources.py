@@ -21,7 +21,7 @@ from medusa_jax import hosts
 from medusa_jax.config import DataConfig, ModelConfig
 from medusa_jax.console import entries
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.interop.hub import TOKENIZER_FILES
+from medusa_jax.files.hub import TOKENIZER_FILES
 from medusa_jax.training.data.rows import TokenRows, write_tokens
 from medusa_jax.whole_files import decode_text, read_text, replacing, write_json
 

@@ -1,0 +1,140 @@
+"""A GGUF file as a directory in Hugging Face form, made once and kept in the user's cache."""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+
+import filelock
+
+from medusa_jax.console import announced, cache_directory
+from medusa_jax.errors import UserError
+from medusa_jax.files.gguf.architecture import hf_config, hf_tensors
+from medusa_jax.files.gguf.reader import GGUFFile, read_gguf, split_files
+from medusa_jax.files.gguf.vocabulary import (
+    build_tokenizer,
+    special_ids,
+    token_texts,
+    tokenizer_settings,
+)
+from medusa_jax.files.hf import locate
+from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.tensors import GGUF_LINK, Source, save_json
+from medusa_jax.model.placing import abstract_params
+from medusa_jax.whole_files import Json, read_text, replacing, write_text
+
+# Names of sampling options in GGUF metadata -> in generation_config.json.
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+# Part of every directory's name: raise it when a file would be converted differently.
+VERSION = 4
+
+
+def make_directory(path: str, sha256: str = "") -> str:
+    """The directory of a GGUF file: configuration, tokenizer and a link to the file, made if it is not in the cache.
+
+    Its name contains the checksum, so a file that has moved is found and a changed one is converted again. The weights
+    stay in the file (`tensors.open_checkpoint`). A directory appears when it is complete.
+
+    Args:
+      sha256: the expected checksum, if it is known.
+
+    Raises:
+      UserError: a file that cannot be read, is damaged, or contains something unknown; the disk is full.
+    """
+    try:
+        digest = checksum(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+    if sha256 and digest != sha256:
+        raise UserError(
+            f"{path} is not the file that is known by this name: its sha256 is {digest}, not "
+            f"{sha256}"
+        )
+    directory = os.path.join(cache_directory("gguf"), f"{digest[:24]}-{VERSION}-texts")
+    try:
+        if not os.path.isdir(directory):
+            # One process at a time; those that waited find the directory made.
+            with filelock.FileLock(f"{directory}.lock"):
+                if not os.path.isdir(directory):
+                    with announced(f"converting {path}, once"), replacing(directory) as new:
+                        os.makedirs(new)
+                        convert(path, new)
+        _link(directory, path)
+    except OSError as error:
+        raise UserError(f"{directory} could not be written: {error}") from error
+    return directory
+
+
+def _link(directory: str, path: str) -> None:
+    """Let the link in a directory point to where the weights are now."""
+    link = os.path.join(directory, GGUF_LINK)
+    if os.path.realpath(link) != os.path.realpath(path):
+        new = f"{link}.{os.getpid()}.{threading.get_ident()}"
+        # The links in the hub's cache lead to files that are named by checksums; the names here tell the parts.
+        os.symlink(os.path.abspath(path), new)
+        os.replace(new, link)
+
+
+def checksum(path: str) -> str:
+    """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
+    sums = [_sha256(name) for name in split_files(path)]
+    return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+def _sha256(name: str) -> str:
+    """The checksum of a file, noted for later starts: gigabytes take seconds to read."""
+    about = os.stat(name)
+    marks = os.path.realpath(name), about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    key = hashlib.sha256(repr(marks).encode()).hexdigest()[:24]
+    note = os.path.join(cache_directory("gguf"), f"{key}.sha256")
+    with suppress(UserError):
+        return read_text(note)
+    with open(name, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # A new file may change again within the resolution of its times.
+    if time.time() - about.st_ctime > 2:
+        with suppress(UserError):
+            write_text(note, digest)
+    return digest
+
+
+def convert(path: str, directory: str) -> None:
+    """Write configuration and tokenizer of a GGUF file, after a check of its tensors' names and shapes."""
+    file = read_gguf(path)
+    config = hf_config(file) | {"_name_or_path": names_of(file)}
+    llama = parse_config(path, config)
+    tensors = hf_tensors(file, config)
+    Source(source=path, tensors=tensors, locate=locate).keys(abstract_params(llama))
+    ids = special_ids(file)
+    if (n_tokens := len(token_texts(file))) > config["vocab_size"]:
+        raise UserError(
+            f"{path} is damaged: {n_tokens} tokens, but embeddings of {config['vocab_size']}"
+        )
+    tokenizer = json.loads(build_tokenizer(file).to_str())
+    save_json(os.path.join(directory, "tokenizer.json"), tokenizer)
+    save_json(os.path.join(directory, "tokenizer_config.json"), tokenizer_settings(file))
+    save_json(os.path.join(directory, "config.json"), config | ids)
+    save_json(os.path.join(directory, "generation_config.json"), ids | sampling_of(file))
+
+
+def names_of(file: GGUFFile) -> str:
+    """The model's names in the file's metadata, such as "Qwen2.5 0.5B Instruct Qwen2.5 Instruct"."""
+    keys = ("name", "basename", "finetune")
+    return " ".join(str(file.values.get(f"general.{key}", "")) for key in keys).strip()
+
+
+def sampling_of(file: GGUFFile) -> Json:
+    """The sampling defaults in the file's metadata, as generation_config.json has them."""
+    found = {
+        own: file.values.get(f"general.sampling.{key}") for key, own in SAMPLING.items()
+    }
+    given = {own: value for own, value in found.items() if value is not None}
+    return given and {"do_sample": True} | given

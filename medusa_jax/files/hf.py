@@ -1,0 +1,204 @@
+"""Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.files import tensors as tensor_files
+from medusa_jax.files.fingerprint import Fingerprint, sampled
+from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hub import resolve
+from medusa_jax.files.tensor import Tensor, Tensors
+from medusa_jax.files.tensors import Source, optional_json
+from medusa_jax.model.placing import abstract_params
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
+
+# Buffers that old versions stored and every version recomputes.
+HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Medusa heads merged into a model, which --drafter reads.
+HEADS = "medusa_head."
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Names that torch's wrappers of a module add to keys.
+WRAPPER = re.compile(
+    r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+# A key of a decoder layer: its prefix before `model.layers` or `layers`.
+LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
+
+
+def generation_config(path: str) -> Json:
+    """`generation_config.json` of a model directory or hub id; {} if there is none."""
+    name = "generation_config.json"
+    return optional_json(os.path.join(resolve(path, [name]), name))
+
+
+def locate(path: str) -> tuple[str, bool]:
+    """Parameter path -> (Hugging Face key, whether it is stored transposed).
+
+    `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
+    [out, in]; `norm/scale` is `model.norm.weight`, unchanged.
+    """
+    name = re.sub(r"^layers_(\d+)/", r"layers/\1/", path).replace("/", ".")
+    if not name.startswith("lm_head."):
+        name = f"model.{name}"
+    stem, leaf = name.rsplit(".", 1)
+    return f"{stem}.{'bias' if leaf == 'bias' else 'weight'}", leaf == "kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseFiles(Source):
+    """An open model directory; weights are read on demand."""
+
+    config: LlamaConfig
+
+    @classmethod
+    def open(cls, path: str) -> "BaseFiles":
+        """Open a model directory or hub id: its shape as the weights have it.
+
+        As in transformers 5, keys may lack `model.`, and where config.json ties the LM head to the embedding, the
+        weights decide: both are stored and differ, so that they are not tied, or one is stored, so that it is both.
+
+        Raises:
+          UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
+        """
+        directory = resolve(path)
+        config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+        _refuse_wrapped(directory, stored)
+        flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
+        for name in flat:
+            if f"model.{name}" in stored:
+                raise UserError(
+                    f"{directory}: key {name!r} is also there as 'model.{name}'"
+                )
+            stored[f"model.{name}"] = stored.pop(name)
+        if config.tie_embeddings and LM_HEAD in stored:
+            if EMBEDDING not in stored:
+                stored[EMBEDDING] = stored[LM_HEAD]
+            elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
+                inform(
+                    f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
+                )
+                config = replace(config, tie_embeddings=False)
+
+        def ignore(name: str) -> bool:
+            copy_of_embedding = config.tie_embeddings and name == LM_HEAD
+            return (
+                copy_of_embedding or name.startswith(HEADS) or bool(HARMLESS.search(name))
+            )
+
+        return cls(
+            source=directory, tensors=stored, locate=locate, ignore=ignore, config=config
+        )
+
+    def array(self, path: str) -> np.ndarray:
+        """The parameter at a path of the tree, in its orientation and the stored type.
+
+        Raises:
+          UserError: it is missing, or its shape contradicts config.json.
+        """
+        one = replace(self, ignore=lambda key: True)
+        return one.arrays({path: self._shapes[path]})[path]
+
+    def lm_head(self) -> np.ndarray:
+        """The LM head's kernel [D, V]; a tied one is the embedding's transpose."""
+        if self.config.tie_embeddings:
+            return self.array("embed_tokens/embedding").T
+        return self.array("lm_head/kernel")
+
+    def fingerprint(self) -> str:
+        """The `Fingerprint` of the loaded model."""
+        result = Fingerprint()
+        read = sampled(self.config)
+        for path, shape in self._shapes.items():
+            leaf = self.array(path) if path in read else shape
+            result.update(self.config, {path: leaf})
+        return result.hexdigest(self.config)
+
+    @cached_property
+    def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return tensor_files.flatten(abstract_params(self.config))
+
+
+def fingerprint_as_read(
+    path: str, seen: Fingerprint, config: LlamaConfig, dtype: DTypeLike
+) -> str:
+    """The fingerprint of a backbone that was read in `dtype`.
+
+    float16 rounds differently from the fingerprint, so it is computed from the files then.
+
+    Args:
+      path: the backbone's directory or hub id, "" for a random one.
+      seen: updated while the backbone was read.
+    """
+    if path and jnp.dtype(dtype) == jnp.float16:
+        base = BaseFiles.open(path)
+        if base.config == config:  # no layers were added
+            return base.fingerprint()
+    return seen.hexdigest(config)
+
+
+def _refuse_wrapped(directory: str, stored: Tensors) -> None:
+    """Raise for the keys of a model inside another module, by the names that it adds."""
+    added = {m[0] for name in stored if (m := WRAPPER.search(name))}
+    prefixes = {m[1] for name in stored if (m := LAYER.match(name))}
+    if added or (prefixes and "" not in prefixes):
+        raise UserError(
+            f"{directory}: keys have the prefix {min(added or prefixes)!r}, which is not the model's: "
+            "save the model without its wrapper, or rename the keys"
+        )
+
+
+def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
+    """Whether two matrices are the same, read some rows at a time."""
+    if a.shape != b.shape or len(a.shape) != 2:
+        return False
+    V, D = a.shape
+    parts = [(slice(i, min(i + rows, V)), slice(0, D)) for i in range(0, V, rows)]
+    return all(np.array_equal(a.read(part), b.read(part)) for part in parts)
+
+
+def model_shape(directory: str) -> LlamaConfig:
+    """The shape of a local model, which may have no weights."""
+    config = read_config(directory)
+    stored = config.tie_embeddings and tensor_files.weights_file(directory)
+    return BaseFiles.open(directory).config if stored else config
+
+
+def load_backbone(
+    path: str,
+    mesh: Mesh,
+    dtype: DTypeLike = "float32",
+    convert: Callable[[LlamaConfig, Params], Params] | None = None,
+    in_blocks: bool = False,
+    opened: BaseFiles | None = None,
+) -> tuple[LlamaConfig, Params]:
+    """Configuration and parameters of a model directory or hub id, placed on the mesh.
+
+    Kernels are transposed to [in, out]; every device reads only its slices.
+
+    Args:
+      dtype: type of the parameters; tensors of another type are cast on the host.
+      convert: converts each entry of the tree, such as a layer, before the next is read, so that two forms of the
+        whole model never coexist.
+      in_blocks: `convert` gets matrices of a GGUF file as `BlockRows`.
+      opened: `BaseFiles` of the path.
+
+    Raises:
+      UserError: unreadable, or keys that contradict the configuration (checked before anything is read).
+    """
+    base = opened or BaseFiles.open(path)
+    entry = None if convert is None else partial(convert, base.config)
+    params = base.load(abstract_params(base.config), mesh, dtype, entry, in_blocks)
+    return base.config, params

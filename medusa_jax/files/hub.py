@@ -1,0 +1,113 @@
+"""Resolve paths, names and hub ids to local directories."""
+
+import os
+import re
+from fnmatch import fnmatch
+
+from medusa_jax.errors import UserError, did_you_mean, first_line
+from medusa_jax.files.names import NAMES, file_of, named
+from medusa_jax.files.seam import import_format
+
+MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
+TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# Files of models and heads, which no result may replace.
+KEPT_FILES = (
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
+    "heads.json", "tokenizer.json", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+    "merges.txt", "*.jinja",
+)  # fmt: skip
+
+
+def resolve(path_or_id: str, files: list[str] | None = None) -> str:
+    """A local directory for a path, a name of `NAMES` or a hub id (`owner/name`, optionally `@revision`).
+
+    For a GGUF file this is a directory in the user's cache. From a repository, safetensors weights are downloaded if available, else .bin;
+    with `HF_HUB_OFFLINE=1` only the cache is used.
+
+    Args:
+      files: glob patterns to fetch instead of a model's configuration, tokenizer and weights.
+
+    Raises:
+      UserError: neither a directory nor a readable repository.
+    """
+    if os.path.isdir(path_or_id):
+        return path_or_id
+    if row := named(path_or_id):
+        return _of_gguf(file_of(path_or_id), row.sha256)
+    if path_or_id.lower().endswith(".gguf"):
+        return _of_gguf(path_or_id)
+    repo, _, revision = path_or_id.partition("@")
+    if os.path.exists(path_or_id):
+        raise UserError(
+            f"{path_or_id} is a file; give the directory that holds config.json, or a .gguf file"
+        )
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", repo):
+        raise UserError(
+            f"{path_or_id!r} is not a directory, hub id (owner/name), .gguf file or "
+            f"name ({', '.join(NAMES)}){did_you_mean(path_or_id, NAMES)}"
+        )
+    if files is not None:
+        return _snapshot(repo, revision, files)
+    directory = _snapshot(repo, revision, [*MODEL_FILES, "*.safetensors"])
+    if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
+        directory = _snapshot(repo, revision, [*MODEL_FILES, "pytorch_model*.bin"])
+    return directory
+
+
+def _of_gguf(file: str, sha256: str = "") -> str:
+    directory: str = import_format("files.gguf.convert").make_directory(file, sha256)
+    return directory
+
+
+def is_here(path_or_id: str) -> bool:
+    """Whether `resolve` works without a network."""
+    return path_or_id in NAMES or os.path.exists(path_or_id)
+
+
+def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
+    from huggingface_hub import snapshot_download
+
+    # Folders but for additional_chat_templates; a second copy of the weights in the publisher's layout.
+    skipped = ["[!a]*/*", "consolidated*"]
+    # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
+    # versions.
+    try:
+        return snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=skipped,
+        )
+    except Exception as error:
+        raise UserError(
+            f"{repo} is no local directory, and the hub could not be read ({type(error).__name__}: {first_line(error)}): check the name and "
+            "the network, unset HF_HUB_OFFLINE; for a gated or private repository accept its terms at "
+            f"https://huggingface.co/{repo} and run `hf auth login`; or give a local directory instead"
+        ) from error
+
+
+def refuse_model(path: str, flag: str) -> None:
+    """Refuse a place for results that is a file of a model or of heads, or a directory that holds one.
+
+    Raises:
+      UserError: names the file.
+    """
+    names = os.listdir(path) if os.path.isdir(path) else ()
+    files = [os.path.join(path, name) for name in sorted(names)]
+    for file in files or [path] * os.path.isfile(path):
+        name = os.path.basename(file).lower()
+        if name == "config.json" and file != path and _is_of_a_run(file):
+            continue
+        if any(fnmatch(name, pattern) for pattern in KEPT_FILES):
+            what = "is a file" if file == path else f"holds {name}"
+            raise UserError(f"{flag} {path} {what} of a model: give another place")
+
+
+def _is_of_a_run(config: str) -> bool:
+    """Whether a config.json is the one of a training run, damaged ones included."""
+    from medusa_jax.files.tensors import read_json  # which imports JAX
+
+    try:
+        return "train" in read_json(config)
+    except UserError:
+        return True

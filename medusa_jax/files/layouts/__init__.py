@@ -1,0 +1,1 @@
+"""Layouts of draft heads: this project's own, the published ones, and those that other engines load."""

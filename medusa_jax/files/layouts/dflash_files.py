@@ -1,0 +1,224 @@
+"""DFlash and DSpark heads as z-lab, SpecForge and DeepSpec write them, recognised by their keys.
+
+  fc.weight                                [D, A D] for A streams, lowest first; hidden_norm.weight, norm.weight
+  layers.{j}.*                             as in a Qwen3 model
+  markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark)
+  confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
+  embed_tokens.weight                      a copy of the backbone's, not read
+  lm_head.weight                           [O, D], if the heads have one of their own
+  d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `eagle3_files.py` (speculators)
+
+`config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
+head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
+embedding), one less than in `heads.tap_layers`. A block of DSpark has `block_size` guesses, one of DFlash
+a guess less, since its first slot is the root's. speculators has the layers' fields in a table
+(`speculators_config.py`), numbers layers by their inputs, and says `sample_from_anchor` where the root's slot guesses.
+"""
+
+import os
+import re
+from dataclasses import replace
+
+from medusa_jax.errors import UserError
+from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.layouts import speculators_config
+from medusa_jax.files.layouts.eagle3_files import (
+    shape_of,
+    take_ids,
+    verifier,
+    vocabulary_arrays,
+)
+from medusa_jax.files.layouts.eagle_files import EMBEDDING, ignore
+from medusa_jax.files.layouts.eagle_files import locate as locate_layers
+from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.tensor import Tensors
+from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
+from medusa_jax.typed import Fields
+from medusa_jax.whole_files import Json
+
+_LM_HEAD, _CONFIDENCE = "lm_head.weight", "confidence_head.proj.weight"
+_W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+_UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
+_TABLE, _TAPS = "dflash_config", "target_layer_ids"
+# The tapped layers of speculators, and its other fields that are read here.
+_INPUTS = "aux_hidden_state_layer_ids"
+OWN = {
+    "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "markov_rank",
+    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+}  # fmt: skip
+# Values that the computation here has; others would change it.
+EXPECTED = {
+    "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
+    "attention_mode": ("gqa",), "attention_bias": (False,), "use_sliding_window": (False,),
+    "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
+    "final_logit_softcapping": (0, 0.0), "causal": (False,), "is_causal": (False,),
+}  # fmt: skip
+
+
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds DFlash or DSpark heads."""
+    return {
+        "fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight",
+    } <= tensors.keys()  # fmt: skip
+
+
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    """Describe the heads of a file.
+
+    Args: as for `medusa_files.open_heads`.
+
+    Raises:
+      UserError: missing or unsupported fields.
+    """
+    file = os.path.join(directory, "config.json")
+    if speculators_config.TYPE in config:
+        values = _of_speculators(file, config)
+    else:
+        table = Fields(file, config).table(_TABLE)
+        for name in config.keys() & table.keys():
+            if config[name] != table[name]:
+                raise UserError(
+                    f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
+                )
+        values = config | table
+    values = {k: x for k, x in values.items() if x is not None}
+    given, layer = Fields(file, values), parse_config(file, values)
+    given.expect(EXPECTED)
+    if not layer.qk_norm:
+        raise UserError(f"{file}: layers of {config.get('model_type')} are not supported")
+    shape, sizes = shape_of(given, layer)
+    dspark = _W1 in tensors
+    if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
+        raise UserError(f"{file}: projector_type contradicts the keys of {source}")
+    kind = DSparkConfig if dspark else DFlashConfig
+    taps = given.items(_TAPS, int)
+    if sorted(set(taps)) != taps or min(taps, default=-2) < -1:
+        raise UserError(
+            f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
+        )
+    told = "sample_from_anchor" in values
+    root_guesses = given.switch("sample_from_anchor") if told else dspark
+    # Inputs of the confidence next to the slot's output.
+    outside = (
+        sum(tensors[_CONFIDENCE].shape[1:]) - layer.d_model if _CONFIDENCE in tensors else 0
+    )
+    ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD, _W2))
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (said := values.get("draft_vocab_size") or outputs) != outputs:
+        raise UserError(f"{file}: draft_vocab_size {said!r}, {source} has {outputs} tokens")
+    heads = kind(
+        n_heads=given.count("block_size", least=2) - (not root_guesses),
+        lm_head="own" if _LM_HEAD in tensors else "shared",
+        mask_token=given.count("mask_token_id", least=0),
+        tap_layers=",".join(str(i + 1) for i in taps),
+        **sizes,
+        markov_rank=given.count("markov_rank") if dspark else 0,
+        root_guesses=root_guesses,
+        draft_vocab=0 if ids is None else len(ids),
+        confidence=outside > 0,
+    )
+    depth = values.get("num_target_layers")
+    shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
+
+    def unread(key: str) -> bool:
+        return ignore(key) or (not outside and key in _UNREAD)
+
+    return StoredHeads(
+        source=source, directory=directory, layout=f"{kind.__name__.removesuffix('Config')} heads",
+        heads=heads, tensors=tensors, locate=locate, ignore=unread, meta=config, layers=shape, ids=ids,
+    )  # fmt: skip
+
+
+def _of_speculators(file: str, config: Json) -> Json:
+    """The fields that z-lab's form has; layers by their outputs."""
+    kinds = ("dflash", "dspark")
+    values, taps = speculators_config.read(file, config, kinds, OWN, _INPUTS)
+    if (width := values.get("target_hidden_size")) not in (None, values.get("hidden_size")):
+        raise UserError(
+            f"{file}: target_hidden_size {width!r} is not the layers' hidden_size"
+        )
+    if taps:
+        values[_TAPS] = [i - 1 for i in taps]
+    dspark = config[speculators_config.TYPE] == "dspark"
+    values.setdefault("sample_from_anchor", dspark)
+    rank = values.setdefault("markov_rank", 256 if dspark else 0)
+    return values | {"projector_type": "dspark" if rank else "dflash"}
+
+
+def locate(path: str) -> tuple[str, bool]:
+    """A path of `heads/dflash.py` -> (key, whether it is stored transposed)."""
+    key, transposed = locate_layers(path)
+    key = re.sub(r"^(markov_w\d)\b", r"markov_head.\1", key)
+    return re.sub(r"^confidence\b", "confidence_head.proj", key), transposed
+
+
+def to_dflash(export: Export, out: str) -> None:
+    """Write the layout of z-lab and SpecForge, which vLLM and SGLang read: `model.safetensors`."""
+    drafter, layers, markov = _described(export)
+    heads, config = drafter.heads, export.base.config
+    table: Json = {
+        "mask_token_id": heads.mask_token % config.vocab_size,
+        _TAPS: [tap - 1 for tap in drafter.taps],
+    }
+    if markov:
+        # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
+        markov |= table | {"num_anchors": 512}
+        table = {"projector_type": "dspark"} | markov
+    name = "Qwen3DSparkModel" if heads.markov_rank else "DFlashDraftModel"
+    raw = layers | markov | {
+        "architectures": [name],
+        "block_size": drafter.n_slots,
+        "num_target_layers": config.n_layers,
+        "torch_dtype": export.kind.name,
+        _TABLE: table,
+    }  # fmt: skip
+    export.write(out, "model.safetensors", export.arrays(locate), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """Write speculators' layout, which vLLM reads, too: `model.safetensors`."""
+    drafter, layers, markov = _described(export)
+    heads, vocab_size = drafter.heads, export.base.config.vocab_size
+    fields = markov | {
+        "draft_vocab_size": heads.draft_vocab or vocab_size,
+        "block_size": drafter.n_slots,
+        "mask_token_id": heads.mask_token % vocab_size,
+        "sample_from_anchor": heads.root_guesses,
+        "sliding_window_non_causal": False,
+        "torch_dtype": export.kind.name,
+    }
+    kind, name = (
+        ("dspark", "DSparkSpeculator") if markov else ("dflash", "DFlashSpeculator")
+    )
+    raw = speculators_config.write(
+        kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
+    )  # fmt: skip
+    # speculators computes with NaN where a file has neither of these.
+    copies = {EMBEDDING: export.embedding()}
+    if heads.lm_head == "shared":
+        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
+        copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
+    arrays = export.arrays(locate) | vocabulary_arrays(export) | copies
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def _described(export: Export) -> tuple[DFlash, Json, Json]:
+    """The heads; config.json of their layers; the fields of the Markov and the confidence head, if any."""
+    heads, config = export.stored.heads, export.base.config
+    assert isinstance(heads, DFlashConfig)
+    drafter = DFlash(heads, config)
+    shape = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    layers = config_to_hf(shape) | {"model_type": "qwen3"}
+    if not heads.markov_rank:
+        return drafter, layers, {}
+    markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
+    markov |= {"enable_confidence_head": heads.confidence}
+    return (
+        drafter,
+        layers,
+        markov | ({"confidence_head_with_markov": True} if heads.confidence else {}),
+    )

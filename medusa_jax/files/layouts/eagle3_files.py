@@ -1,0 +1,281 @@
+"""EAGLE-3 heads as EAGLE's authors, SpecForge and speculators write them, recognised by their keys.
+
+  midlayer.self_attn.{q,k,v}_proj.weight   [., 2 D]: embedding first; o_proj, mlp.* as in a Llama model
+  midlayer.{hidden_norm,input_layernorm,post_attention_layernorm}.weight, norm.weight
+  fc.weight                                [D, A D] for A streams, lowest first; fc_norm.{a}.weight (3.1)
+  lm_head.weight                           [O, D], O tokens
+  d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
+  embed_tokens.weight                      a copy of the backbone's, not read
+
+speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
+keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
+backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
+flags; here an unknown field with a value is refused.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.files.hf_config import ROPE, parse_config
+from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.layouts import speculators_config
+from medusa_jax.files.layouts.eagle_files import EMBEDDING, ignore, locate
+from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.speculators_config import unknown
+from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
+from medusa_jax.files.tensor import Tensors, rename, take_rows, whole
+from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.typed import Fields
+from medusa_jax.whole_files import Json
+
+_LM_HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
+# The first layer, in files of EAGLE and SpecForge and of speculators.
+_LAYER, _SPECULATORS = "midlayer.", "layers.0."
+_NUMBERED = re.compile(r"layers\.(\d+)\.")
+_FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
+# Layers whose input is read; none: 2, L / 2, L - 3.
+TAPS = "eagle_aux_hidden_state_layer_ids"
+# Fields of speculators that are read here.
+OWN = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
+# Tokens that engines draft at a time by default.
+SPECULATIVE_TOKENS = 4
+
+# Fields of a layer that are read here or by `parse_config`.
+READ = {
+    "model_type", "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
+    "rope_scaling", "rope_parameters", "vocab_size", "draft_vocab_size", "max_position_embeddings",
+    "target_hidden_size", "eagle_config", "fc_norm", "norm_output", "norm_before_residual",
+    "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
+    "use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm",
+    "parallel_draft_step", "use_aux_hidden_state", "position_embedding_type", TAPS,
+    "embed_requires_grad",
+}  # fmt: skip
+# Fields that change nothing: a Llama layer over the whole text has no use for them.
+UNUSED = {
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bias", "bos_token_id", "dtype",
+    "eos_token_id", "initializer_range", "layer_types", "max_window_layers", "pad_token_id",
+    "pretraining_tp", "sliding_window", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache", "has_lm_head", "parallel_draft_heads_num_layers",
+    "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams",
+    "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
+    "top_k", "top_p", "typical_p",
+}  # fmt: skip
+# Expected values; others would change the computation.
+EXPECTED = {
+    "norm_before_fc": (False,), "attention_bias": (False,), "mlp_bias": (False,),
+    "use_sliding_window": (False,), "use_last_layernorm": (True,),
+    "use_input_layernorm_in_first_layer": (True,), "use_mtp_layernorm": (False,),
+    "embed_requires_grad": (False,), "parallel_draft_step": (1,), "use_aux_hidden_state": (True,),
+    "position_embedding_type": ("rope",),
+}  # fmt: skip
+
+
+def fits(tensors: Tensors) -> bool:
+    """Whether a file holds EAGLE-3 heads."""
+    keys = {key.removeprefix("model.") for key in tensors}
+    norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
+    return "fc.weight" in keys and not keys.isdisjoint(norms)
+
+
+def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
+    """Describe the EAGLE-3 heads of a file.
+
+    Args: as for `medusa_files.open_heads`.
+
+    Raises:
+      UserError: unknown, ambiguous or unsupported fields; a vocabulary that
+        contradicts itself.
+    """
+    tensors = rename(tensors, lambda key: key.removeprefix("model."))
+    file = os.path.join(directory, "config.json")
+    taps, depth = "", {}
+    if speculators_config.TYPE in config:
+        fields, tapped = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
+        taps = ",".join(map(str, tapped))
+        if "norm_before_residual" not in config:
+            raise UserError(
+                f"{file} does not say norm_before_residual, which is false in speculators and true in "
+                "vLLM: add it"
+            )
+    else:
+        table = Fields(file, config).table("eagle_config")
+        fields = config | {k: x for k, x in table.items() if x not in (None, [])}
+        depth = _depth(file, fields.get(TAPS))
+        stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
+        fields["num_hidden_layers"] = len(stored) or 1
+    for name in unknown(fields, READ | UNUSED):
+        raise UserError(
+            f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
+        )
+    layer = parse_config(file, fields)
+    Fields(file, fields).expect(EXPECTED | {"target_hidden_size": (layer.d_model,)})
+    if layer.qk_norm or layer.qkv_bias:
+        raise UserError(
+            f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
+        )
+    given = Fields(file, {name: x for name, x in fields.items() if x is not None})
+    shape, sizes = shape_of(given, layer)
+    ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
+    outputs = layer.vocab_size if ids is None else len(ids)
+    if (told := fields.get("draft_vocab_size") or outputs) != outputs:
+        raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
+    flags: Json = {flag: given.switch(flag) for flag in _FLAGS}
+    draft_vocab = 0 if ids is None else len(ids)
+    heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
+    stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
+
+    return StoredHeads(
+        source=source, directory=directory, layout="EAGLE-3 heads", heads=heads, tensors=tensors,
+        locate=partial(_locate, stem=stem), ignore=ignore, meta=config, layers=shape | depth, ids=ids,
+    )  # fmt: skip
+
+
+def _locate(path: str, stem: str) -> tuple[str, bool]:
+    """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
+    key, transposed = locate(path)
+    key = re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key.replace(_SPECULATORS, stem))
+    return key, transposed
+
+
+def shape_of(given: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
+    """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
+
+    A `rope_theta` of 0 is the backbone's rotation.
+
+    Raises:
+      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
+    """
+    if "sliding_attention" in given.items("layer_types", str, []):
+        raise UserError(f"{given.file}: heads with sliding attention are not supported")
+    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    sizes: Json = {
+        "n_layers": layer.n_layers,
+        "attention_heads": layer.n_heads,
+        "kv_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "d_ff": layer.d_ff,
+        "rope_theta": layer.rope_theta,
+    }
+    if layer.rope_scaling not in ("none", "dynamic"):
+        shape |= {name: getattr(layer, name) for name in ROPE}
+        sizes["rope_theta"] = 0.0
+    return shape, sizes
+
+
+def _depth(file: str, ids: Any) -> dict[str, int]:
+    """The backbone's number of layers, which follows from the numbers of the tapped layers, if given.
+
+    Files number a stream by the layer that it enters (2, L / 2, L - 3) or by the layer that it leaves (one less).
+    Other numbers are ambiguous.
+    """
+    if not ids:
+        return {}
+    numbers = isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
+    for left in (0, 1) if numbers else ():
+        L = ids[2] + 3 + left
+        if ids == [2 - left, L // 2 - left, L - 3 - left]:
+            return {"n_layers": L}
+    raise UserError(
+        f"{file}: {TAPS} {ids!r} are not the layers of the paper, and "
+        "whether they are entered or left is not stated"
+    )
+
+
+def take_ids(
+    source: str, tensors: Tensors, vocab_size: int, keys: Sequence[str]
+) -> np.ndarray | None:
+    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file.
+
+    Its tokens become ascending, and with them the rows of the tensors of these keys.
+    """
+    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
+    if offsets is None and member is None:
+        return None
+    if offsets is None:
+        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
+    offset_O = whole(offsets)
+    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
+        raise UserError(
+            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
+        )
+    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
+    order = np.argsort(ids)
+    ids = ids[order]
+    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
+    if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
+        raise UserError(
+            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
+            f"{vocab_size}"
+        )
+    if not np.array_equal(order, np.arange(len(order))):
+        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
+    return None if len(ids) == vocab_size else ids
+
+
+def to_eagle3(export: Export, out: str) -> None:
+    """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
+    drafter = _drafter(export)
+    layers, fields = _config(export, drafter)
+    raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
+    export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
+
+
+def to_speculators(export: Export, out: str) -> None:
+    """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
+    drafter = _drafter(export)
+    layers, fields = _config(export, drafter)
+    flags = dict.fromkeys(sorted(OWN - {"embed_requires_grad"}), False)
+    raw = speculators_config.write(
+        "eagle3", "Eagle3DraftModel", layers, flags | fields, {TAPS: list(drafter.taps)},
+        min(drafter.n_heads, SPECULATIVE_TOKENS), verifier(export),
+    )  # fmt: skip
+    # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
+    arrays = _arrays(export, _SPECULATORS) | {EMBEDDING: export.embedding()}
+    export.write(out, "model.safetensors", arrays, raw)
+
+
+def verifier(export: Export) -> Json:
+    """The backbone, as speculators names it."""
+    architectures = config_to_hf(export.base.config)["architectures"]
+    return {"name_or_path": export.base_name, "architectures": architectures}
+
+
+def _drafter(export: Export) -> Eagle3:
+    heads = export.stored.heads
+    assert isinstance(heads, Eagle3Config)
+    return Eagle3(heads, export.base.config)
+
+
+def _arrays(export: Export, stem: str) -> Arrays:
+    return export.arrays(partial(_locate, stem=stem)) | vocabulary_arrays(export)
+
+
+def vocabulary_arrays(export: Export) -> Arrays:
+    """The draft vocabulary, if there is one."""
+    if (ids := export.stored.ids) is None:
+        return {}
+    member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
+    return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
+
+
+def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
+    """config.json of the layers, and the fields that EAGLE-3 adds."""
+    heads, vocab_size = drafter.heads, export.base.config.vocab_size
+    layers = replace(
+        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
+    )
+    return config_to_hf(layers), {
+        "draft_vocab_size": heads.draft_vocab or vocab_size,
+        "torch_dtype": export.kind.name,
+        **{flag: True for flag in _FLAGS if getattr(heads, flag)},
+    }

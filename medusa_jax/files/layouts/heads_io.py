@@ -1,0 +1,128 @@
+"""Draft heads of any layout: found, recognised and loaded for a backbone.
+
+A path is a directory, a file of weights in it, or a hub id. Heads with a heads.json are this project's; others have a
+published layout, which `files/layouts/published.py` recognises by the keys of their weights.
+"""
+
+import dataclasses
+import os
+
+import jax
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError, between
+from medusa_jax.files import tensors as tensor_files
+from medusa_jax.files.hub import resolve
+from medusa_jax.files.layouts.own_heads import DESCRIPTION, OWN, open_own
+from medusa_jax.files.layouts.own_heads import WEIGHTS as OWN_WEIGHTS
+from medusa_jax.files.layouts.stored_heads import StoredHeads, abstract_heads, check_ids
+from medusa_jax.files.seam import import_format
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.sharding import Params, replicated
+from medusa_jax.whole_files import Json
+
+DESCRIPTIONS = [DESCRIPTION, OWN_WEIGHTS, "tree.json", "config.json", "adapter_config.json"]
+
+
+def open_heads(path_or_id: str) -> StoredHeads:
+    """Open the draft heads in a directory, a file or a hub repository; weights are read later.
+
+    Raises:
+      UserError: no heads in a known layout, or unreadable.
+    """
+    found = os.path.exists(path_or_id)
+    path = path_or_id if found else resolve(path_or_id, DESCRIPTIONS)
+    own = (DESCRIPTION, OWN_WEIGHTS)
+    folder = os.path.dirname(path) or "." if os.path.basename(path) in own else path
+    if any(os.path.isfile(os.path.join(folder, name)) for name in own):
+        return open_own(folder)
+    stored: StoredHeads = import_format("files.layouts.published").open_heads(path_or_id)
+    return stored
+
+
+def load_heads(
+    path: str | StoredHeads,
+    llama: LlamaConfig,
+    mesh: Mesh,
+    n_heads: int | None = None,
+    dtype: DTypeLike = "float32",
+    *,
+    fingerprint: str | None = None,
+    allow_other_base: bool = False,
+    convert: tensor_files.Convert | None = None,
+) -> tuple[HeadsConfig, Params, Json]:
+    """Read heads for a backbone of shape `llama`, placed on the mesh.
+
+    Args:
+      path: a directory written by `own_heads.save_heads`, published heads, the hub id of either, or the
+        result of `open_heads`.
+      n_heads: read only the first `n_heads` heads, if heads can be dropped (`Drafter.separable`).
+      fingerprint: of the current backbone (`fingerprint.py`); None compares sizes only.
+      allow_other_base: accept heads trained on another backbone of the same sizes.
+      convert: converts each head before the next is read.
+
+    Returns: (their configuration, parameters, contents of heads.json or of published heads' config.json). The
+      ids of a draft vocabulary are among the parameters, under "draft_vocab".
+
+    Raises:
+      UserError: unreadable; another format; for another width, vocabulary or backbone; keys that contradict the
+        description.
+    """
+    stored = open_heads(path) if isinstance(path, str) else path
+    check_base(stored, llama, fingerprint, allow_other_base)
+    drafter = make_drafter(stored.heads, llama)
+    count = stored.heads.n_heads
+    if n_heads is not None:
+        between(f"the number of heads to read from {stored.directory}", n_heads, 1, count)
+    n_read = n_heads if n_heads and drafter.separable else count
+    heads = dataclasses.replace(stored.heads, n_heads=n_read)
+    all_parameters = tensor_files.flatten(abstract_heads(stored.heads, llama))
+    known = {stored.locate(name)[0] for name in all_parameters}
+
+    def ignore(key: str) -> bool:
+        return key in known or stored.ignore(key)
+
+    read = dataclasses.replace(stored, ignore=ignore)
+    params = read.load(abstract_heads(heads, llama), mesh, dtype, convert)
+    check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
+    if stored.ids is not None:
+        ids = jax.device_put(stored.ids, replicated(mesh))
+        params[vocabulary.GROUP] = {"ids": ids}
+    return heads, params, stored.meta
+
+
+def check_base(
+    stored: StoredHeads, llama: LlamaConfig, fingerprint: str | None, allow_other: bool
+) -> None:
+    """Refuse heads that were trained on another backbone, as far as their files describe it.
+
+    Raises:
+      UserError: names the difference.
+    """
+    recorded = stored.base
+    sizes = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
+    if stored.layout == OWN and {name: recorded.get(name) for name in sizes} != sizes:
+        raise UserError(
+            f"the heads in {stored.directory} were made for width {recorded.get('d_model')} and "
+            f"vocabulary {recorded.get('vocab_size')}, the model has width {sizes['d_model']} and "
+            f"vocabulary {sizes['vocab_size']}"
+        )
+    for name, value in stored.layers.items():
+        if (expected := getattr(llama, name)) != value:
+            raise UserError(
+                f"the layers in {stored.source} were made with {name} {value!r}, the model has "
+                f"{expected!r}"
+            )
+    if allow_other:
+        return
+    trained_on = recorded.get("fingerprint")
+    unknown = trained_on is None and stored.layout != OWN
+    if fingerprint is not None and fingerprint != trained_on and not unknown:
+        raise UserError(
+            f"the heads in {stored.directory} were trained on the model with fingerprint "
+            f"{trained_on}, this one has {fingerprint}; allow_other_base (--allow_other_base) uses them "
+            "anyway"
+        )

@@ -1,0 +1,125 @@
+"""Draft heads in this project's format, a directory with two files: read and written.
+
+`heads.safetensors` has the parameters under their tree paths ("heads_0/layers_0/kernel"), shaped as in the tree
+(kernels perhaps as int8, `codes.py`), and the ids of a draft vocabulary as int32 under "draft_vocab/ids".
+`heads.json` describes them: {"format": 1, "heads": {the fields of the drafter's Config}, "base": {"d_model",
+"vocab_size", "fingerprint"}, "recipe": {anything}}. docs/formats.md lists fields and keys.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.errors import UserError, one_of
+from medusa_jax.files import tensors as tensor_files
+from medusa_jax.files.layouts import codes
+from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
+from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensors import read_json
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.registry import drafter_class
+from medusa_jax.hosts import on_host
+from medusa_jax.sharding import Params
+from medusa_jax.typed import Fields, read
+from medusa_jax.whole_files import Json
+
+# `StoredHeads.layout`.
+OWN = "medusa_jax"
+FORMAT = 1
+WEIGHTS = "heads.safetensors"
+DESCRIPTION = "heads.json"
+IDS = f"{vocabulary.GROUP}/ids"
+
+
+def open_own(directory: str) -> StoredHeads:
+    """Open heads that `save_heads` wrote.
+
+    Raises:
+      UserError: unreadable, or another format.
+    """
+    file = os.path.join(directory, DESCRIPTION)
+    meta = read_json(file)
+    heads, base = _read_description(file, meta)
+    weights = os.path.join(directory, WEIGHTS)
+    tensors = tensor_files.open_safetensors(weights)
+    ids = None
+    if heads.draft_vocab:
+        if IDS not in tensors or tensors[IDS].dtype != "int32":
+            raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
+        ids = whole(tensors.pop(IDS))
+    return StoredHeads(
+        source=weights, directory=directory, layout=OWN, heads=heads, meta=meta, base=base, ids=ids,
+        tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),
+    )  # fmt: skip
+
+
+def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
+    if meta.get("format") != FORMAT:
+        raise UserError(
+            f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
+        )
+    fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
+    kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
+    known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
+    for name, value in fields.items():
+        one_of(f"{file}: a field under heads", name, known)
+        fields[name] = read(f"{file}: heads.{name}", value, known[name])
+    return kind_of_heads(**fields), base
+
+
+def base_record(config: LlamaConfig, fingerprint: str) -> Json:
+    """The `base` record of `save_heads`, for a backbone with this fingerprint (`fingerprint.py`)."""
+    return {
+        "d_model": config.d_model,
+        "vocab_size": config.vocab_size,
+        "fingerprint": fingerprint,
+    }
+
+
+def save_heads(
+    directory: str,
+    heads: HeadsConfig,
+    params: Params,
+    *,
+    base: Json,
+    recipe: Json,
+    dtype: DTypeLike | None = None,
+    write: bool = True,
+) -> None:
+    """Write heads, each of the two files atomically.
+
+    Args:
+      base: `base_record` of the backbone that the heads were trained on.
+      recipe: how the heads were trained; JSON values.
+      params: with the ids of a draft vocabulary, if any, under "draft_vocab".
+      dtype: stored type; None keeps that of `params`; "int8" is for kernels, the rest is bfloat16 then
+        (`codes.py`).
+      write: False on processes that only take part in gathering the arrays.
+
+    Raises:
+      UserError: the directory cannot be written.
+    """
+    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
+    arrays = {name: on_host(leaf) for name, leaf in flat.items()}
+    if np.dtype(dtype or "float32") == np.int8:
+        arrays = codes.encode(arrays)
+    elif dtype is not None:
+        arrays = {name: x.astype(dtype) for name, x in arrays.items()}
+    if heads.draft_vocab:
+        ids = on_host(params[vocabulary.GROUP]["ids"]).astype(np.int32)
+        check_ids(ids, heads, base["vocab_size"], directory)
+        arrays[IDS] = ids
+    if not write:
+        return
+    description = {
+        "format": FORMAT,
+        "heads": dataclasses.asdict(heads),
+        "base": base,
+        "recipe": recipe,
+    }
+    weights = os.path.join(directory, WEIGHTS)
+    tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
+    tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)

@@ -1,0 +1,155 @@
+"""Mark the tokens of conversations that the assistant has to produce.
+
+The template determines these tokens: the text between `{% generation %}` and `{% endgeneration %}`, if it has such
+blocks (all shipped templates do). Few published templates do, so otherwise the template is rendered with a stand-in
+for each answer, which shows where the answer is in the text of the whole conversation (`_spans_by_stand_in`). An
+end-of-text token directly after an assistant turn counts, so that the model learns to stop.
+"""
+
+import re
+import secrets
+
+from medusa_jax.text.chat import render, stop_ids, template_source, tokenize
+from medusa_jax.text.literal_text import PRIVATE, Message, literal_text
+from medusa_jax.text.rendering import SampleError, Span
+from medusa_jax.text.tokenizer import Tokenizer
+
+MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# An empty thought, or the rest of one that the generation prompt begins: "<think>\n\n</think>\n\n".
+THOUGHT = re.compile(
+    r"\s*(?:[<\[][^<>\[\]]*th(?:ink|ought)[^<>\[\]]*[>\]]\s*)+", re.IGNORECASE
+)
+
+
+def encode_conversation(
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    template_name: str = "",
+    cut: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation and, for each, 1 if the assistant produces it, else 0.
+
+    Args:
+      template_name: a shipped template (`chat.TEMPLATES`); "" = the tokenizer's.
+      cut: the last answer is incomplete, so that the end-of-text token after it does not count.
+
+    Raises:
+      SampleError: the template refuses the conversation, its turns cannot be separated, or no token would count.
+      UserError: an unknown template name, or the tokenizer has no template.
+    """
+    source = template_source(tokenizer, template_name)
+    hidden = literal_text(tokenizer).hide(messages)
+    messages = hidden or messages
+    text, spans = render(source, messages, tokenizer.special_texts)
+    if not MARKED.search(source):
+        spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
+    ids, offsets = tokenize(tokenizer, text, hidden is not None)
+    counted, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
+    for span in spans:
+        _mark(counted, ids, offsets, span, ends, tokenizer.eos_ids)
+    if cut:
+        last = max((i for i, counts in enumerate(counted) if counts), default=0)
+        counted[last] *= ids[last] not in ends
+    if not any(counted):
+        raise SampleError("no token of the conversation is the assistant's")
+    return ids, counted
+
+
+def _spans_by_stand_in(
+    source: str, messages: list[Message], special_texts: dict[str, str], full: str
+) -> list[Span]:
+    """Assistant spans of a template without generation blocks, within its text of the whole conversation.
+
+    A stand-in replaces each answer and shows where the template writes it. The text after the stand-in in a
+    conversation that ends there is the turn's end. Text between the generation prompt and the answer counts too, since
+    the model has to write it, except for an empty thought that the message lacks.
+
+    Example (Qwen3): "...<|im_start|>assistant\n<think>\n\n</think>\n\n[Yo<|im_end|>\n]".
+    """
+    spans, mark = [], f"{chr(secrets.choice(PRIVATE))}{secrets.token_hex(16)}"
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        upto = [*messages[:i], message | {"content": mark}]
+        last = render(source, upto, special_texts)[0]
+        whole = [*upto, *messages[i + 1 :]]
+        text = last if whole == upto else render(source, whole, special_texts)[0]
+        before, found, after = text.partition(mark)
+        if not found:
+            continue  # the template leaves this answer out
+        if mark in after or not full.endswith(after):
+            raise SampleError(
+                "the chat template has no generation marks and shows an answer several times or changes other text "
+                "with it, so the assistant's part cannot be identified; name a shipped template"
+            )
+        end = len(full) - len(after)
+        pairs = enumerate(zip(before, full[:end]))
+        start = next((at for at, (a, b) in pairs if a != b), min(len(before), end))
+        closing = last.partition(mark)[2]
+        end += len(closing) if after.startswith(closing) else 0
+        prompt = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
+        lead = full[len(prompt) : start] if full.startswith(prompt) else ""
+        added = start == len(before) and THOUGHT.fullmatch(lead)
+        if lead and not (added and lead.strip() not in message["content"]):
+            start = len(prompt)
+        spans.append((start, end))
+    return spans
+
+
+def _mark(
+    counted: list[int],
+    ids: list[int],
+    offsets: list[Span],
+    span: Span,
+    turn_ends: frozenset[int],
+    eos_ids: frozenset[int],
+) -> None:
+    """Set the tokens that overlap `span`, up to and including the token that ends the turn.
+
+    Text of the template after that token (often a line break) is never generated. An end-of-text token directly
+    after the span counts too.
+    """
+    start, end = span
+    inside = [
+        i
+        for i, (a, b) in enumerate(offsets)
+        # Tokens of zero width represent the space before them (byte-level BPE trims spaces).
+        if (a < end and b > start) or (a == b and start < a <= end)
+    ]
+    if not inside:
+        return
+    last = inside[-1]
+    ends = [i for i in inside if ids[i] in turn_ends]
+    if ends:
+        last = ends[-1]
+    elif last + 1 < len(ids) and ids[last + 1] in eos_ids:
+        last += 1
+    for i in range(inside[0], last + 1):
+        counted[i] = 1
+
+
+def encode_user_opening(
+    tokenizer: Tokenizer, messages: list[Message], template_name: str = ""
+) -> tuple[list[int], str]:
+    """Ids of a conversation up to the next user turn, and the string that ends that turn.
+
+    For a model that plays both roles. The string is "" if an end-of-text token ends the turn. It is found by
+    rendering another user turn with random content.
+
+    Example (Vicuna): "... ASSISTANT: I am fine</s>USER:" and "ASSISTANT:".
+    """
+    mark = f"turn{secrets.token_hex(16)}"
+    turns = [*messages, {"role": "user", "content": mark}]
+    source = template_source(tokenizer, template_name)
+    text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
+    before, _, after = text.partition(mark)
+    # A space before the turn belongs to the first word that the model writes.
+    ids = tokenize(tokenizer, before.rstrip(" "))[0]
+    ends = [
+        tokenizer.decode([i], skip_special=False)
+        for i in stop_ids(tokenizer, template_name)
+    ]
+    after = after.strip()
+    if any(end and after.startswith(end) for end in ends):
+        return ids, ""
+    return ids, after.split("\n")[0]

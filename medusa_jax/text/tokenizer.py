@@ -1,0 +1,325 @@
+"""Tokenizers: text to ids and back, and incremental decoding."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.files.hub import TOKENIZER_FILES, resolve
+from medusa_jax.files.seam import import_format
+from medusa_jax.files.tensors import optional_json
+from medusa_jax.whole_files import Json, read_text
+
+BROKEN = "\ufffd"
+# Files from which transformers builds a tokenizer without tokenizer.json.
+SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
+NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
+# The folder of named chat templates.
+TEMPLATES = "additional_chat_templates"
+# Special tokens that chat templates read.
+SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
+# second.
+LONG = 4096
+
+
+class Tokenizer:
+    """A `tokenizers` tokenizer with the special tokens of a model directory.
+
+    Attributes:
+      bos_id: the id that starts a text, or None.
+      adds_bos: whether plain text starts with the BOS (Llama: yes; Qwen: no).
+      eos_ids: ids that end a text or a turn; chat models often have several.
+      vocab_size: number of ids, added tokens included. A model may have more embeddings.
+      chat_template: the Jinja source from the model directory, or ""; of several by name the default.
+      named_templates: the others by name, such as "tool_use".
+      special_texts: {"bos_token": "<s>", ...} for chat templates.
+      special_ids: ids that `decode` skips by default.
+      origin: the model's name in its own metadata, or "".
+      byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        *,
+        bos_id: int | None = None,
+        adds_bos: bool | None = None,
+        eos_ids: Iterable[int] = (),
+        chat_template: str | dict[str, str] = "",
+        special_texts: dict[str, str] | None = None,
+        origin: str = "",
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.bos_id = bos_id
+        if adds_bos is None:
+            adds_bos = encoded(backend, "a", special=True).ids[:1] == [bos_id]
+        self.adds_bos = adds_bos and bos_id is not None
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
+        named = {} if isinstance(chat_template, str) else dict(chat_template)
+        default = named.pop("default", NO_DEFAULT if named else "")
+        self.chat_template = chat_template if isinstance(chat_template, str) else default
+        self.named_templates = named
+        self.special_texts, self.origin = special_texts or {}, origin
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
+        falls_back = (
+            None not in bytes_ and backend.decode([bytes_[b] for b in b"\xc3\xa9"]) == "é"
+        )
+        self.byte_ids = frozenset(bytes_ if falls_back else ())
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        """Ids of `text`; special tokens written out in it are recognised.
+
+        With `add_bos` the BOS comes first if the tokenizer `adds_bos`.
+
+        Raises:
+          UserError: the text is not valid Unicode.
+        """
+        ids = encoded(self.backend, text).ids
+        if add_bos and self.adds_bos and self.bos_id is not None:
+            return [self.bos_id, *ids]
+        return ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text` and their character ranges [start, end)."""
+        encoding = encoded(self.backend, text)
+        return encoding.ids, encoding.offsets
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of the ids; invalid UTF-8 becomes U+FFFD, unknown ids are skipped."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token of the vocabulary, or None."""
+        return self.backend.token_to_id(token)
+
+
+def encoded(backend: Any, text: str, special: bool = False) -> Any:
+    """The library's encoding of a text.
+
+    Args:
+      special: with the special tokens that the tokenizer puts around it.
+
+    Raises:
+      UserError: the text is not valid Unicode, or the library's Rust code panics, as for a pattern of the
+        pre-tokenizer that backtracks without end.
+    """
+    with library_errors("the tokenizer cannot read a text"):
+        try:
+            if len(text) > LONG:
+                return backend.encode_batch([text], add_special_tokens=special)[0]
+            return backend.encode(text, add_special_tokens=special)
+        except TypeError as error:  # raised for lone surrogates
+            problem = "a text has an unpaired surrogate, which is not a valid character"
+            raise UserError(problem) from error
+
+
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {first_line(error)}") from error
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a model directory or hub id.
+
+    `tokenizer.json` is read directly; `tokenizer.model` (sentencepiece) is read by transformers, which takes a
+    second longer. Special tokens come from tokenizer_config.json, special_tokens_map.json, config.json and
+    generation_config.json.
+
+    Raises:
+      UserError: no tokenizer, or an unreadable one.
+    """
+    directory = resolve(path, TOKENIZER_FILES)
+    settings = optional_json(os.path.join(directory, "special_tokens_map.json"))
+    settings |= optional_json(os.path.join(directory, "tokenizer_config.json"))
+    backend = _backend(directory)
+
+    def text_of(name: str) -> str | None:
+        value = settings.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str | None):
+            raise UserError(f"{directory}: {name} should be text, not {str(value)[:80]!r}")
+        return text
+
+    def id_of(name: str) -> int | None:
+        token = text_of(name)
+        return backend.token_to_id(token) if token else None
+
+    model = optional_json(os.path.join(directory, "config.json"))
+    bos_id = id_of("bos_token")
+    if "bos_token" not in settings:
+        # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
+        known = _ids(model.get("bos_token_id"), backend.get_vocab_size())
+        bos_id = min(known, default=None)
+    eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
+    special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
+    if bos_id is not None:
+        special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
+    return Tokenizer(
+        backend,
+        bos_id=bos_id,
+        adds_bos=settings.get("add_bos_token"),
+        eos_ids=eos_ids,
+        chat_template=_chat_templates(directory, settings),
+        special_texts=special,
+        origin=str(model.get("_name_or_path", "")),
+    )
+
+
+class NoTokenizer(Tokenizer):
+    """For models without a tokenizer: prompts are token ids, texts are empty.
+
+    Attributes:
+      directory: of the model, for messages.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.backend = directory, None
+        self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
+        self.chat_template, self.named_templates, self.special_texts = "", {}, {}
+        self.origin = ""
+        self.eos_ids = self.special_ids = self.byte_ids = frozenset()
+
+    def encode(self, text: str, add_bos: bool = False) -> list[int]:
+        raise self.missing("give prompts as token ids")
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        raise self.missing("text cannot be read")
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return ""
+
+    def token_to_id(self, token: str) -> int | None:
+        return None
+
+    def missing(self, advice: str) -> UserError:
+        """The error for an operation that needs a tokenizer."""
+        return UserError(
+            f"{self.directory} holds no tokenizer (tokenizer.json or tokenizer.model): {advice}, or "
+            "name one with --tokenizer"
+        )
+
+
+def has_tokenizer(directory: str) -> bool:
+    """Whether a local directory holds a tokenizer's files, readable or not."""
+    names = ("tokenizer.json", *SOURCES)
+    return any(os.path.isfile(os.path.join(directory, name)) for name in names)
+
+
+def declared_eos_ids(directory: str) -> set[int]:
+    """The EOS ids in config.json and generation_config.json, of those in the vocabulary."""
+    files = ("config.json", "generation_config.json")
+    model, generation = (optional_json(os.path.join(directory, name)) for name in files)
+    size = model.get("vocab_size")
+    given = (raw.get("eos_token_id") for raw in (model, generation))
+    return set().union(*(_ids(ids, size) for ids in given))
+
+
+def _ids(value: object, size: object = None) -> set[int]:
+    """The token ids of a field, of those below `size`: some files have -1 for none."""
+    ids = value if isinstance(value, list) else [value]
+    end = size if isinstance(size, int) else 2**31
+    return {i for i in ids if type(i) is int and 0 <= i < end}
+
+
+def _backend(directory: str) -> Any:
+    file = os.path.join(directory, "tokenizer.json")
+    if os.path.isfile(file):
+        import tokenizers
+
+        text = read_text(file)
+        with library_errors(f"{file} cannot be read"):
+            return tokenizers.Tokenizer.from_str(text)
+    if not has_tokenizer(directory):
+        raise UserError(
+            f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
+        )
+    return import_format("text.sentencepiece_files").read_backend(directory)
+
+
+def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
+    """The chat template, or several by name: those in files, else those in tokenizer_config.json."""
+    files = {"default": os.path.join(directory, "chat_template.jinja")}
+    for name in sorted(glob.glob("*.jinja", root_dir=os.path.join(directory, TEMPLATES))):
+        files[name.removesuffix(".jinja")] = os.path.join(directory, TEMPLATES, name)
+    found = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
+    given = settings.get("chat_template")
+    if found or not isinstance(given, list):
+        return found or (given if isinstance(given, str) else "")
+    named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
+    return {name: source for name, source in named.items() if isinstance(source, str)}
+
+
+class StreamDecoder:
+    """Incremental decoding of a growing sequence of ids.
+
+    The joined pieces are `tokenizer.decode(all ids)`, except for an incomplete last character, which is dropped.
+    Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
+    invalid byte changes how the whole run is decoded.
+
+    Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        # After these the text may still change: a run of byte tokens may continue, also across a skipped
+        # special token.
+        self._uncertain = tokenizer.byte_ids
+        if skip_special:
+            self._uncertain |= tokenizer.special_ids
+        # Recent ids, and how many characters of their text have been returned.
+        self._window: list[int] = []
+        self._returned = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Add ids; return the text that is now final (often "")."""
+        self._window.extend(int(i) for i in ids)
+        end = len(self._window)
+        while end and self._window[end - 1] in self._uncertain:
+            end -= 1
+        piece = self._take(self._window[:end])
+        if end == len(self._window):
+            self._drop_old_ids()
+        return piece
+
+    def flush(self) -> str:
+        """Return the rest of the text, without an incomplete character, and reset."""
+        piece = self._take(self._window)
+        self._window, self._returned = [], 0
+        return piece
+
+    def _take(self, ids: list[int]) -> str:
+        text = self._decode(ids).rstrip(BROKEN)
+        piece = text[self._returned :]
+        self._returned += len(piece)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special=self._skip_special)
+
+    def _drop_old_ids(self, longest: int = 48, kept: int = 12) -> None:
+        """Drop old ids, so that the cost of a piece does not grow with the text.
+
+        Only if the remaining ids decode to the end of the returned text and contain a word, since decoders treat
+        the first space of a text differently.
+        """
+        if len(self._window) <= longest:
+            return
+        text = self._decode(self._window)
+        tail = self._decode(self._window[-kept:])
+        if len(text) == self._returned and tail.strip() and text.endswith(tail):
+            self._window, self._returned = self._window[-kept:], len(tail)

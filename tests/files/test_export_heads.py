@@ -1,0 +1,303 @@
+"""Heads in other engines' layouts, read back by what those engines do."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+
+import engines
+import numpy as np
+import pytest
+from closeness import assert_close
+from head_files import LLAMA, medusa_state, write
+from our_heads import (
+    EMBEDDED,
+    FOLLOWING,
+    HIDDEN,
+    STREAMS,
+    exported,
+    load,
+    our_logits,
+    write_base,
+    write_heads,
+)
+from refusals import refused
+from safetensors.numpy import load_file
+from tiny import random_params
+
+from medusa_jax.commands.convert import table
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.engines import ENGINES, engines_for, why_not
+from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.export_heads import convert
+from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class
+
+pytestmark = pytest.mark.usefixtures("x64")
+TYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(scope="module")
+def facts(base):
+    """config.json of the backbone and its LM head [V, D] as stored."""
+    return engines.config_of(Path(base.source)), np.float64(base.lm_head().T)
+
+
+def heads_of(drafter="medusa", **fields):
+    return drafter_class(drafter).Config(**({"n_heads": 3, "rank": 5} | fields))
+
+
+def engines_that_read(target, drafter, path, base, facts):
+    """Logits [K, V] of every engine that should read this layout."""
+    config, lm_head = facts
+    one = HIDDEN[-1]
+    if drafter.startswith("hydra"):
+        yield engines.hydra(path, config, HIDDEN, EMBEDDED)
+    elif drafter == "eagle":
+        engine = "" if target == "eagle" else target
+        yield engines.eagle(path, config, HIDDEN, FOLLOWING, lm_head, engine)[:3]
+    elif drafter == "eagle3":
+        read = engines.speculators if target == "speculators" else engines.eagle3
+        yield read(path, config, STREAMS, FOLLOWING)[:3]
+    elif target == "tensorrt_llm":
+        yield engines.tensorrt_llm(path, config, one)
+    elif target == "merged":
+        model = load_file(f"{base.source}/model.safetensors")
+        yield engines.full_model(path, model, one)
+    else:
+        if target != "vllm":
+            yield engines.tgi(path, facts, 3, one)
+        if target != "tgi_shared":
+            yield engines.vllm(path, config, 3, one, remaps=True)
+        if target == "vllm":
+            yield engines.vllm(path, config, 3, one, remaps=False)
+
+
+SHARED = {"lm_head": "shared"}
+LOW_RANK, FEW = {"lm_head": "low_rank"}, {"draft_vocab": 11}
+HYDRA = {"n_layers": 3, "tie_layers": True, "skip": "random", "dropout": 0.0, "rank": 256}
+EAGLE = {"drafter": "eagle"} | SHARED
+EAGLE3 = {"drafter": "eagle3"}
+NEWER = EAGLE3 | {"fc_norm": True, "norm_output": True}
+NARROW_BLOCK = {"drafter": "dspark", "tap_layers": "1", "markov_rank": 6, "lm_head": "own"}
+NARROW_BLOCK |= {"draft_vocab": 9}
+LAYOUTS = ("tgi", "vllm", "tensorrt_llm", "merged")
+CASES = [
+    *((to, {"n_layers": n}, kind) for to, n, kind in zip(LAYOUTS, (1, 3, 2, 4), TYPES * 2)),
+    *((to, SHARED | {"n_layers": 2}, "float32") for to in LAYOUTS),
+    *((to, LOW_RANK, "float32") for to in LAYOUTS),
+    ("tgi_shared", SHARED, "bfloat16"),
+    *(("vllm", FEW | more, "float32") for more in ({}, SHARED, LOW_RANK)),
+    ("tgi", FEW | SHARED, "float32"),
+    *(("hydra", {"drafter": name} | HYDRA, "float32") for name in ("hydra", "hydrapp")),
+    *((to, EAGLE, "float16") for to in ("eagle", "sglang")),
+    *((to, EAGLE | {"fc_bias": False}, "float32") for to in ("eagle", "sglang", "vllm")),
+    *((to, EAGLE3 | FEW, "float32") for to in ("eagle3", "speculators")),
+    *((to, NEWER, "bfloat16") for to in ("eagle3", "speculators")),
+    ("eagle3", EAGLE3 | {"norm_before_residual": True, "kv_heads": 4}, "float32"),
+]
+
+
+@pytest.mark.parametrize(("target", "fields", "dtype"), CASES)
+def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
+    """The same first guess of each head, and logits as close as the stored type allows; read back, the export
+    gives them as well, and in our format the same bits if it holds the same heads."""
+    stored = write_heads(tmp_path / "heads", base, heads_of(**fields), dtype=dtype)
+    heads, params, _ = load(tmp_path / "heads")
+    want, ids = our_logits(heads, params), slice(None)
+    if heads.draft_vocab:
+        ids = params[vocabulary.GROUP]["ids"]
+    out = exported(stored, base, target, tmp_path / "out")
+    again, back, _ = load(out)
+    found = [*engines_that_read(target, heads.drafter, out, base, facts)]
+    for logits in (*found, our_logits(again, back)[:3]):
+        logits = logits if logits.shape == want.shape else logits[:, ids]
+        np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
+        assert_close(logits, want, dtype="float32")
+    assert found
+    same = ("lm_head", "fc_bias")
+    if all(getattr(again, name, 0) == getattr(heads, name, 0) for name in same):
+        same_bits(tmp_path / "heads", open_heads(str(out)), base, tmp_path / "back")
+
+
+def same_bits(folder, stored, base, out):
+    """Heads in our format are those of a folder, and belong to the base."""
+    back = exported(stored, base, "native", out)
+    before, after = (load_file(d / "heads.safetensors") for d in (folder, back))
+    assert before.keys() == after.keys()
+    for key, x in before.items():
+        assert x.dtype == after[key].dtype and x.tobytes() == after[key].tobytes(), key
+    meta = json.loads((back / "heads.json").read_text())
+    assert meta["base"]["fingerprint"] == base.fingerprint()
+
+
+def test_what_only_speculators_can_say(base, tmp_path):
+    """Two layers and other tapped layers, there and back."""
+    heads = heads_of("eagle3", n_layers=2, tap_layers="1,0")
+    stored = write_heads(tmp_path / "heads", base, heads)
+    out = exported(stored, base, "vllm", tmp_path / "out")
+    assert engines.config_of(out)["eagle_aux_hidden_state_layer_ids"] == [1, 0]
+    again = open_heads(str(out))
+    assert (again.heads.n_layers, again.heads.tap_layers) == (2, "1,0")
+    same_bits(tmp_path / "heads", again, base, tmp_path / "back")
+
+
+@pytest.mark.parametrize("target", ["merged", "native"])
+def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, capsys):
+    """Files of a tokenizer within the directory or the hub's cache are; those of heads are their tree."""
+    stored = write_heads(tmp_path / "heads", base, heads_of())
+    model, blobs = tmp_path / "hub" / "snapshots" / "1a2b", tmp_path / "hub" / "blobs"
+    secret = tmp_path / "secret.json"
+    shutil.copytree(base.source, model)
+    blobs.mkdir()
+    secret.write_text('{"key": 1}')
+    (blobs / "5e").write_text("{}")
+    (blobs / "6f").symlink_to(secret)
+    kept = {"special_tokens_map.json": blobs / "5e", "vocab.json": model / "config.json"}
+    lost = {"generation_config.json": secret, "merges.txt": blobs / "6f"}
+    for name, file in (kept | lost | {"vocab.txt": tmp_path / "nowhere"}).items():
+        (model / name).symlink_to(file)
+    (model / "credentials.json").write_text("{}")
+    (tmp_path / "heads" / "tree.json").symlink_to(secret)
+    out = exported(stored, BaseFiles.open(str(model)), target, tmp_path / "out")
+    written = {file.name for file in out.iterdir()}
+    assert written >= (set(kept) if target == "merged" else set())
+    assert not written & {*lost, "vocab.txt", "credentials.json", "tree.json"}
+    assert f"is not copied: it is a link to {secret}" in capsys.readouterr().err
+
+
+def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
+    """Older versions of transformers tie without a look at the weights."""
+    model = tmp_path / "model"
+    shutil.copytree(base.source, model)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    opened = BaseFiles.open(str(model))
+    assert opened.config == base.config and opened.fingerprint() == base.fingerprint()
+    stored = write_heads(tmp_path / "heads", base, heads_of())
+    out = exported(stored, opened, "merged", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert BaseFiles.open(str(out)).fingerprint() == base.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "match"),
+    [
+        ("tgi", {"drafter": "hydra"}, "--to tgi is for medusa heads, not hydra"),
+        ("tgi", {"draft_vocab": 9}, "the 9 tokens of a draft vocabulary.* native, vllm "),
+        ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
+        ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads with biases"),
+        ("tgi_shared", {}, "LM head 'own': --to tgi"),
+        ("eagle", {"drafter": "eagle", "lm_head": "own"}, "these have LM head 'own'"),
+        ("vllm", {"drafter": "eagle"} | SHARED, "heads.fc_bias=False"),
+        ("eagle3", {"drafter": "eagle3"} | SHARED, "these have LM head 'shared'"),
+        ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
+        ("eagle3", {"drafter": "eagle3", "tap_layers": "1,0"}, r"not \(1, 0\), since"),
+        ("dflash", {"drafter": "dspark", "draft_vocab": 9}, "and draft_vocab 9"),
+        ("dflash", {"drafter": "dflash", "root_guesses": True}, "root_guesses True"),
+    ],
+)
+def test_a_layout_that_cannot_hold_the_heads(target, fields, match):
+    reason = why_not(heads_of(**fields), target, LLAMA)
+    assert re.search(match, reason) and "\n" not in reason
+
+
+def test_engines_for_agrees_with_convert(base, tmp_path):
+    """Whatever it promises is written, and whatever it refuses is not."""
+    for n, fields in enumerate(
+        [{}, SHARED, {"draft_vocab": 9}, {"draft_vocab": 9} | SHARED, {"drafter": "hydra"}]
+        + [{"drafter": "amphista"}, {"drafter": "eagle", "fc_bias": False} | SHARED]
+        + [{"drafter": "eagle"} | SHARED, {"drafter": "eagle3", "draft_vocab": 9}]
+        + [{"drafter": "eagle3", "tap_layers": "1,0"}, {"drafter": "hydra"} | SHARED]
+        + [{"drafter": "dflash", "tap_layers": "1"}, NARROW_BLOCK]
+    ):
+        stored = write_heads(tmp_path / f"{n}", base, heads_of(**fields), n)
+        able, unable = engines_for(stored.heads, LLAMA)
+        assert able["medusa_jax"] == "native"
+        for name, engine in ENGINES.items():
+            targets = engine.get(stored.heads.drafter, ())
+            assert (name in able) + (name in unable) == bool(targets)
+            for target in targets:
+                out = tmp_path / f"{n}-{name[:3]}-{target}"
+                if reason := why_not(stored.heads, target, LLAMA):
+                    assert able.get(name) != target
+                    with refused(re.escape(reason)):
+                        exported(stored, base, target, out)
+                else:
+                    assert exported(stored, base, target, out).is_dir()
+    assert ENGINES["medusa_jax"].keys() == DRAFTERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sglang", "vllm"),
+    [
+        ({"qkv_bias": True}, "Qwen2ForCausalLMEagle", ""),
+        ({"qkv_bias": True, "out_bias": True}, "", ""),
+        ({"qk_norm": True}, "", ""),
+        ({"sliding_window": 5}, "LlamaForCausalLMEagle", "LlamaForCausalLM"),
+    ],
+)
+def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
+    """Each engine has EAGLE-1 for some families of backbones."""
+    llama = dataclasses.replace(LLAMA, **changes)
+    base = write_base(tmp_path / "base", llama, random_params(llama, 0))
+    stored = write_heads(tmp_path / "heads", base, EagleConfig(fc_bias=False))
+    for engine, name in {"sglang": sglang, "vllm": vllm}.items():
+        if name:
+            out = exported(stored, base, engine, tmp_path / engine)
+            assert engines.config_of(out)["architectures"] == [name]
+        else:
+            with refused("EAGLE-1 has"):
+                exported(stored, base, engine, tmp_path / engine)
+
+
+def test_the_table_of_engines_is_in_the_page():
+    assert table() in (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+
+
+def test_heads_of_another_model(base, tmp_path):
+    write_heads(tmp_path / "heads", base, heads_of())
+    file = tmp_path / "heads" / "heads.json"
+    file.write_text(file.read_text().replace(base.fingerprint(), "0123"))
+    stored = open_heads(str(tmp_path / "heads"))
+    with refused("trained on the model with fingerprint 0123"):
+        exported(stored, base, "tgi", tmp_path / "out")
+    export = Export(stored, base, "owner/base"), "tgi", str(tmp_path / "out")
+    convert(*export, allow_other_base=True)
+
+
+def test_mixed_types_are_stored_in_one_that_holds_them(base, tmp_path):
+    state = medusa_state(2)
+    state["0.1.weight"] = state["0.1.weight"].astype(np.float16)
+    write(tmp_path / "heads", state, "medusa_lm_head.safetensors")
+    stored = open_heads(str(tmp_path / "heads"))
+    out = exported(stored, base, "tgi", tmp_path / "out")
+    written = load_file(out / "medusa_lm_head.safetensors")
+    assert {x.dtype.name for x in written.values()} == {"float32"}
+    for key, x in state.items():
+        np.testing.assert_array_equal(written[key], x)
+
+
+def test_the_card_gives_the_measurements(base, tmp_path):
+    stored = write_heads(tmp_path / "heads", base, heads_of())
+    text = (exported(stored, base, "vllm", tmp_path / "a") / "README.md").read_text()
+    assert text.startswith("---\nbase_model: owner/base\n") and "Nothing yet" in text
+    assert "- heads: 3" in text and '"num_speculative_tokens": 3' in text
+    file = tmp_path / "heads" / "heads.json"
+    recipe = {"step": 70, "held_out": {"accepted_length_tree": 2.345}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"recipe": recipe}))
+    ladder = [{"nodes": 4, "tokens_per_step": 1.834, "step_latency_ratio": 1.41}]
+    evidence = {"positions": 99, "head_accuracies": [[0.5, 0.1]], "ladder": ladder}
+    (tmp_path / "heads" / "tree.json").write_text(json.dumps({"evidence": evidence}))
+    again = open_heads(str(tmp_path / "heads"))
+    text = (exported(again, base, "native", tmp_path / "b") / "README.md").read_text()
+    for said in ("at step 70: accepted_length_tree 2.345", "| 4 | 1.83 | 1.41x |"):
+        assert said in text
+    assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
+    block = write_heads(tmp_path / "block", base, heads_of(drafter="dspark"))
+    text = (exported(block, base, "dflash", tmp_path / "c") / "README.md").read_text()
+    assert '"method": "dspark"' in text and "speculative-algorithm DSPARK" in text

@@ -1,0 +1,339 @@
+"""Whole GGUF files as models: every family, against the same model saved for Hugging Face."""
+
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+import pytest
+from gguf_files import (
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    D,
+    F,
+    byte_level_metadata,
+    bytes_metadata,
+    gguf,
+    llama_tensors,
+    shape_metadata,
+    tiny,
+    write,
+)
+from numpy_layers import llama3_divisors
+from refusals import refused
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.config import LlamaConfig
+from medusa_jax.files import hf
+from medusa_jax.files.gguf import convert
+from medusa_jax.files.gguf.convert import make_directory
+from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.hub import resolve
+from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensors import open_checkpoint
+from medusa_jax.model.llama import init_params
+from medusa_jax.text.tokenizer import load_tokenizer
+from research.peers.float32 import as_float32, gguf_file
+
+THETA = 500000.0
+LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0, "rope_low_freq_factor": 1.0}
+LLAMA3 |= {"rope_high_freq_factor": 4.0, "rope_original_max_position": 8192}
+LLAMA3 |= {"rope_theta": THETA}
+YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
+YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
+BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
+WIDE = {"rope.dimension_count": 12, "attention.key_length": 12}
+# family of the file, fields of the configuration, keys of the metadata
+CASES = {
+    "llama": ("llama", {}, {}),
+    "llama_tied": ("llama", {"tie_embeddings": True}, {}),
+    "llama_biases": ("llama", BIASES, {}),
+    "llama_own_head_size": ("llama", {"head_dim": 12}, WIDE),
+    "llama_yarn": (
+        "llama",
+        YARN | {"rope_factor": 4.0, "rope_original_max_position": 16},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.freq_base": 20.0}
+        | {"rope.scaling.original_context_length": 16},
+    ),
+    "llama_llama3_rope": ("llama", LLAMA3, {"rope.freq_base": THETA}),
+    "mistral_window": ("llama", {"sliding_window": 7}, {"attention.sliding_window": 7}),
+    "qwen2": ("qwen2", {"qkv_bias": True}, {}),
+    "qwen3": (
+        "qwen3",
+        {"qk_norm": True, "head_dim": 16, "tie_embeddings": True},
+        {"attention.key_length": 16, "attention.value_length": 16},
+    ),
+}
+
+
+# Keys of the metadata, and `rope_scaling` of config.json, as llama.cpp understands them.
+SCALED = [
+    ({"scaling.type": "linear", "scaling.factor": 2.5}, 2.5),
+    ({"scale_linear": 2.0}, 2.0),
+    ({"scaling.factor": 4.0, "scale_linear": 2.0}, 4.0),
+    ({"scaling.type": "none", "scaling.factor": 4.0, "scale_linear": 2.0}, None),
+    ({"scaling.factor": 0.0, "scale_linear": 2.0}, None),
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "medusa_jax" / "gguf"
+
+
+def interleaved(array, heads):
+    """Rows as llama.cpp orders them: of each head 0, H/2, 1, H/2 + 1, ..."""
+    rows = np.arange(len(array)).reshape(heads, 2, -1)
+    return array[rows.transpose(0, 2, 1).ravel()]
+
+
+def save_both(case, folder, tokenizer_json):
+    """One random model as a Hugging Face directory and as a GGUF file; (directory, file)."""
+    arch, fields, keys = CASES[case]
+    metadata = byte_level_metadata(tokenizer_json)
+    sizes = {"vocab_size": len(metadata["tokenizer.ggml.tokens"]), "d_model": D, "d_ff": F}
+    sizes |= {"n_layers": LAYERS, "n_heads": HEADS, "n_kv_heads": KV_HEADS, "head_dim": 8}
+    sizes |= {"max_position": 64, "rope_theta": 500.0, "rms_eps": 1e-5}
+    config = LlamaConfig(**(sizes | fields))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(np.float32),
+        jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0)),
+    )
+    save_backbone(str(folder / "hf"), config, params, "float32")
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
+    tensors = {}
+    for name, tensor in open_checkpoint(str(folder / "hf")).items():
+        array = whole(tensor)
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
+        if arch == "llama" and heads:
+            array = interleaved(array, heads)
+        tensors[names.get_name(name, (".weight", ".bias"))] = array
+    assert None not in tensors
+    tensors = {
+        f"{name}{'' if name.endswith(('.weight', '.bias')) else '.weight'}": array
+        for name, array in tensors.items()
+    }
+    if config.rope_scaling == "llama3":
+        tensors["rope_freqs.weight"] = np.float32(llama3_divisors(config))
+    metadata |= shape_metadata(arch, **keys)
+    return str(folder / "hf"), write(folder / "model.gguf", metadata, tensors, arch)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json):
+    directory, path = save_both(case, tmp_path, tokenizer_json)
+    ours = make_directory(path)
+    assert read_config(ours) == read_config(directory)
+    assert_same_tensors(open_checkpoint(ours), open_checkpoint(directory))
+
+
+def assert_same_tensors(stored, expected):
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(whole(stored[name]), whole(tensor), err_msg=name)
+
+
+@pytest.mark.parametrize(("keys", "factor"), SCALED)
+def test_linear_scaling(keys, factor, tmp_path, tokenizer_json):
+    said = {f"rope.{name}": value for name, value in keys.items()}
+    config = read_config(resolve(tiny(tmp_path / "a.gguf", tokenizer_json, said)))
+    expected = ("linear", factor) if factor else ("none", LlamaConfig.rope_factor)
+    assert (config.rope_scaling, config.rope_factor) == expected
+
+
+# llama.cpp needs the value's size as well, and windows are for other architectures there.
+@pytest.mark.parametrize(
+    "case", sorted(CASES.keys() - {"llama_own_head_size", "mistral_window"})
+)
+def test_greedy_tokens_are_llama_cpps(case, tmp_path, tokenizer_json):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    _, path = save_both(case, tmp_path, tokenizer_json)
+    ids = list(range(20, 52))
+    ours = medusa_jax.load(path, drafter="none")
+    [result] = ours.generate([ids], Options(max_new_tokens=24, eos_ids=()))
+    theirs = llama_cpp.Llama(path, n_ctx=64, verbose=False)
+    greedy = theirs.generate(ids, top_k=1, temp=0.0, repeat_penalty=1.0)
+    assert list(result.token_ids) == list(itertools.islice(greedy, 24))
+
+
+def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
+    """Special ids, the ends of texts and turns, BOS, chat template."""
+    said = {f"ggml.{kind}_token_id": i for i, kind in enumerate(("bos", "eos", "eot"))}
+    said |= {"ggml.add_bos_token": True, "chat_template": "{{ messages[0]['content'] }}"}
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, vocabulary=said)
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.adds_bos) == (0, True)
+    assert tokenizer.eos_ids == {1, 2, 6}  # <|im_end|> too, as in llama.cpp
+    assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
+    assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
+    assert hf.generation_config(path)["eos_token_id"] == [1, 2, 6]
+    silent = load_tokenizer(tiny(tmp_path / "b.gguf", tokenizer_json))
+    assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, {1, 2, 6}, "")
+
+
+PHI, HARMONY = ["<|end|>", "<|assistant|>"], ["<|return|>", "<|call|>", "<|end|>"]
+FIM = ["<|fim_pad|>", "<|file_sep|>", "<|fim_prefix|>", "x"]
+DEEPSEEK = ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<\uff5cUser\uff5c>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ids", "ends"),
+    [
+        (["<|endoftext|>", "<|im_end|>", "<|im_start|>"], {"eos": 0}, {0, 1}),
+        (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 0, "eot": 0}, {0, 1, 2}),
+        (["</s>", "<end_of_turn>", "<start_of_turn>", "a"], {"eos": 3}, {0, 1, 3}),
+        (PHI, {"eos": 0}, {0}),
+        (HARMONY, {"eos": 0}, {0, 1}),
+        (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 0}, {0, 1}),
+        (DEEPSEEK, {"eos": 0}, {0}),
+        (FIM, {"fim_rep": 3, "eos": 0}, {0, 1, 3}),
+        (["none", "of", "them"], {"eom": 2, "eos": 0}, {0, 2}),
+    ],
+)
+def test_what_ends_a_text_ends_it_in_llama_cpp(tokens, ids, ends, tmp_path, tokenizer_json):
+    """By name and by text, of any type; the ids are those of llama.cpp 0.3.36's binding."""
+    vocabulary = json.loads(tokenizer_json)["model"]["vocab"]
+    bytes_ = [token for token in vocabulary if len(token) == 1 and token not in tokens]
+    said = {f"ggml.{name}_token_id": i for name, i in ids.items()}
+    tokens = [*tokens, *bytes_, "ab"]
+    said |= {"ggml.tokens": tokens, "ggml.merges": ["a b"]}
+    said["ggml.token_type"] = [4] + [3] * 2 + [1] * (len(tokens) - 3)
+    path = tmp_path / "a.gguf"
+    metadata = byte_level_metadata(tokenizer_json, **said) | shape_metadata("llama")
+    write(path, metadata, llama_tensors(len(tokens)))
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.eos_ids == ends
+    assert tokenizer.special_ids >= {i for i in ends if tokens[i][0] in "<["}
+
+
+def test_ids_that_a_sentencepiece_file_does_not_say(tmp_path):
+    """llama.cpp's: 1 begins a text, 2 ends it."""
+    metadata = bytes_metadata("</x>") | shape_metadata("llama")
+    tokenizer = load_tokenizer(write(tmp_path / "a.gguf", metadata, llama_tensors(259)))
+    assert (tokenizer.bos_id, tokenizer.adds_bos, tokenizer.eos_ids) == (1, True, {2})
+
+
+def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
+    """By its bytes, read once: a copy elsewhere is the same file, a changed one is another."""
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    zeros = {"output_norm.weight": np.zeros(D, np.float32)}
+    other = tiny(tmp_path / "c.gguf", tokenizer_json, changes=zeros)
+    first = make_directory(path)
+    assert make_directory(other) != first
+    os.rename(path, tmp_path / "b.gguf")
+    monkeypatch.setattr(convert, "convert", None)
+    monkeypatch.setattr(convert.time, "time", lambda: 1e11)  # the files are old
+    assert make_directory(str(tmp_path / "b.gguf")) == first != make_directory(other)
+    monkeypatch.setattr(convert.hashlib, "file_digest", None)
+    assert make_directory(str(tmp_path / "b.gguf")) == first
+
+
+def test_a_split_model_is_found_from_any_part(tmp_path, tokenizer_json, cache):
+    """The same weights and tokenizer as one file's, converted and where they are."""
+    one = tiny(tmp_path / "one.gguf", tokenizer_json)
+    tiny(tmp_path / "m.gguf", tokenizer_json, split=8)
+    parts = sorted(tmp_path.glob("m-*.gguf"))
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    expected = open_checkpoint(resolve(one))
+    # As in the hub's cache, where a link has the name and its target a checksum.
+    (tmp_path / "blobs").mkdir()
+    for i, part in enumerate(parts):
+        part.rename(tmp_path / "blobs" / str(i))
+        part.symlink_to(tmp_path / "blobs" / str(i))
+    for part in map(str, parts):
+        directory = resolve(part)
+        assert directory == resolve(str(parts[0])) == make_directory(part)
+        assert_same_tensors(open_checkpoint(directory), expected)
+        encoded = [load_tokenizer(path).encode("fine, you") for path in (part, one)]
+        assert encoded[0] == encoded[1]
+        assert gguf_file(part) == str(parts[0])
+    with open(as_float32(str(parts[1])), "rb") as file:
+        assert b"split.count" not in file.read()
+    parts[2].rename(tmp_path / "renamed.gguf")
+    with refused(r"m-00003-of-00003\.gguf cannot be read: No such file"):
+        resolve(str(parts[1]))
+    with refused(r"renamed\.gguf is file 3 of 3 of a split model, which"):
+        resolve(str(tmp_path / "renamed.gguf"))
+    parts[2].symlink_to(tmp_path / "blobs" / "1")
+    with refused(r"00003\.gguf is file 2 of 3"):
+        resolve(str(parts[0]))
+
+
+def test_a_name_alone_splits_nothing(tmp_path, tokenizer_json):
+    path = tiny(tmp_path / "a-00001-of-00002.gguf", tokenizer_json)
+    assert len(open_checkpoint(resolve(path))) == 2 + 9 * LAYERS
+
+
+def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, monkeypatch):
+    """Threads stand for them: each has a separate lock on the same file."""
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    made, really = [], convert.convert
+
+    def counted(*args):
+        made.append(args)
+        time.sleep(0.2)
+        really(*args)
+
+    monkeypatch.setattr(convert, "convert", counted)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(make_directory, [path] * 4))
+    assert (len(found), len(made)) == (1, 1)
+
+
+def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
+    path = tiny(tmp_path / "a.gguf", tokenizer_json)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with refused(r"pip install 'medusa-jax\[gguf\]'"):
+        make_directory(path)
+
+
+# One row for each mechanism.
+REFUSED = [
+    ({"expert_count": 8}, {}, {}, "a mixture of experts"),
+    ({"block_count": "two"}, {}, {}, "block_count should be int, not 'two'"),
+    ({"rope.dimension_count": 4}, {}, {}, "dimension_count should be 8, the size of"),
+    ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
+    ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
+    ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),
+    ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
+    ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
+    ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
+    ({}, {"eos_token_id": 4000}, {}, "eos_token_id should be the id of one of"),
+    ({}, {"token_type": [1, 1]}, {}, "the token_type of 2"),
+    ({}, {"merges": ["q !x"]}, {}, "its tokenizer does not fit together"),
+]
+
+
+@pytest.mark.parametrize(("shape", "vocabulary", "tensors", "message"), REFUSED)
+def test_refused_files_are_named(
+    shape, vocabulary, tensors, message, tmp_path, tokenizer_json, cache
+):
+    path = tmp_path / "a.gguf"
+    said = {f"ggml.{key}": value for key, value in vocabulary.items()}
+    arrays = {n: None if x is None else np.array(x, np.float32) for n, x in tensors.items()}
+    tiny(path, tokenizer_json, shape, said, arrays)
+    with refused(message) as error:
+        make_directory(str(path))
+    assert str(path) in str(error.value)
+    assert not [name for name in os.listdir(cache) if not name.endswith(".lock")]
+
+
+def test_files_that_are_no_model(tmp_path, tokenizer_json):
+    with refused(r"nowhere\.gguf cannot be read: No such file"):
+        resolve(str(tmp_path / "nowhere.gguf"))
+    (tmp_path / "text.gguf").write_text(json.dumps({"a": "long enough for a header"}))
+    with refused("is not a little-endian GGUF file of version 2 or 3"):
+        resolve(str(tmp_path / "text.gguf"))
+    write(tmp_path / "bert.gguf", byte_level_metadata(tokenizer_json), {}, "bert")
+    with refused("architecture 'bert' is not supported"):
+        resolve(str(tmp_path / "bert.gguf"))

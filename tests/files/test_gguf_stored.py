@@ -1,0 +1,275 @@
+"""Tensors of every block type, read back and as a model's weights, give nearly the numbers of unpacked ones."""
+
+import os
+import struct
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import wide
+from closeness import assert_close
+from gguf_files import (
+    SCALES,
+    byte_level_metadata,
+    gguf,
+    llama_shapes,
+    random_blocks,
+    shape_metadata,
+    write,
+)
+from refusals import refused
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.commands.decode_report import describe
+from medusa_jax.cpu import library
+from medusa_jax.cpu.panels import Panels
+from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
+from medusa_jax.files.gguf.reader import read_gguf
+from medusa_jax.files.hub import resolve
+from research.peers import float32
+
+native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+D, F = 256, 512
+PROMPT = [5, 9, 4, 7, 12, 6, 8, 10, 11]
+
+
+def blocks(kind, rows, inputs, rng):
+    """A tensor of random blocks, of the size that weights have."""
+    if kind is None:
+        return (rng.standard_normal((rows, inputs)) / 20).astype(np.float32)
+    stored = random_blocks(kind, rows, inputs, rng)
+    # Scales as they are in models: otherwise one block of 60,000 is all that counts.
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    each = stored.reshape(rows, -1, size)
+    top = 0.2 / {"Q8_0": 128, "Q4_K": 900, "Q6_K": 4000}.get(kind, 15)
+    halves = rng.uniform(-top, top, each.shape[:2]).astype(np.float16)
+    for place in SCALES.get(kind, (0,)):
+        each[..., place : place + 2] = halves[..., None].view(np.uint8)
+    return each.reshape(rows, -1), gguf.GGMLQuantizationType[kind]
+
+
+# The matrices of `CASES`, in their order.
+PARTS = ["token_embd", *(f"attn_{name}" for name in ("q", "k", "v", "output"))]
+PARTS += [f"ffn_{name}" for name in ("gate", "up", "down")]
+
+
+def model_file(path, tokenizer_json, kinds, tied=True, more=()):
+    """A llama file of two layers; untied ones have biases of the attention.
+
+    Args:
+      kinds: the types of `PARTS`.
+      more: of the metadata.
+    """
+    rng = np.random.default_rng(0)
+    metadata = byte_level_metadata(tokenizer_json) | dict(more)
+    shapes = llama_shapes(len(metadata["tokenizer.ggml.tokens"]), D, F)
+    tensors, kind_of = {}, dict(zip(PARTS, kinds))
+    for name, shape in shapes.items():
+        part = name.split(".")[-2]
+        if part in kind_of:
+            tensors[name] = blocks(kind_of[part], *shape, rng)
+        else:
+            tensors[name] = rng.uniform(0.5, 1, shape).astype(np.float32)
+        if not tied and "attn" in part and part in kind_of:
+            bias = rng.standard_normal(shape[0]).astype(np.float32)
+            tensors[name.replace("weight", "bias")] = bias
+    if not tied:
+        tensors["output.weight"] = blocks("Q6_K", *shapes["token_embd.weight"], rng)
+    shape = {"embedding_length": D, "feed_forward_length": F}
+    return write(path, metadata | shape_metadata("llama", **shape), tensors)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
+
+
+CASES = {
+    "Q4_1 and Q8_0": ["Q8_0", *["Q4_1"] * 7],
+    "as Q4_K_M": ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K"],
+    "three in one": ["Q5_0", "Q5_1", "Q8_0", "Q4_0", None, "Q5_K", "Q4_0", None],
+    "an embedding in float32": [None, *["Q4_0"] * 7],
+}
+
+
+@native
+@pytest.mark.parametrize(
+    ("case", "tied"),
+    [
+        ("Q4_1 and Q8_0", True),
+        ("three in one", False),
+        *wide(("as Q4_K_M", False), ("an embedding in float32", True)),
+    ],
+)
+def test_every_number_is_near_that_of_unpacked_weights(
+    case, tied, tmp_path, tokenizer_json
+):
+    """Hidden states and logits, of one new token and of several, and the text, drafted or not."""
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES[case], tied)
+    stored = medusa_jax.load(path)
+    floats = medusa_jax.load(path, weights="float32")
+    assert (stored.storage.weights, floats.storage.weights) == ("stored", "")
+    options = Options(24, temperature=1.0, eos_ids=())
+    texts = [model.generate([PROMPT], options)[0] for model in (stored, floats)]
+    assert texts[0].token_ids == texts[1].token_ids and len(set(texts[0].token_ids)) > 3
+    for tokens in (PROMPT[:1], PROMPT):
+        tokens_BT = jnp.asarray([tokens])
+        args = (tokens_BT, jnp.arange(len(tokens))[None], jnp.ones_like(tokens_BT))
+        hidden = [m.backbone.forward(*args) for m in (stored, floats)]
+        logits = [m.backbone.lm_head(h) for m, h in zip((stored, floats), hidden)]
+        assert_close(*hidden, roundings=8192)
+        assert_close(*logits, roundings=8192)
+    [drafted] = medusa_jax.load(path, "prompt_lookup").generate([PROMPT], options)
+    assert drafted.token_ids == texts[0].token_ids
+    facts = describe(stored, texts[0], "sampled", options, None)
+    assert (facts["weights"], facts["activations"]) == ("stored", 16)
+    few = medusa_jax.load(path, weights="float32", activations=8)
+    assert describe(few, texts[0], "sampled", options, None)["activations"] is None
+    assert set(stored_as(stored)) >= {kind for kind in CASES[case] if kind}
+    assert set(stored_as(floats)) == {"float32"}
+    assert bytes_per_token(stored, 9) < bytes_per_token(floats, 9)
+    if tied and CASES[case][0]:
+        params = stored.variables["backbone"]
+        table, head = params["embed_tokens"]["embedding"], params["lm_head"]["kernel"]
+        assert isinstance(table, Panels) and table.panels is head.panels
+    copies = list((tmp_path / "cache").rglob("*.safetensors"))
+    assert not copies, "nothing in float32 is kept"
+
+
+def test_where_blocks_are_not_read_they_are_unpacked(
+    tmp_path, tokenizer_json, monkeypatch, capsys
+):
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
+    line = "the file's weights are unpacked"
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "plain")
+    for asked in (None, "stored"):
+        assert medusa_jax.load(path, weights=asked).storage.weights == ""
+        assert line in capsys.readouterr().err
+    medusa_jax.load(path, weights="float32")
+    assert line not in capsys.readouterr().err
+    half = medusa_jax.load(path, dtype="bfloat16")
+    types = {x.dtype.name for x in jax.tree.leaves(half.variables["backbone"])}
+    assert types == {"bfloat16"}
+    with refused("stored need dtype float32"):
+        medusa_jax.load(path, weights="stored", dtype="bfloat16")
+    with refused("stored need a GGUF file"):
+        medusa_jax.load(weights="stored")
+
+
+@native
+def test_a_scale_that_is_no_number(tmp_path, tokenizer_json):
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
+    tensor = read_gguf(path).tensors["blk.1.ffn_down.weight"]
+    with open(path, "r+b") as file:
+        file.seek(tensor.start + 20)  # the second block's scale
+        file.write(np.float16(np.inf).tobytes())
+    with refused("tensor 'blk.1.ffn_down.weight' contains NaN or infinity"):
+        medusa_jax.load(path)
+
+
+def test_a_file_that_has_moved_is_followed(tmp_path, tokenizer_json):
+    path = model_file(tmp_path / "model.gguf", tokenizer_json, CASES["Q4_1 and Q8_0"])
+    directory = resolve(path)
+    (tmp_path / "model.gguf").rename(tmp_path / "other.gguf")
+    with refused("cannot be read"):
+        medusa_jax.load(directory)
+    assert resolve(str(tmp_path / "other.gguf")) == directory
+    medusa_jax.load(directory)
+
+
+Kind = gguf.GGMLQuantizationType
+ROUNDING = {"F32": 0.0, "F16": 2**-12, "BF16": 2**-9, "Q8_0": 0.51 / 254}
+ROUNDING |= {"Q5_0": 1.01 / 32, "Q5_1": 0.51 / 31, "Q4_0": 1.01 / 16, "Q4_1": 0.51 / 15}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_within_the_rounding_of_the_type(name, tmp_path):
+    values = np.random.default_rng(0).normal(size=(6, 96)).astype(np.float32)
+    path = write(tmp_path / "a.gguf", {}, {"x": (values, Kind[name]), "y": values[:, 0]})
+    file = read_gguf(path)
+    assert file.tensors["x"].shape == (6, 96)
+    error = np.abs(file.tensors["x"].unpacked() - values).reshape(-1, 32)
+    largest = np.abs(values).reshape(-1, 32).max(1, keepdims=True)
+    assert (error <= ROUNDING[name] * 2 * largest).all()
+    assert error.max() > 0 or name == "F32"
+    np.testing.assert_array_equal(file.tensors["y"].unpacked(), values[:, 0])
+
+
+def test_every_type_as_transformers_unpacks_it(tmp_path):
+    """Random blocks of every type that both know, those left out whose numbers are not finite."""
+    torch = pytest.importorskip("torch")
+    theirs = pytest.importorskip("transformers.integrations.gguf.dequant")
+    rng = np.random.default_rng(0)
+    for number in theirs.GGML_BLOCK:
+        kind = Kind(number)
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, (400, size), np.uint8)
+        with np.errstate(all="ignore"):
+            finite = np.isfinite(gguf.dequantize(blocks, kind)).all(1)
+        blocks = blocks[finite][:64]
+        path = write(tmp_path / "a.gguf", {}, {"x": (blocks, kind)})
+        ours = read_gguf(path).tensors["x"].unpacked()
+        expected = theirs.dequantize(torch.from_numpy(blocks), number).numpy()
+        np.testing.assert_allclose(
+            ours, expected.reshape(ours.shape), rtol=1e-6, err_msg=kind.name
+        )
+        assert len(blocks) == 64
+
+
+def test_a_type_without_numbers_is_refused_by_name(tmp_path):
+    path = write(tmp_path / "a.gguf", {}, {"x": np.arange(8, dtype=np.int32)})
+    with refused(f"{path}: tensor 'x' .* of type 26, which the"):
+        read_gguf(path)
+
+
+@pytest.fixture
+def file(tokenizer_json, tmp_path):
+    """A tied llama model in blocks of 8 bits, its norms in float32."""
+    more = {"general.file_type": 7}
+    return Path(model_file(tmp_path / "a.gguf", tokenizer_json, ["Q8_0"] * 8, more=more))
+
+
+def test_a_copy_in_float32_differs_in_its_blocks_alone(file):
+    assert float32.block_type(str(file)) == "Q8_0"
+    unpacked = float32.as_float32(str(file))
+    assert float32.block_type(unpacked) == "F32"
+    before, after = read_gguf(str(file)), read_gguf(unpacked)
+    assert before.values | {"general.file_type": 0} == after.values
+    assert list(before.tensors) == list(after.tensors)
+    for name, tensor in before.tensors.items():
+        np.testing.assert_array_equal(tensor.unpacked(), after.tensors[name].unpacked())
+    made = os.stat(unpacked).st_mtime_ns
+    assert float32.as_float32(str(file)) == unpacked
+    assert os.stat(unpacked).st_mtime_ns == made
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"),
+        (b"llama.rope.freq_base", b"tokenizer.ggml.model"),
+    ],
+)
+def test_a_key_or_tensor_that_occurs_twice(old, new, file):
+    data = file.read_bytes()
+    assert len(old) == len(new) and data.count(old) == 1 and new in data
+    file.unlink()
+    file.write_bytes(data.replace(old, new))
+    with refused(f"'{new.decode()}' occurs twice"):
+        read_gguf(str(file))
+
+
+@pytest.mark.parametrize("shape", [(63, 2), (64, 0)])
+def test_a_shape_that_is_not_made_of_blocks(shape, tmp_path):
+    path = tmp_path / "a.gguf"
+    tensor = np.ones((2, 64), np.float32), Kind.Q8_0
+    data = Path(write(path, {}, {"x": tensor})).read_bytes()
+    right = struct.pack("<QQ", 64, 2)
+    assert data.count(right) == 1
+    path.write_bytes(data.replace(right, struct.pack("<QQ", *shape)))
+    with refused("'x' of shape .* is not made of blocks of 32"):
+        read_gguf(str(path))

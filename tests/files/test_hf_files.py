@@ -1,0 +1,333 @@
+"""Model directories: configurations, strictness, what is written, the hub."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from children import run
+from head_files import WIDER as TINY
+from refusals import refused
+from safetensors.numpy import load_file, save_file
+
+from medusa_jax.config import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.files import hf, hf_writer, tensors
+from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_writer import config_to_hf, save_backbone
+from medusa_jax.files.tensor import whole
+from medusa_jax.files.torch_writer import save_torch
+from medusa_jax.model.llama import init_params
+from medusa_jax.model.rope import rope_frequencies, rope_tables
+from medusa_jax.sharding import make_mesh
+
+SIZES = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008}
+SIZES |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+LLAMA2 = SIZES | {"model_type": "llama", "max_position_embeddings": 4096}
+LLAMA2 |= {"rms_norm_eps": 1e-05, "rope_scaling": None, "hidden_act": "silu"}
+LLAMA2 |= {"torch_dtype": "float16"}
+LLAMA31_ROPE = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0}
+LLAMA31_ROPE |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+
+
+def read(tmp_path, **changes):
+    raw = {k: v for k, v in (LLAMA2 | changes).items() if v != "absent"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return read_config(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_backbone(str(path), TINY, init_params(TINY, jax.random.key(0)), dtype="float32")
+    return path
+
+
+@pytest.fixture
+def copy(model_dir, tmp_path):
+    """A copy of the model, and its weights as a dictionary to spoil."""
+    path = tmp_path / "copy"
+    shutil.copytree(model_dir, path)
+    return path, load_file(path / "model.safetensors")
+
+
+def load(path, dtype="float32"):
+    return hf.load_backbone(str(path), make_mesh(), dtype)
+
+
+def fails(path, match):
+    with refused(match):
+        load(path)
+
+
+def assert_same(found, expected):
+    """Two models: configurations and parameters."""
+    assert found[0] == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+
+
+LLAMA31 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+LLAMA31 |= {"max_position_embeddings": 131072}
+IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta": 5e5}}
+QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
+QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
+WINDOW = ("sliding_window", "sliding_window_start_layer")
+ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names", "values"),
+    [
+        ({}, vars(LlamaConfig()), vars(LlamaConfig()).values()),  # Llama-2-7B's
+        (LLAMA31 | {"rope_theta": 5e5, "rope_scaling": LLAMA31_ROPE}, ROPE, ("llama3", 8, 5e5, 8192)),
+        (LLAMA31 | IN_5, ROPE, ("llama3", 8, 5e5, 8192)),
+        # Vicuna 16k, with the oldest spelling.
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ROPE[:3], ("linear", 4.0, 1e4)),
+        ({"model_type": "mistral", "sliding_window": 4096}, WINDOW, (4096, 0)),
+        ({"model_type": "mistral", "sliding_window": None}, WINDOW, (0, 0)),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 9}, WINDOW, (0, 0)),
+        (QWEN2 | {"sliding_window": 8}, WINDOW, (8, 28)),
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 32}, WINDOW, (0, 0)),
+        (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
+        (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
+        ({"head_dim": None}, ("head_dim",), (128,)),
+        ({"attention_bias": True, "mlp_bias": True}, ("qkv_bias", "out_bias", "mlp_bias"), (True,) * 3),
+    ],
+)  # fmt: skip
+def test_configs(changes, names, values, tmp_path):
+    config = read(tmp_path, **changes)
+    assert [getattr(config, name) for name in names] == [*values]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SCALED = {"factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False}
+SCALED |= {"beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.2}
+
+
+@pytest.mark.parametrize(
+    ("rope", "theta", "context", "factor", "frequencies"),
+    [
+        (YARN, 1e6, 131072, 1.138629436111989,
+         [1.0, 0.177828, 0.0316228, 0.00421756, 0.0005, 4.4457e-05, 7.90569e-06, 1.40585e-06]),
+        (YARN | SCALED, 1e4, 40960, 0.9167912505456107,
+         [1.0, 0.316228, 0.1, 0.0316228, 0.00622189, 0.000435576, 0.000125, 3.95285e-05]),
+        (YARN | {"attention_factor": 1.5, "beta_fast": None}, 1e6, 131072, 1.5, None),
+        ({"type": "dynamic", "factor": 2.0}, 1e4, 40960, 1.0, [10 ** (-i / 2) for i in range(8)]),
+    ],
+)  # fmt: skip
+def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
+    """Frequencies and factors are those of transformers 5.24. YaRN's context is what it reaches."""
+    said = {"head_dim": 16, "rope_theta": theta, "max_position_embeddings": 40960}
+    config = read(tmp_path, rope_scaling=rope, **said)
+    assert config.max_position == context
+    assert config.rope_attention_factor == pytest.approx(factor)
+    if frequencies:
+        np.testing.assert_allclose(rope_frequencies(config), frequencies, rtol=1e-5)
+    cos, _ = rope_tables(config, jnp.zeros((1, 1), jnp.int32), "float32")
+    np.testing.assert_allclose(cos, factor, rtol=1e-6)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
+    assert read_config(str(tmp_path)) == config
+
+
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type is one of llama, .*, not 'gpt2'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_size": "absent"}, "does not say hidden_size"),
+        ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type is one of .* not 'longrope'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"num_key_value_heads": 5}, "do not fit together"),
+        ({"model_type": "qwen2", "use_sliding_window": True} | MIXED, "layer_types"),
+    ],
+)  # fmt: skip
+def test_unsupported_configs(tmp_path, changes, message):
+    with refused(message):
+        read(tmp_path, **changes)
+
+
+def test_unreadable_directories(tmp_path, model_dir):
+    fails(tmp_path / "nowhere", "is not a directory, hub id")
+    fails(model_dir / "config.json", "is a file; give the directory")
+    fails(tmp_path, r"config\.json cannot be read: No such file")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    fails(tmp_path, "is an adapter: save the model that PEFT merges it into")
+    shutil.copy(model_dir / "config.json", tmp_path)
+    fails(tmp_path, "holds no weights: looked for model.safetensors")
+    lfs = "version https://git-lfs.github.com/spec/v1\n"
+    (tmp_path / "model.safetensors").write_text(lfs)
+    fails(tmp_path, "git-lfs pointer")
+
+
+@pytest.mark.parametrize(
+    ("rename", "prefix"),
+    [
+        (lambda name: f"module.{name}", "module."),
+        (lambda name: name.replace("s.0.", "s.0._orig_mod."), "_orig_mod."),
+        (lambda name: name.replace("model.", "language_model.model."), "language_model."),
+    ],
+)
+def test_keys_of_a_wrapped_model(copy, rename, prefix):
+    path, state = copy
+    save_file({rename(name): x for name, x in state.items()}, path / "model.safetensors")
+    fails(path, f"keys have the prefix '{prefix}.*which is not the model's")
+
+
+def test_keys_without_the_models_prefix(copy):
+    path, state = copy
+    model, file = load(path), path / "model.safetensors"
+    flat = {name.removeprefix("model."): x for name, x in state.items()}
+    save_file(flat, file)
+    assert_same(load(path), model)
+    assert BaseFiles.open(str(path)).fingerprint() == fingerprint(*model)
+    save_file(flat | {"model.norm.weight": state["model.norm.weight"]}, file)
+    fails(path, r"key 'norm\.weight' is also there as 'model\.norm\.weight'")
+
+
+def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
+    """As in transformers 5; the same model, to heads and exports, as the one whose config.json says so."""
+    path, _ = copy
+    model = load(path)
+    assert not model[0].tie_embeddings
+    file = path / "config.json"
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"tie_word_embeddings": True}))
+    assert_same(load(path), model)
+    [said] = capsys.readouterr().err.splitlines()
+    assert "the LM head differs from the embedding: not tied" in said
+    assert hf.model_shape(str(path)) == model[0]
+    assert BaseFiles.open(str(path)).fingerprint() == fingerprint(*model)
+    (path / "model.safetensors").unlink()
+    assert hf.model_shape(str(path)).tie_embeddings  # all that is known
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(np.nan, "float32"), (np.inf, "bfloat16"), (-np.inf, "float16")]
+)
+def test_values_that_are_no_numbers(value, dtype, copy):
+    path, state = copy
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name][3, 5] = value
+    spoilt = {key: x.astype(jnp.dtype(dtype)) for key, x in state.items()}
+    save_file(spoilt, path / "model.safetensors")
+    message = f"is damaged: tensor '{name}' contains NaN or infinity"
+    fails(path, rf"model\.safetensors {message}")
+    (path / "model.safetensors").unlink()
+    save_torch(str(path / "pytorch_model.bin"), spoilt)
+    fails(path, rf"pytorch_model\.bin {message}")
+
+
+def test_values_that_the_type_cannot_hold(copy):
+    path, state = copy
+    state["model.norm.weight"][0] = 1e5
+    save_file(state, path / "model.safetensors")
+    load(path, jnp.bfloat16)
+    with refused(r"'model\.norm\.weight' in .* float16 cannot hold"):
+        load(path, jnp.float16)
+
+
+def test_broken_index(copy):
+    path, state = copy
+    (path / "model.safetensors").rename(path / "one.safetensors")
+    name = next(iter(state))
+    save_file({name: state[name]}, path / "two.safetensors")
+    index = path / "model.safetensors.index.json"
+    good = dict.fromkeys(state, "one.safetensors")
+    index.write_text(json.dumps({"weight_map": good}))
+    assert load(path)[0] == TINY
+    for weight_map, message in (
+        (good | {name: "no.safetensors"}, "the shard 'no.safetensors', which is not"),
+        (good | {name: "../one.safetensors"}, r"the shard '\.\./one\.safetensors'"),
+        (good | {"more": "one.safetensors"}, "key 'more' is missing from the shards of"),
+        ({}, "has no weight_map"),
+        (good | {name: "two.safetensors"}, f"key '{name}' is both in"),
+    ):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        fails(path, message)
+
+
+def test_storage_types_and_fingerprint(model_dir, tmp_path):
+    """bfloat16 on disk: float32 and bfloat16 loads are the same model; a changed weight is not."""
+    config, params = load(model_dir)
+    save_backbone(str(tmp_path), config, params)
+    config, wide = load(tmp_path)
+    _, narrow = load(tmp_path, jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(narrow)} == {jnp.dtype("bfloat16")}
+    mark = fingerprint(config, params)
+    assert len(mark) == 16 and int(mark, 16)
+    assert fingerprint(config, wide) == mark == fingerprint(config, narrow)
+    assert fingerprint(config, jax.tree.map(np.asarray, wide)) == mark
+    other = init_params(TINY, jax.random.key(1))
+    assert fingerprint(config, other) != mark
+
+
+def test_impossible_combination_cannot_be_saved(tmp_path):
+    odd = {"sliding_window": 4, "sliding_window_start_layer": 1}
+    with refused("no Hugging Face model class"):
+        save_backbone(str(tmp_path), dataclasses.replace(TINY, **odd), {})
+
+
+def test_hub_offline(tmp_path):
+    code = "from medusa_jax.files import hub\nhub.resolve('some-owner/some-model')"
+    done = run(sys.executable, "-c", code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    said = "UserError: some-owner/some-model is no local directory, and the hub"
+    assert said in done.stderr.splitlines()[-1]
+
+
+def weights_in(path):
+    return {name: whole(t) for name, t in tensors.open_checkpoint(path).items()}
+
+
+def test_large_models_are_written_in_shards(tmp_path, monkeypatch):
+    """One file, then shards, other shards, one file again: each time the directory is the model's
+    last state, nothing of the one before is left, and both forms hold the same tensors."""
+    path = str(tmp_path)
+    params = [init_params(TINY, jax.random.key(i)) for i in range(3)]
+    save_backbone(path, TINY, params[0], "float32")
+    in_one = weights_in(path)
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 4000)
+    save_backbone(path, TINY, params[0], "float32")
+    index = json.loads((tmp_path / hf_writer.INDEX).read_text())
+    first = set(index["weight_map"].values())
+    assert len(first) > 2 and all((tmp_path / f).stat().st_size < 40_000 for f in first)
+    assert f"model-00001-of-{len(first):05d}.safetensors" in first
+    jax.tree.map(np.testing.assert_array_equal, weights_in(path), in_one)
+    save_backbone(path, TINY, params[1], "float32")
+    assert not first & {file.name for file in tmp_path.iterdir()}
+    assert_same(load(path), (TINY, params[1]))
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 10**9)
+    save_backbone(path, TINY, params[2], "float32")
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert_same(load(path), (TINY, params[2]))
+
+
+def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
+    """The disk is full at the second shard of the second model."""
+    path = str(tmp_path)
+    monkeypatch.setattr(hf_writer, "SHARD_BYTES", 4000)
+    save_backbone(path, TINY, init_params(TINY, jax.random.key(0)), "float32")
+    before = weights_in(path)
+    save, written = tensors.save_safetensors, []
+
+    def full(file, *rest):
+        if written:
+            raise UserError(f"{file} could not be written: disk full")
+        written.append(file)
+        save(file, *rest)
+
+    monkeypatch.setattr(tensors, "save_safetensors", full)
+    with refused("disk full"):
+        save_backbone(path, TINY, init_params(TINY, jax.random.key(1)), "float32")
+    jax.tree.map(np.testing.assert_array_equal, weights_in(path), before)

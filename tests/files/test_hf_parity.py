@@ -1,0 +1,191 @@
+"""The backbone against transformers, through files: every family and feature that it reads."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import forward_logits
+
+import medusa_jax
+from medusa_jax import Options
+from medusa_jax.files import hf
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.sharding import make_mesh
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+V, T = 96, 40
+SMALL = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+SMALL |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"max_position_embeddings": 64, "tie_word_embeddings": False}
+SMALL |= {"bos_token_id": None, "eos_token_id": None}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}
+LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 24}
+LINEAR = {"rope_type": "linear", "factor": 2.5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1.2}
+SCALED |= {"beta_fast": 2, "beta_slow": 0.4}
+LATE = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+CASES = {
+    "llama_mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama_gqa": ("Llama", {"head_dim": 12, "rope_theta": 500.0}),
+    "llama_linear_rope": ("Llama", {"rope_scaling": LINEAR}),
+    "llama_llama3_rope": ("Llama", {"rope_scaling": LLAMA3_ROPE, "rope_theta": 5e5}),
+    "llama_yarn": ("Llama", {"rope_scaling": YARN, "rope_theta": 20.0, "head_dim": 16}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral_window": ("Mistral", {"sliding_window": 7}),
+    "mistral_dynamic": ("Mistral", {"rope_scaling": DYNAMIC}),
+    "qwen2_biases": ("Qwen2", {}),
+    "qwen2_late_window": ("Qwen2", LATE),
+    "qwen3_yarn_scaled": ("Qwen3", {"rope_scaling": YARN | SCALED, "rope_theta": 9.0}),
+    "qwen3_qk_norm": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def build(case, directory):
+    """A random model of the case, saved; logits of standard deviation about 2."""
+    family, changes = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(list(CASES).index(case))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                # Louder vocabulary matrices: the embedding is also the head where they are tied.
+                scale = 2.0 if weight.shape[0] == V else 1.0
+                weight.copy_(scale * noise / weight.shape[1] ** 0.5)
+            elif name.endswith("bias"):
+                weight.copy_(0.5 * noise)
+            else:
+                weight.copy_(1.0 + 0.2 * noise)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    made = {}
+
+    def get(case):
+        if case not in made:
+            directory = str(tmp_path_factory.mktemp(case))
+            made[case] = (build(case, directory), directory)
+        return made[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_agree(case, models):
+    """Of whole texts; `tests/model/test_llama.py` has that passes against the cache give the same."""
+    model, directory = models(case)
+    config, params = hf.load_backbone(directory, make_mesh())
+    tokens = np.random.default_rng(0).integers(0, V, (2, T))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    assert theirs.std() > 1
+    for text, expected in zip(tokens, theirs):
+        ours = forward_logits(config, params, text, jnp.float32)
+        assert np.abs(ours - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_config_survives_the_way_out_and_back(case, models, tmp_path):
+    """Our config.json and weights mean the same to transformers, and to us."""
+    model, directory = models(case)
+    config, params = hf.load_backbone(directory, make_mesh())
+    save_backbone(str(tmp_path), config, params, dtype="float32")
+    again, params_again = hf.load_backbone(str(tmp_path), make_mesh())
+    assert again == config
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), params, params_again)
+    assert jax.tree.all(same)
+    reread = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    ).eval()
+    assert type(reread) is type(model)
+    tokens = torch.arange(30)[None]
+    with torch.no_grad():
+        assert torch.equal(reread(tokens).logits, model(tokens).logits)
+
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# How else the weights of a tied model are found.
+OTHER_KEYS = {
+    "copied": lambda state: state | {LM_HEAD: state[EMBEDDING].clone()},
+    "untied": lambda state: state | {LM_HEAD: state[EMBEDDING].flip(0).contiguous()},
+    "nearly": lambda state: state | {LM_HEAD: state[EMBEDDING] * (1 + 2**-20)},
+    "head alone": lambda state: {
+        LM_HEAD if k == EMBEDDING else k: x for k, x in state.items()
+    },
+    "flat": lambda state: {k.removeprefix("model."): x for k, x in state.items()},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KEYS)
+def test_greedy_text_of_other_keys(kind, models, tmp_path):
+    from safetensors.torch import save_file
+
+    model, _ = models("llama_tied")
+    state = {name: x.clone() for name, x in model.state_dict().items() if name != LM_HEAD}
+    save_file(OTHER_KEYS[kind](state), tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    ours = medusa_jax.load(str(tmp_path), drafter="none", dtype="float32")
+    assert ours.config.tie_embeddings == (kind not in ("untied", "nearly"))
+    prompt = list(range(3, 19))
+    [result] = ours.generate([prompt], Options(max_new_tokens=24, eos_ids=()))
+    how = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        whole = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()
+    assert list(result.token_ids) == whole[len(prompt) :]
+
+
+NEW = 40
+# Each costs some seconds of compiling; the late window has the biases of Qwen2 as well.
+LEFT_OUT = {"llama_biases", "qwen2_biases"}
+
+
+@pytest.mark.parametrize(
+    ("case", "ngram"),
+    [*((case, 0) for case in sorted(set(CASES) - LEFT_OUT)), ("llama_tied", 2)],
+)
+def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
+    """Of the decode loop and `transformers.generate`.
+
+    `ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it.
+    """
+    theirs = build(case, str(tmp_path))
+    theirs.generation_config.no_repeat_ngram_size = ngram
+    theirs.generation_config.save_pretrained(str(tmp_path))
+    form = {"dtype": "float32", "tokenizer": str(byte_level_dir)}
+    ours = medusa_jax.load(str(tmp_path), drafter="none", **form)
+    assert ours.no_repeat_ngram_size == ngram
+    ours.eos_ids = ()
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, V, n).tolist() for n in (5, 16)]
+    results = ours.generate(prompts, Options(max_new_tokens=NEW), tree="none")
+    for prompt, result in zip(prompts, results):
+        with torch.no_grad():
+            how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+            ids, seen = torch.tensor([prompt]), torch.ones(1, len(prompt))
+            whole = theirs.generate(ids, attention_mask=seen, **how)[0].tolist()
+        new = whole[len(prompt) :]
+        if ngram:
+            assert len(set(itertools.pairwise(new))) == NEW - 1
+        assert len(new) == NEW <= SMALL["max_position_embeddings"] - len(prompt)
+        if result.token_ids == new:
+            continue
+        # Only a tie within rounding excuses a difference; measured there, in float64.
+        at = next(i for i in range(NEW) if result.token_ids[i] != new[i])
+        with torch.no_grad():
+            scores = theirs.double()(torch.tensor([prompt + new[:at]])).logits[0, -1]
+        theirs.float()
+        gap = abs(float(scores[new[at]] - scores[result.token_ids[at]]))
+        assert gap < 64 * np.finfo(np.float32).eps * float(abs(scores).max()), (at, gap)

