@@ -1,45 +1,28 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
-import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from medusa_jax.api.asking import typed
-from medusa_jax.api.finding import (
-    bundled_draft_model,
-    default_drafter,
-    find_heads,
-    find_model,
-)
+from medusa_jax.api.drafts import Drafts, find_drafter, open_drafts
+from medusa_jax.api.finding import default_drafter, find_model
+from medusa_jax.api.form import Form, choose_form, default_dtype
 from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
-from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
-from medusa_jax.console import inform
-from medusa_jax.errors import UserError, between, one_of
+from medusa_jax.arch import STORED
+from medusa_jax.errors import between
 from medusa_jax.files import hf
-from medusa_jax.files.fingerprint import Fingerprint
-from medusa_jax.files.hf import BaseFiles, fingerprint_as_read
-from medusa_jax.files.layouts import heads_io
-from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.tensors import stands_for_gguf
-from medusa_jax.heads import vocabulary
-from medusa_jax.heads.names import BASELINES
-from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model.blocks import BlockRows
-from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
-from medusa_jax.model.seams import attention_kernels, cpu
-from medusa_jax.model.stored import Storage, store
-from medusa_jax.sharding import Params, make_mesh, param_shardings
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.model.placing import place_part
+from medusa_jax.model.seams import cpu
+from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
+    Tokenizer,
     declared_eos_ids,
     has_tokenizer,
     load_tokenizer,
@@ -49,16 +32,6 @@ from medusa_jax.typed import read
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
-
-
-def default_dtype() -> str:
-    """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""
-    kernels = attention_kernels()
-    if kernels and kernels.before_ampere():
-        inform(
-            "note: this GPU unpacks bfloat16 weights in every step: dtype float16 is faster"
-        )
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 @typed
@@ -119,203 +92,103 @@ def load(
     Raises:
       UserError: anything that cannot be read or does not fit together.
     """
-    model_path, heads_path, tokenizer_path = (
-        None if path is None else fspath(path) for path in (model, drafter, tokenizer)
-    )
     between("batch", batch, 1, 2**31)
-    kind = _checked_dtype(dtype or default_dtype())
-    directory = find_model(model_path)
-    name = heads_path or default_drafter(model_path)
-    baseline = None
-    if name.partition(":")[0] in BASELINES:  # the drafter's name chooses
-        baselines = importlib.import_module("medusa_jax.api.baselines")
-        baseline = baselines.find_baseline(name, bundled_draft_model(model_path))
-    stored = None if baseline else find_heads(model_path, name)
+    model_path = None if model is None else fspath(model)
+    name = default_drafter(model_path) if drafter is None else fspath(drafter)
+    source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
-    if tokenizer_path or has_tokenizer(directory):
-        text_to_ids = load_tokenizer(tokenizer_path or directory)
-    else:
-        text_to_ids = NoTokenizer(directory)
-    weights = _weights(weights, directory, kind, devices)
-    opened = hf.BaseFiles.open(directory)
-    number, storage = _forms(
-        opened.config, kind, devices, weights, draft_weights, activations
+    files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
+    dtype = dtype or default_dtype()
+    form = choose_form(files.directory, devices, dtype, weights, draft_weights, activations)
+    drafts = open_drafts(
+        source, files.base, files.tokenizer, form, devices, allow_other_base
     )
-    marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
-
-    def place(config: LlamaConfig, part: Params) -> Params:
-        marks.update(config, part)
-        drafting.see(config, part)
-        return place_part(config, part, number, devices, storage)
-
-    in_blocks = storage.weights == STORED
-    config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks, opened)
-    heads = HeadsConfig(n_heads=1, lm_head="shared")
-    head_params: Params = {}
-    read_wide: Callable[[], Params] | None = None
-    timing = (
-        str(number),
-        cpu().mark() if storage.panel else None,
-        tuple(devices.shape.values()),
-    )
-    where = batch, storage, timing
-    if baseline is not None:
-        heads, head_params = baselines.load_baseline(
-            baseline, text_to_ids, number, devices, storage
-        )
-        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
-    elif stored is None:
-        chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
-    else:
-        described = make_drafter(stored.heads, config)
-        chosen = TreeChoice.of(tree, described, stored.directory, *where)
-        read = partial(
-            heads_io.load_heads,
-            stored,
-            config,
-            devices,
-            None if all_heads else chosen.levels,
-            number.name,
-            fingerprint=fingerprint_as_read(model_path or directory, marks, config, kind),
-            allow_other_base=allow_other_base,
-        )
-        heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))
-        head_params = drafting.with_lm_head(head_params)
-        if storage.of_drafts != storage.of_deciding_drafts:
-            wide = _DraftHead(stored, devices, storage.of_deciding_drafts)
-            read_wide = partial(_read_wide, read, wide, directory, kind)
-    if eos_ids is None:
-        eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
+    chosen = choose_tree(tree, drafts, batch, form, devices)
+    backbone = read_backbone(files.base, form, devices)
+    drafts = drafts.read(None if all_heads else chosen.levels)
     return Model(
-        config,
-        {"backbone": backbone, "heads": head_params},
-        text_to_ids,
-        make_drafter(heads, config),
-        dtype=number,
+        files.base.config,
+        {"backbone": backbone, "heads": drafts.params},
+        files.tokenizer,
+        drafts.drafter,
+        dtype=form.dtype,
         mesh=devices,
-        storage=storage,
+        storage=form.storage,
         tree=chosen.tree,
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
         automatic=chosen.automatic,
-        eos_ids=eos_ids,
-        no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
-        fingerprint=marks.hexdigest(config),
-        read_wide=read_wide,
+        eos_ids=files.eos_ids if eos_ids is None else eos_ids,
+        no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
+        fingerprint=files.base.fingerprint(),
+        read_wide=drafts.read_wide,
     )
 
 
-def _checked_dtype(dtype: str) -> str:
-    one_of("dtype", dtype, DTYPES)
-    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise UserError(
-            'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
-            "before anything is loaded, or set JAX_ENABLE_X64=1"
-        )
-    return dtype
+@dataclass(frozen=True)
+class ModelFiles:
+    """An open model: its weights, read on demand, and its tokenizer.
+
+    Attributes:
+      directory: of the model.
+      base: its shape and weights.
+      tokenizer: `NoTokenizer` if there is none.
+    """
+
+    directory: str
+    base: BaseFiles
+    tokenizer: Tokenizer
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end a text, by the tokenizer's and the model's files."""
+        return sorted(self.tokenizer.eos_ids | declared_eos_ids(self.directory))
+
+    def ngram_size(self, asked: int | None) -> int:
+        """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
+        if asked is None:
+            settings = hf.generation_config(self.directory)
+            asked = settings.get("no_repeat_ngram_size") or 0
+        size: int = read("no_repeat_ngram_size", asked, int)
+        between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
+        return size
 
 
-def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
-    """How to store weights: by default the blocks of a GGUF file unchanged, if possible.
+def open_model(model: str | None, tokenizer: str | None = None) -> ModelFiles:
+    """Find and open a model and its tokenizer, the one that `tokenizer` names if given.
 
     Raises:
-      UserError: "stored" was requested for a file without blocks or another type than float32.
+      UserError: not found, or not a Llama-family model.
     """
-    blocks = stands_for_gguf(directory)
-    if asked == STORED and not (blocks and dtype == "float32"):
-        what = "dtype float32" if blocks else "a GGUF file"
-        raise UserError(f"weights as they are stored need {what}")
-    if asked not in (None, STORED) or not blocks or dtype != "float32":
-        return asked
-    if reads_blocks(jnp.dtype(dtype), mesh):
-        return STORED
-    inform(
-        "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
+    directory = find_model(model)
+    if tokenizer or has_tokenizer(directory):
+        text_to_ids = load_tokenizer(tokenizer or directory)
+    else:
+        text_to_ids = NoTokenizer(directory)
+    return ModelFiles(directory, BaseFiles.open(directory), text_to_ids)
+
+
+def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
+    """Read the backbone layer by layer; each is converted to decoding form before the next."""
+    place = partial(place_part, dtype=form.dtype, mesh=mesh, storage=form.storage)
+    in_blocks = form.storage.weights == STORED
+    _, params = hf.load_backbone(
+        base.source, mesh, form.read_as, place, in_blocks, opened=base
     )
-    return None
+    return params
 
 
-def _forms(
-    config: LlamaConfig,
-    dtype: str,
-    mesh: Mesh,
-    weights: str | None,
-    draft_weights: str | None,
-    activations: int,
-) -> tuple[np.dtype, Storage]:
-    """The type to compute in, and the form of kernels (`placing.choose_storage`)."""
-    number = jnp.dtype(dtype)
-    storage = choose_storage(number, mesh, weights, draft_weights, activations)
-    if storage.panel and dtype == "bfloat16":
-        # The native kernels compute in float32, which is also faster in XLA.
-        return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
-    if draft_weights == "float32" and number.itemsize < 4:
-        raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
-    return number, storage
-
-
-def _read_wide(
-    read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
-) -> Params:
-    """Read the draft heads again, as wide as the weights, with the LM head that they share."""
-    _, params, _ = read(convert=partial(place_head, form=drafting.form))
-    if drafting.ids_O is not None:
-        base = BaseFiles.open(directory)
-        entry = vocabulary.lm_head_entry(base.config)
-        leaf = "embedding" if base.config.tie_embeddings else "kernel"
-        part = {entry: {leaf: base.array(f"{entry}/{leaf}").astype(dtype)}}
-        drafting.see(base.config, part)
-    return drafting.with_lm_head(params)
-
-
-class _DraftHead:
-    """The backbone's LM head for the tokens of a draft vocabulary, where heads share it.
-
-    Its columns are selected while the backbone is read, before kernels are converted to decoding form; the
-    smaller kernel is then converted separately.
-    """
-
-    def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
-        self.mesh, self.form = mesh, form
-        self.part: Params = {}
-        self.ids_O = None
-        if stored is not None and stored.heads.lm_head == "shared":
-            self.ids_O = stored.ids
-
-    def see(self, config: LlamaConfig, part: Params) -> None:
-        """Select the columns if this part of the backbone has the LM head."""
-        entry = vocabulary.lm_head_entry(config)
-        if self.ids_O is None or entry not in part:
-            return
-        [rows] = part[entry].values()
-        if isinstance(rows, BlockRows):
-            kernel_DO = jnp.asarray(rows.blocks.unpacked(self.ids_O).T)
-            self.part = place_head({"lm_head": {"kernel": kernel_DO}}, self.form)
-        else:
-            self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
-
-    def with_lm_head(self, heads: Params) -> Params:
-        """The parameters of the heads, with the LM head that they share."""
-        if self.ids_O is None:
-            return heads
-        return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
-
-
-@partial(jax.jit, static_argnums=(0, 3, 4))
-def _scored(
-    config: LlamaConfig, part: Params, ids_O: np.ndarray, mesh: Mesh, storage: Storage
-) -> Params:
-    """The LM head's columns of these tokens in a form, as one program."""
-    kernel_DO = vocabulary.scored_columns(config, part, ids_O)
-    found = {"lm_head": {"kernel": kernel_DO}}
-    found = jax.lax.with_sharding_constraint(found, param_shardings(mesh, found))
-    return store(found, storage)
-
-
-def _ngram_size(directory: str, asked: int | None) -> int:
-    """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
-    if asked is None:
-        asked = hf.generation_config(directory).get("no_repeat_ngram_size") or 0
-    size: int = read("no_repeat_ngram_size", asked, int)
-    between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
-    return size
+def choose_tree(
+    tree: str | Tree, drafts: Drafts, batch: int, form: Form, mesh: Mesh
+) -> TreeChoice:
+    """The tree that `tree` names for these drafts; `batch` rows are decoded at a time."""
+    if not drafts.draft:
+        return TreeChoice(Tree.none() if tree == "auto" else tree)
+    timing = (
+        str(form.dtype),
+        cpu().mark() if form.storage.panel else None,
+        tuple(mesh.shape.values()),
+    )
+    return TreeChoice.of(
+        tree, drafts.drafter, drafts.directory, batch, form.storage, timing
+    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -16,10 +15,10 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files import tensors as tensor_files
-from medusa_jax.files.fingerprint import Fingerprint, sampled
+from medusa_jax.files.fingerprint import Fingerprint
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hub import resolve
-from medusa_jax.files.tensor import Tensor, Tensors
+from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import Source, optional_json
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
@@ -117,36 +116,28 @@ class BaseFiles(Source):
             return self.array("embed_tokens/embedding").T
         return self.array("lm_head/kernel")
 
+    def lm_head_columns(self, ids_O: np.ndarray) -> np.ndarray:
+        """Columns [D, O] of the LM head's kernel, for these tokens."""
+        entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"
+        key, _ = self.locate(entry)
+        return read_rows(self.tensors[key], ids_O).T
+
     def fingerprint(self) -> str:
-        """The `Fingerprint` of the loaded model."""
+        """The `Fingerprint` of the model, from a sample of the weights in its files."""
         result = Fingerprint()
-        read = sampled(self.config)
-        for path, shape in self._shapes.items():
-            leaf = self.array(path) if path in read else shape
-            result.update(self.config, {path: leaf})
+        keys = self.keys(abstract_params(self.config))
+        result.update(
+            self.config,
+            {
+                path: ByRow(self.tensors[key], transposed)
+                for path, (key, transposed) in keys.items()
+            },
+        )
         return result.hexdigest(self.config)
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         return tensor_files.flatten(abstract_params(self.config))
-
-
-def fingerprint_as_read(
-    path: str, seen: Fingerprint, config: LlamaConfig, dtype: DTypeLike
-) -> str:
-    """The fingerprint of a backbone that was read in `dtype`.
-
-    float16 rounds differently from the fingerprint, so it is computed from the files then.
-
-    Args:
-      path: the backbone's directory or hub id, "" for a random one.
-      seen: updated while the backbone was read.
-    """
-    if path and jnp.dtype(dtype) == jnp.float16:
-        base = BaseFiles.open(path)
-        if base.config == config:  # no layers were added
-            return base.fingerprint()
-    return seen.hexdigest(config)
 
 
 def _refuse_wrapped(directory: str, stored: Tensors) -> None:

@@ -68,6 +68,38 @@ def take_rows(matrix: Tensor, rows: np.ndarray) -> Tensor:
     return replace(matrix, shape=(len(rows), matrix.shape[1]), read=read)
 
 
+@dataclass(frozen=True)
+class ByRow:
+    """A stored tensor as an array to take single values from; reads only the rows that have them.
+
+    Attributes:
+      transposed: whether the array is the tensor's transpose.
+    """
+
+    tensor: Tensor
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[::-1] if self.transposed else self.tensor.shape
+
+    def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
+        """Values by their indices in the array, one index array for each axis."""
+        if len(places) == 1:
+            return whole(self.tensor)[places]
+        rows, columns = places[::-1] if self.transposed else places
+        needed, where = np.unique(rows, return_inverse=True)
+        return read_rows(self.tensor, needed)[where, columns]
+
+
+def read_rows(matrix: Tensor, rows: np.ndarray) -> np.ndarray:
+    """Some rows of a matrix, one by one: [rows, columns]."""
+    if matrix.blocks is not None:
+        return matrix.blocks.unpacked(rows)
+    columns = slice(0, matrix.shape[1])
+    return np.concatenate([part(matrix, (slice(r, r + 1), columns)) for r in rows.tolist()])
+
+
 def finite(array: np.ndarray) -> bool:
     """Whether no value is an infinity or NaN."""
     if (mask := _EXPONENTS.get(array.dtype.name)) is None:

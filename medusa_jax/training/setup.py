@@ -92,7 +92,10 @@ def load_setup(
             )
     base = None
     if params is not None:
-        fingerprint = hf.fingerprint_as_read(model.path, seen, arch, dtype)
+        if model.path and not model.add_layers:
+            fingerprint = hf.BaseFiles.open(model.path).fingerprint()
+        else:
+            fingerprint = seen.hexdigest(arch)
         base = own_heads.base_record(arch, fingerprint)
     start: PyTree = {}
     recipe: Json | None = None

@@ -1,0 +1,158 @@
+"""The drafter of a model that is being loaded: described before the backbone is read, read after it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.api.finding import bundled_draft_model, find_heads
+from medusa_jax.api.form import Form
+from medusa_jax.arch import HeadsConfig
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.heads_io import check_base, load_heads
+from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.names import BASELINES
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.placing import place_head
+from medusa_jax.model.stored import Storage, store
+from medusa_jax.sharding import Params, param_shardings
+from medusa_jax.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from medusa_jax.api.baselines import Baseline
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What drafts for a model.
+
+    Attributes:
+      drafter: the drafter, for plain decoding one without drafts.
+      params: its parameters in decoding form; {} before `read` and for drafters without any.
+      directory: where its tree file may be; "" if there are no files.
+      read_wide: reads the parameters again, for rules whose text depends on the drafts, if they are stored
+        narrower than the weights.
+    """
+
+    drafter: Drafter
+    params: Params = field(default_factory=dict)
+    directory: str = ""
+    read_wide: Callable[[], Params] | None = None
+
+    @property
+    def draft(self) -> bool:
+        """Whether it drafts at all."""
+        return bool(self.directory or self.params) or not self.drafter.trained
+
+    def read(self, n_heads: int | None) -> "Drafts":
+        """The drafts with their parameters, of the first `n_heads` heads if given."""
+        return self
+
+
+@dataclass(frozen=True)
+class DraftHeads(Drafts):
+    """Trained heads in files.
+
+    Attributes:
+      stored: their files.
+      base: the backbone's files.
+    """
+
+    stored: StoredHeads = field(kw_only=True)
+    base: BaseFiles = field(kw_only=True)
+    form: Form = field(kw_only=True)
+    mesh: Mesh = field(kw_only=True)
+
+    def read(self, n_heads: int | None) -> Drafts:
+        storage = self.form.storage
+        heads, params = self._read(n_heads, storage.of_drafts)
+        wide = storage.of_deciding_drafts
+        read_wide = None
+        if wide != storage.of_drafts:
+            read_wide = partial(self._params, n_heads, wide)
+        drafter = make_drafter(heads, self.base.config)
+        return Drafts(drafter, params, self.directory, read_wide)
+
+    def _params(self, n_heads: int | None, form: Storage) -> Params:
+        return self._read(n_heads, form)[1]
+
+    def _read(self, n_heads: int | None, form: Storage) -> tuple[HeadsConfig, Params]:
+        """Read the heads with kernels in `form`, and the LM head that they share."""
+        heads, params, _ = load_heads(
+            self.stored,
+            self.base.config,
+            self.mesh,
+            n_heads,
+            self.form.dtype.name,
+            convert=partial(place_head, form=form),
+            allow_other_base=True,  # `open_drafts` has checked it
+        )
+        if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
+            columns = self._lm_head(form)
+            params[vocabulary.GROUP] = params[vocabulary.GROUP] | columns
+        return heads, params
+
+    def _lm_head(self, form: Storage) -> Params:
+        """The backbone's LM head for the tokens of the draft vocabulary."""
+        assert self.stored.ids is not None
+        kernel_DO = self.base.lm_head_columns(self.stored.ids).astype(self.form.read_as)
+        return _in_form(kernel_DO, self.mesh, form)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _in_form(kernel_DO: np.ndarray, mesh: Mesh, storage: Storage) -> Params:
+    """Place an LM head and convert it, as one program."""
+    part = {"lm_head": {"kernel": kernel_DO}}
+    part = jax.lax.with_sharding_constraint(part, param_shardings(mesh, part))
+    return store(part, storage)
+
+
+def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None":
+    """What `--drafter` names for a model: a drafter without heads, files of heads, or nothing.
+
+    Raises:
+      UserError: there is no such drafter.
+    """
+    if name.partition(":")[0] in BASELINES:
+        from medusa_jax.api.baselines import find_baseline
+
+        return find_baseline(name, bundled_draft_model(model))
+    return find_heads(model, name)
+
+
+def open_drafts(
+    source: "Baseline | StoredHeads | None",
+    base: BaseFiles,
+    tokenizer: Tokenizer,
+    form: Form,
+    mesh: Mesh,
+    allow_other_base: bool,
+) -> Drafts:
+    """The drafts before the backbone is read.
+
+    Raises:
+      UserError: the heads were made for another model; `allow_other_base` accepts those of equal sizes.
+    """
+    if source is None:
+        return Drafts(make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config))
+    if isinstance(source, StoredHeads):
+        check_base(source, base.config, base.fingerprint(), allow_other_base)
+        drafter = make_drafter(source.heads, base.config)
+        return DraftHeads(
+            drafter,
+            directory=source.directory,
+            stored=source,
+            base=base,
+            form=form,
+            mesh=mesh,
+        )
+    from medusa_jax.api.baselines import load_baseline
+
+    heads, params = load_baseline(source, tokenizer, form.dtype, mesh, form.storage)
+    return Drafts(make_drafter(heads, base.config), params)

@@ -1,0 +1,98 @@
+"""The types that a model is read, computed and stored in."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.arch import DTYPES, STORED
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError, one_of
+from medusa_jax.files.tensors import stands_for_gguf
+from medusa_jax.model.placing import choose_storage, reads_blocks
+from medusa_jax.model.seams import attention_kernels
+from medusa_jax.model.stored import Storage
+
+
+@dataclass(frozen=True)
+class Form:
+    """The types of a model.
+
+    Attributes:
+      read_as: type that files are read in, before kernels are converted to `storage`.
+      dtype: type to compute in.
+      storage: the form of kernels.
+    """
+
+    read_as: str
+    dtype: np.dtype
+    storage: Storage
+
+
+def default_dtype() -> str:
+    """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""
+    kernels = attention_kernels()
+    if kernels and kernels.before_ampere():
+        inform(
+            "note: this GPU unpacks bfloat16 weights in every step: dtype float16 is faster"
+        )
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def choose_form(
+    directory: str,
+    mesh: Mesh,
+    dtype: str,
+    weights: str | None,
+    draft_weights: str | None,
+    activations: int,
+) -> Form:
+    """The types to read, compute and store in.
+
+    Args:
+      directory: of the model.
+      dtype, weights, draft_weights, activations: as for `load`.
+
+    Raises:
+      UserError: an unknown type, or types that do not go together on these devices.
+    """
+    one_of("dtype", dtype, DTYPES)
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise UserError(
+            'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
+            "before anything is loaded, or set JAX_ENABLE_X64=1"
+        )
+    weights = stored_if_possible(weights, directory, dtype, mesh)
+    number = jnp.dtype(dtype)
+    storage = choose_storage(number, mesh, weights, draft_weights, activations)
+    if storage.panel and dtype == "bfloat16":
+        # The native kernels compute in float32, which is also faster in XLA.
+        storage = replace(storage, weights=storage.weights or dtype)
+        return Form(dtype, jnp.dtype("float32"), storage)
+    if draft_weights == "float32" and number.itemsize < 4:
+        raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
+    return Form(dtype, number, storage)
+
+
+def stored_if_possible(
+    weights: str | None, directory: str, dtype: str, mesh: Mesh
+) -> str | None:
+    """How to store weights: by default the blocks of a GGUF file unchanged, if possible.
+
+    Raises:
+      UserError: "stored" was requested for a file without blocks or another type than float32.
+    """
+    blocks = stands_for_gguf(directory)
+    if weights == STORED and not (blocks and dtype == "float32"):
+        needed = "dtype float32" if blocks else "a GGUF file"
+        raise UserError(f"--weights stored needs {needed}")
+    if weights not in (None, STORED) or not blocks or dtype != "float32":
+        return weights
+    if reads_blocks(jnp.dtype(dtype), mesh):
+        return STORED
+    inform(
+        "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
+    )
+    return None
