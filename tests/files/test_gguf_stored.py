@@ -154,9 +154,9 @@ def test_where_blocks_are_not_read_they_are_unpacked(
     half = medusa_jax.load(path, dtype="bfloat16")
     types = {x.dtype.name for x in jax.tree.leaves(half.variables["backbone"])}
     assert types == {"bfloat16"}
-    with refused("stored need dtype float32"):
+    with refused("stored needs dtype float32"):
         medusa_jax.load(path, weights="stored", dtype="bfloat16")
-    with refused("stored need a GGUF file"):
+    with refused("stored needs a GGUF file"):
         medusa_jax.load(weights="stored")
 
 
