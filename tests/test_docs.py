@@ -1,8 +1,6 @@
 """Documents name commands, flags, files, anchors and objects that exist."""
 
-import json
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,16 +95,3 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links {link}"
         assert not anchor or anchor in anchors_of(target), f"{page.name} links {link}"
-
-
-def test_the_repository_has_one_address():
-    """The site and the notebooks (their badges and install cells) give pyproject.toml's."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    address = project["urls"]["Repository"]
-    owner_and_name = address.removeprefix("https://github.com/")
-    assert f"Repository: {address}\n" in (ROOT / "mkdocs.yml").read_text()
-    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        first, install = json.loads(notebook.read_text())["cells"][:2]
-        badge = f"github/{owner_and_name}/blob/main/notebooks/{notebook.name})"
-        assert badge in "".join(first["source"]), notebook.name
-        assert f"git+{address}" in "".join(install["source"]), notebook.name
