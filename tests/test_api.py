@@ -377,7 +377,7 @@ def test_limits_and_ends_beyond_any_text_are_none(model):
 
 WRONG = {"max_new_tokens": [0, 2.7, True, None], "max_steps": [0], "logprobs": [-1]}
 WRONG |= {"temperature": [-0.1, 1e-38, float("nan"), float("inf"), "hot", 10**400]}
-WRONG |= {"top_p": [0.0, 1.5], "min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]}
+WRONG |= {"top_p": [-0.1, 1.5], "min_p": [-1.0], "epsilon": [0.0], "delta": [-1.0]}
 WRONG |= {"top_k": [-2, 2**31, 2.5, "5"], "seed": ["a", 1e3], "stop": [5, (5,), None]}
 WRONG |= {"eos_ids": [(3, -1), 5, "27"], "stop_sequences": [((),), ((1, -2),), (5,)]}
 WRONG |= {"logit_bias": [[1], {5: "a"}, {2.5: 1}, {"a": 1}, {5: float("nan")}, {5: 1e300}]}

@@ -31,7 +31,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda _: True, "text or a list of texts"),
     # Numbers further out overflow the logits in float32.
     "temperature": (lambda t: t == 0 or 1e-30 <= t <= 1e30, "0 or 1e-30 to 1e30"),
-    "top_p": (lambda p: 0 < p <= 1, "in (0, 1]"),
+    "top_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
     "min_p": (lambda p: 0 <= p <= 1, "in [0, 1]"),
     "top_k": (lambda k: 0 <= k < 2**31, "a whole number, 0 (off) to 2**31 - 1"),
     "eos_ids": (lambda ids: not ids or min(ids) >= 0, "a list of token ids, 0 or more"),
@@ -60,7 +60,7 @@ class Options:
       max_steps: most decode steps to take, each of one token or more; None sets no limit.
       temperature: 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all. Filters follow temperature, in this order.
-      top_p: keep the likeliest tokens up to this mass; 1 keeps all.
+      top_p: keep the likeliest tokens up to this mass; 1 keeps all, 0 the likeliest one.
       min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
       seed: random seed; draws depend only on it and on the request's index.
       stop: strings, or a single one, that end the text; they are cut off.

@@ -217,7 +217,9 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     weight = jnp.exp(x - top_BM1)
 
     def likeliest(weight: jax.Array) -> jax.Array:
-        wanted = sampling.top_p_B.astype(x.dtype)[:, None, None] * ordered_sum(weight)
+        # A mass that is 0, or rounds to it, keeps the likeliest token.
+        top_p_B11 = sampling.top_p_B.astype(x.dtype)[:, None, None]
+        wanted = jnp.maximum(top_p_B11 * ordered_sum(weight), jnp.finfo(x.dtype).tiny)
         cut = _largest_threshold(
             lambda cuts: [
                 mass >= wanted

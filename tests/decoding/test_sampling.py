@@ -155,6 +155,13 @@ def test_ties_at_the_cut_are_kept_together():
     assert np.isfinite(filtered_scores(logits, sampling_of(1, 1.0, top_p=0.2))).sum() == 3
 
 
+@pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-40])
+def test_a_mass_that_rounds_to_nothing_keeps_the_likeliest_token(top_p):
+    logits = jnp.array([[[1.0, 0.0, 3.0, 2.0]]])
+    found = filtered_scores(logits, sampling_of(1, 1.0, top_p=top_p))
+    assert np.flatnonzero(np.isfinite(found)).tolist() == [2]
+
+
 def test_noise_is_that_of_seed_request_and_position_alone():
     """To the last bit JAX's own Gumbel noise, of all tokens or of some."""
     seeds, requests = np.array([1, 9], np.uint32), np.array([0, 7], np.int32)
