@@ -199,6 +199,24 @@ def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
 
+def in_batches(
+    model: Model, tree: Tree, options: Options, batch: int, prompts: Sequence[list[int]]
+) -> Run:
+    """Decode all prompts, `batch` at a time, as one run; the last batch is filled up from the start.
+
+    Example: 5 prompts, 2 at a time: [0, 1], [2, 3], [4, 0].
+    """
+    n, results, prefill, decode = len(prompts), [], 0.0, 0.0
+    for at in range(0, n, batch):
+        rows = [i % n for i in range(at, at + batch)]
+        of_batch = model.generate([prompts[i] for i in rows], options, rows, tree=tree)
+        prefill += of_batch[0].prefill_seconds
+        decode += of_batch[0].decode_seconds
+        results += of_batch
+    run = Run.of(results)
+    return dataclasses.replace(run, prefill_seconds=prefill, decode_seconds=decode)
+
+
 def ourselves(
     model: Model, tree: Tree, options: Options, **row: Any
 ) -> Contender[Sequence[int]]:

@@ -1,17 +1,26 @@
 """Cycles, kernels and inefficiencies of a compiled decode step, next to the plain loop's."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from medusa_jax.console import byte_size
 from medusa_jax.devices.chips import Chip
-from medusa_jax.evaluate.compiled import Case, Step, compile_step
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
 from research.compiled.labelled import Program, read_program
+from research.compiled.programs import Case, Step, compile_step
 from research.compiled.warnings import warnings_of
+
+
+class Report(NamedTuple):
+    """What the command prints: with `--json`, and without."""
+
+    facts: dict[str, Any]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,7 @@ def as_json(case: Case, plain: Costs, own: Costs) -> dict[str, Any]:
         },
         "kernels": own.kernels,
         "read_bytes": own.read or None,
+        "weight_bytes": own.step.weights,
         "sent_bytes": own.step.sent,
         "memory_bytes": own.step.memory,
         "warnings": defects(case, plain, own),
@@ -119,7 +129,8 @@ def defects(case: Case, *steps: Costs) -> list[str]:
 
 def as_text(case: Case, plain: Costs, own: Costs) -> str:
     """The tables that the command prints without `--json`."""
-    chip, parts = case.target.chip, []
+    chip = case.target.chip
+    parts = [memory_lines(as_json(case, plain, own), chip.memory)]
     if plain.cycles is not None and own.cycles is not None:
         rows = [
             (
@@ -143,8 +154,29 @@ def as_text(case: Case, plain: Costs, own: Costs) -> str:
         lines.append(
             f"GB read a step     {own.read / 1e9:.1f}; plain {plain.read / 1e9:.1f}"
         )
-    lines += [f"warning: {line}" for line in defects(case, plain, own)]
     return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def memory_lines(facts: Mapping[str, Any], room: float) -> str:
+    """Memory and traffic of a device, and the warnings.
+
+    Args:
+      facts: the object that `--json` prints.
+      room: bytes of the device's memory; 0 if unknown.
+    """
+    memory = byte_size(facts["memory_bytes"])
+    if room:
+        fits = "" if facts["memory_bytes"] <= room else ": does NOT fit"
+        memory += f" of {room / 1e9:.0f} GB{fits}"
+    lines = {"memory per device": memory}
+    if "weight_bytes" in facts:
+        lines["weights of a step"] = byte_size(facts["weight_bytes"])
+    if "stored_bytes" in facts:
+        lines["stored"] = byte_size(facts["stored_bytes"])
+    sent = [f"{kind} {byte_size(n)}" for kind, n in facts["sent_bytes"].items()]
+    lines["sent a step"] = ", ".join(sent) or "nothing"
+    text = [f"{name:18} {figure}" for name, figure in lines.items()]
+    return "\n".join([*text, *(f"warning: {line}" for line in facts["warnings"])])
 
 
 def two_digits(x: float) -> str:
