@@ -22,11 +22,11 @@ from trees import WILD
 from medusa_jax import model
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
-from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, own_heads
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
