@@ -89,10 +89,12 @@ def run(flags: Flags) -> int:
         (e.model, tree) for e in entrants if e.model.drafts for tree in e.trees.values()
     ]
     contenders: list[Contender] = []
-    for own, tree in [(model, Tree.none()), *trees]:
-        drafts = f"{own.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
-        mine = ourselves(own, tree, options, label=f"medusa_jax, {drafts}")
-        facts = mine.facts | {"bytes": bytes_per_token(own, context // 2)}
+    for its_model, tree in [(model, Tree.none()), *trees]:
+        drafts = (
+            f"{its_model.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
+        )
+        mine = ourselves(its_model, tree, options, label=f"medusa_jax, {drafts}")
+        facts = mine.facts | {"bytes": bytes_per_token(its_model, context // 2)}
         contenders.append(replace(mine, facts=facts))
     setting = Setting(
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size
@@ -128,8 +130,8 @@ def run(flags: Flags) -> int:
 
 def processors() -> int:
     """Number of processors that this process may use."""
-    own = hasattr(os, "sched_getaffinity")  # not on every platform
-    return len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
+    known = hasattr(os, "sched_getaffinity")  # not on every platform
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 main = Program("python -m research against", Flags, run, EXAMPLES)

@@ -132,9 +132,12 @@ def rows_of(
     n_tokens = sum(np.size(np.asarray(prompt)) for prompt in prompts)
     return [
         {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
-        | figures(own, runs[c.against])
-        | {"prompt_tokens_per_second": n_tokens / sum(run.prefill_seconds for run in own)}
-        for c, own in zip(contenders, runs)
+        | figures(of_one, runs[c.against])
+        | {
+            "prompt_tokens_per_second": n_tokens
+            / sum(run.prefill_seconds for run in of_one)
+        }
+        for c, of_one in zip(contenders, runs)
     ]
 
 

@@ -151,13 +151,13 @@ def compile_training(
     cfg.mesh, cfg.dry_run = mesh, True
     shapes = dry.step_shapes(cfg, target.devices)
     program = dry.compile_step(*shapes)
-    found = dry.figures(cfg, program)
+    figures, layers = dry.figures(cfg, program), cfg.model.arch.n_layers
     return program, {
         "target": target.name,
         "device": target.chip.title,
         "estimated": True,
-        "layers": cfg.model.arch.n_layers,
-        "memory_bytes": found["total_bytes"],
-        "sent_bytes": found["sent_bytes"],
+        "layers": {"compiled": layers, "all": layers},
+        "memory_bytes": figures["total_bytes"],
+        "sent_bytes": figures["sent_bytes"],
         "stored_bytes": sum(dry.sizes(shapes)["stored"].values()),
     }
