@@ -18,8 +18,6 @@ COMMANDS: dict[str, Command] = {
     **_command("train", "distill", "let a model write the text that its heads learn from"),
     **_command("train", "calibrate", "fit the tree to heads and device"),
     **_command("measure", "bench", "compare drafters and trees with plain decoding"),
-    **_command("measure", "roofline", "the speed-up that a chip allows, by tree size"),
-    **_command("measure", "compile", "a compiler's estimates for a step on TPUs and GPUs"),
 }
 
 

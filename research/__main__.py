@@ -11,60 +11,23 @@ COMMANDS = {
         "train and measure all drafters under identical conditions",
     ),
     "recipes": Command("papers", "research.recipes.command", "compare training recipes"),
-    "tree_shapes": Command(
-        "papers",
-        "research.tree_shapes",
-        "fitted, dense and shallow trees (figure 4, table 7)",
-    ),
-    "sweep": Command(
-        "papers", "research.sweep", "acceptance rules over threshold and temperature"
-    ),
     "replay": Command(
         "papers", "research.replay", "accepted lengths on a question file, without timings"
     ),
-    "questions": Command(
-        "papers", "research.questions", "a published question file, all turns, by category"
-    ),
-    "ties": Command(
-        "papers", "research.ties", "where low precision leaves plain decoding, and why"
-    ),
-    "rounding": Command(
-        "papers", "research.rounding", "integer activations against float32"
-    ),
-    "batches": Command("costs", "research.batches", "batch sizes, the tree fitted to each"),
+    "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
     "roofline": Command(
-        "costs", "research.roofline", "the roofline fitted to products timed on this device"
+        "costs",
+        "research.roofline.command",
+        "the speed-up that a chip allows, by tree size",
     ),
     "compile": Command(
         "costs",
         "research.compiled.command",
-        "cycles and defects of a step, by its compiler",
+        "a compiler's estimates and defects of a step on TPUs and GPUs",
     ),
     "against": Command("costs", "research.against", "other engines on the same weights"),
-    "walk": Command("papers", "research.walk", "one decode step with its real numbers"),
-    "train_cost": Command(
-        "costs", "research.train_cost", "seconds and memory of a training step"
-    ),
     "hardware": Command(
         "costs", "research.hardware.command", "what this accelerator shows in nine minutes"
-    ),
-    "step_cost": Command(
-        "costs", "research.step_cost", "steps of a published shape, with random weights"
-    ),
-    "draft_cost": Command(
-        "costs", "research.draft_cost", "bytes that drafting reads, on published shapes"
-    ),
-    "prefill_cost": Command(
-        "costs", "research.prefill_cost", "memory of reading a prompt, on published shapes"
-    ),
-    "confidence": Command(
-        "papers", "research.confidence", "whether DSpark's confidences should choose trees"
-    ),
-    "constrained": Command(
-        "costs", "research.constrained", "speed and waiting time of constrained decoding"
-    ),
-    "scaling": Command(
-        "costs", "research.scaling", "memory, traffic and time on many devices"
     ),
     "demo_build": Command(
         "demo", "research.demo.build", "rebuild the bundled demo from nothing"

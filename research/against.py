@@ -4,14 +4,21 @@ import importlib
 import os
 from dataclasses import dataclass, replace
 
-from medusa_jax.commands.bench import TreeFlags, load_entrants, names_of, out_directory
+import jax
+
+from medusa_jax.api import Options, default_drafter
+from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
+from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import entries
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.evaluate.questions import all_asked
+from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.tree.tree import Tree
-from research.asking import PromptFlags, first_prompts, questions_of
+from research.bandwidth import read_bandwidth
+from research.peers import Setting, folder
 
 # Name of a peer and its file in `research/peers/`.
 PEERS = {
@@ -37,7 +44,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(PromptFlags, TreeFlags):
+class Flags(RaceFlags):
     """Compare engines."""
 
     peers: str = flag(
@@ -55,13 +62,6 @@ class Flags(PromptFlags, TreeFlags):
 
 def run(flags: Flags) -> int:
     """Decode the prompts with all engines, print the table, write the files."""
-    import jax
-
-    from medusa_jax.api import Options
-    from medusa_jax.evaluate.race import Contender, ourselves, race
-    from research.bandwidth import read_bandwidth
-    from research.peers import Setting, folder
-
     peers = [peer.partition("=") for peer in entries(flags.peers)]
     if unknown := sorted({name for name, *_ in peers} - set(PEERS)):
         near = did_you_mean(unknown[0], PEERS)
@@ -72,25 +72,29 @@ def run(flags: Flags) -> int:
         )
     if jax.default_backend() != "cpu":
         raise UserError("engines are compared on the CPU: set JAX_PLATFORMS=cpu")
-    questions, out = questions_of(flags, flags.model), out_directory(flags.out)
-    entrants = list(load_entrants(flags, names_of(flags), flags.trees))
+    records, out = prompts_of(flags), out_directory(flags.out)
+    names = entries(flags.drafters or "") or [default_drafter(flags.model)]
+    entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
-    prompts = first_prompts(flags, model, questions, flags.max_new_tokens)
+    options = Options(max_new_tokens=flags.max_new_tokens, eos_ids=())
+    texts, _ = all_asked(model, records, options)
+    prompts = [model.encode(text) for text in texts]
     context = max(map(len, prompts)) + flags.max_new_tokens
     if context > model.config.max_position:
         raise UserError(
             f"the longest prompt and --max_new_tokens are {context} tokens, the model's context "
             f"is {model.config.max_position}"
         )
-    options = Options(max_new_tokens=flags.max_new_tokens, eos_ids=())
     trees = [
         (e.model, tree) for e in entrants if e.model.drafts for tree in e.trees.values()
     ]
     contenders: list[Contender] = []
-    for own, tree in [(model, Tree.none()), *trees]:
-        drafts = f"{own.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
-        mine = ourselves(own, tree, options, label=f"medusa_jax, {drafts}")
-        facts = mine.facts | {"bytes": bytes_per_token(own, context // 2)}
+    for its_model, tree in [(model, Tree.none()), *trees]:
+        drafts = (
+            f"{its_model.drafts_by(tree)}, {tree.n_nodes} nodes" if tree.depth else "plain"
+        )
+        mine = ourselves(its_model, tree, options, label=f"medusa_jax, {drafts}")
+        facts = mine.facts | {"bytes": bytes_per_token(its_model, context // 2)}
         contenders.append(replace(mine, facts=facts))
     setting = Setting(
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size
@@ -126,8 +130,8 @@ def run(flags: Flags) -> int:
 
 def processors() -> int:
     """Number of processors that this process may use."""
-    own = hasattr(os, "sched_getaffinity")  # not on every platform
-    return len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
+    known = hasattr(os, "sched_getaffinity")  # not on every platform
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
 
 
 main = Program("python -m research against", Flags, run, EXAMPLES)

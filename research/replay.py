@@ -1,7 +1,8 @@
 """`python -m research replay`: accepted lengths on a question file, for many drafters and trees.
 
-The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
-over the answers. What drafts cost and how fast they are: `python -m research questions`.
+The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each
+drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
+over the answers. What drafts cost and how fast they are: `bench --questions`.
 """
 
 import dataclasses
@@ -9,8 +10,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from medusa_jax.api import Model, Options, default_drafter
+from medusa_jax.api.asking import ending_turns
+from medusa_jax.commands.bench import TemplateFlags
 from medusa_jax.commands.flags import (
     BaseFlags,
     GenerationFlags,
@@ -21,22 +24,19 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import entries, inform
+from medusa_jax.console import entries, inform, use_compilation_cache
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import read_prompts, spread
+from medusa_jax.evaluate.fitting import GROWTH, rank_texts
+from medusa_jax.evaluate.question_files import read_questions
+from medusa_jax.evaluate.questions import asked, read_prompts, spread
+from medusa_jax.evaluate.recording import Text, record
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
 from medusa_jax.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
 from medusa_jax.whole_files import Json, write_json, write_text
-from research.asking import TemplateFlags, prompt_room
-from research.question_files import read_questions
-from research.turns import grouped
-
-if TYPE_CHECKING:
-    from medusa_jax.api import Model, Options
-    from medusa_jax.evaluate.recording import Text
 
 EXAMPLES = """examples:
   python -m research replay --model smollm2 --questions mt_bench.jsonl
@@ -73,13 +73,6 @@ class Flags(TemplateFlags, GenerationFlags, BaseFlags):
 
 def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
-    from medusa_jax.api import default_drafter
-    from medusa_jax.api.asking import ending_turns
-    from medusa_jax.console import use_compilation_cache
-    from medusa_jax.evaluate.fitting import GROWTH
-    from medusa_jax.evaluate.recording import record
-    from research.asking import find_template
-
     sizes = flags.nodes
     if min(sizes) < 2 or max(sizes) > GROWTH + 1:
         raise UserError(f"--nodes are sizes of trees, from 2 to {GROWTH + 1}")
@@ -120,16 +113,9 @@ def run(flags: Flags) -> int:
 
 
 def answers_to(
-    model: "Model",
-    questions: Sequence[Json],
-    options: "Options",
-    template: str,
-    flags: Flags,
-) -> "tuple[list[str], list[Text]]":
+    model: Model, questions: Sequence[Json], options: Options, template: str, flags: Flags
+) -> tuple[list[str], list[Text]]:
     """Categories, and the model's text of every turn; kept in texts.json for the next call."""
-    from medusa_jax.evaluate.recording import Text
-    from research.turns import answered_turns
-
     file = Path(flags.out) / "texts.json"
     names = (
         "model", "dtype", "weights", "limit", "max_new_tokens", "temperature", "seed",
@@ -140,22 +126,20 @@ def answers_to(
     if file.exists() and (kept := json.loads(file.read_text()))["settings"] == settings:
         inform(f"{file} has the answers")
         return kept["categories"], [Text(*one) for one in kept["texts"]]
-    room = prompt_room(flags, model.config.max_position, flags.max_new_tokens)
-    found = answered_turns(model, questions, template, room, options)
-    categories = [questions[turn.number]["category"] for turn in found]
-    texts = [turn.outcome for turn in found]
+    context = model.config.max_position
+    room = prompt_room(flags.max_prompt_tokens, context, flags.max_new_tokens)
+    turns = answered_turns(model, questions, template, room, options)
+    categories = [questions[turn.number]["category"] for turn in turns]
+    texts = [turn.text for turn in turns]
     content = {"settings": settings, "categories": categories, "texts": texts}
     write_json(file, content, indent=None)
     return categories, texts
 
 
 def order_for(
-    model: "Model", fitted: Sequence[Json], options: "Options", *, copies: bool
+    model: Model, fitted: Sequence[Json], options: Options, *, copies: bool
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
-    from medusa_jax.evaluate.fitting import GROWTH, rank_texts
-    from medusa_jax.evaluate.questions import asked
-
     if fitted:
         texts = rank_texts(model, [asked(model, one) for one in fitted], options)
         return order_by_steps(texts, GROWTH, copies=copies)
@@ -169,9 +153,7 @@ def order_for(
 
 
 def replay_table(
-    categories: Sequence[str],
-    texts: "Sequence[Text]",
-    columns: Mapping[str, Sequence[float]],
+    categories: Sequence[str], texts: Sequence[Text], columns: Mapping[str, Sequence[float]]
 ) -> str:
     """A row per category, a column per drafter and tree."""
     rows = []

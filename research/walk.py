@@ -9,9 +9,9 @@ import dataclasses
 from pathlib import Path
 
 from medusa_jax.api import Model
-from medusa_jax.api.one_step import take_steps, token_labels
 from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import draw_mask, draw_step, draw_tree
 
@@ -40,11 +40,11 @@ class Flags(ModelFlags):
 def describe(model: Model, flags: Flags) -> str:
     """The step as Markdown."""
     prompt, n, temperature = flags.prompt, flags.step, flags.temperature
-    found = take_steps(model, prompt, n, temperature, flags.seed)
-    tree, scores_MV = model.tree, found["scores"]
-    M, accepted = tree.n_nodes, int(found["n"])
-    length, after = (int(x) for x in found["length"])
-    path = found["path"][: accepted + 1].tolist()
+    step = take_steps(model, prompt, n, temperature, flags.seed)
+    tree, scores_MV = model.tree, step["scores"]
+    M, accepted = tree.n_nodes, int(step["n"])
+    length, after = (int(x) for x in step["length"])
+    path = step["path"][: accepted + 1].tolist()
     backend = model.tokenizer.backend
 
     def show(token: int) -> str:
@@ -54,12 +54,12 @@ def describe(model: Model, flags: Flags) -> str:
     def named(node: int) -> str:
         return "root" if node == 0 else str(list(tree.choices[node - 1]))
 
-    text = prompt + model.tokenizer.decode(found["text"][: int(found["n_new"])].tolist())
+    text = prompt + model.tokenizer.decode(step["text"][: int(step["n_new"])].tolist())
     drafted = markdown_table(
         ["node", "path of ranks", "parent", "depth", "position", "token"],
         [
             (v, named(v), tree.parent_M[v] if v else "-", tree.depth_M[v],
-             found["positions"][v], show(found["nodes"][v]))
+             step["positions"][v], show(step["nodes"][v]))
             for v in range(M)
         ],
     )  # fmt: skip
@@ -73,12 +73,12 @@ def describe(model: Model, flags: Flags) -> str:
     )
     verdicts = []
     for v in range(M):
-        token, target = found["nodes"][v], found["targets"][v]
+        token, target = step["nodes"][v], step["targets"][v]
         score, verdict = "", "the root, chosen by the previous step"
         if v > 0:
             parent = tree.parent_M[v]
             score = f"{scores_MV[parent, token]:.3f}"
-            wanted = found["targets"][parent] == token
+            wanted = step["targets"][parent] == token
             verdict = "its parent's target token" if wanted else "not its parent's target"
         kept, best = "kept" if v in path else "", f"{scores_MV[v, target]:.3f}"
         verdicts.append((v, show(token), score, show(target), best, verdict, kept))
@@ -100,7 +100,7 @@ def describe(model: Model, flags: Flags) -> str:
             for i in range(M)
         ],
     )
-    emitted = ", ".join(show(t) for t in found["emitted"][: accepted + 1])
+    emitted = ", ".join(show(t) for t in step["emitted"][: accepted + 1])
     how = f"temperature {temperature}, seed {flags.seed}" if temperature else "greedy"
     score = f"logit / {temperature} + noise of the position" if temperature else "logit"
     return f"""# One decode step
@@ -114,7 +114,7 @@ The text, with {length} positions in the cache and then the root:
 
 ## Draft
 
-The root is {show(found["root"][0])}, at position {length}. Every other node is one of its head's best
+The root is {show(step["root"][0])}, at position {length}. Every other node is one of its head's best
 guesses: path `[0, 1]` is the second guess of head 2 after the first guess of head 1.
 
 {drafted}
@@ -134,7 +134,7 @@ is the {score}. A draft's score is the one after its parent.
 ## Accept
 
 The longest path on which every draft is its parent's target token is {path}: {accepted}
-{"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(found["root"][1])}.
+{"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(step["root"][1])}.
 
 ## Commit
 
@@ -151,10 +151,10 @@ bonus token is the next root.
 
 def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
     """The n-th step as tree.svg, mask.svg and step.svg."""
-    found, tree = take_steps(model, prompt, n), model.tree
-    labels = token_labels(model, found["nodes"])
-    kept = found["path"][: int(found["n"]) + 1].tolist()
-    [bonus] = token_labels(model, found["root"][1:])
+    step, tree = take_steps(model, prompt, n), model.tree
+    labels = token_labels(model, step["nodes"])
+    kept = step["path"][: int(step["n"]) + 1].tolist()
+    [bonus] = token_labels(model, step["root"][1:])
     draw_tree(tree.choices, path=directory / "tree.svg")
     numbered = [f"{i} {label}" for i, label in enumerate(labels)]
     draw_mask(tree.mask_MM, numbered, path=directory / "mask.svg")

@@ -1,4 +1,4 @@
-"""Random weights in the form that decoding reads: the time of a step does not depend on their values."""
+"""Models without trained weights: shapes, enough to compile a program, and random weights, enough to time it."""
 
 from functools import partial
 
@@ -7,12 +7,71 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.api.weightless import trained_shapes
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.heads.drafter import Drafter
-from medusa_jax.model.placing import place_head, place_part
-from medusa_jax.model.stored import Storage
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.prefill import PromptArrays, prefill
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.model.llama import Llama
+from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare
+from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh
+
+
+def trained_shapes(config: LlamaConfig, drafter: Drafter | None = None) -> Params:
+    """Shapes of the parameters as they are trained: {"backbone": ..., "heads": ...}."""
+    params = abstract_params(config)
+    heads: Params = {}
+    if drafter is not None:
+
+        def init(params: Params) -> Params:
+            backbone = Backbone(Llama(config), params)
+            narrow = vocabulary.stand_in(backbone, drafter.heads)
+            return drafter.init(jax.random.key(0), narrow)
+
+        heads = jax.eval_shape(init, params)
+    return {"backbone": params, "heads": heads}
+
+
+def abstract_variables(
+    config: LlamaConfig,
+    drafter: Drafter | None,
+    dtype: DTypeLike,
+    storage: Storage | None = None,
+    shards: int = 1,
+) -> Params:
+    """Shapes of the parameters in decoding form, for a tensor axis of `shards` devices."""
+
+    def placed(params: Params) -> Params:
+        heads = jax.tree.map(lambda x: x.astype(dtype), params["heads"])
+        if drafter and drafter.heads.draft_vocab:
+            ids_O = jnp.arange(drafter.heads.draft_vocab, dtype=jnp.int32)
+            heads[vocabulary.GROUP] = {"ids": ids_O}
+            if drafter.heads.lm_head == "shared":
+                kernel_DO = vocabulary.scored_columns(config, params["backbone"], ids_O)
+                kernel = {"kernel": kernel_DO.astype(dtype)}
+                heads[vocabulary.GROUP]["lm_head"] = kernel
+        backbone = prepare(params["backbone"], config, dtype, shards)
+        form = storage or Storage()
+        return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
+
+    return jax.eval_shape(placed, trained_shapes(config, drafter))
+
+
+def abstract_prompts(engine: Engine, batch: int, tokens: int) -> tuple[int, PromptArrays]:
+    """Slots of the first cache for `batch` prompts of `tokens` tokens, and the prompts as shapes."""
+    request = loop.Request([[0] * tokens] * batch, [1] * batch)
+    ladder, prompts = loop.prompt_arrays(engine, request)
+    return ladder[0], jax.eval_shape(lambda arrays: arrays, prompts)
+
+
+def abstract_state(
+    engine: Engine, variables: Params, tokens: int, batch: int = 1
+) -> DecodeState:
+    """Shapes of the state after prompts of `tokens` tokens."""
+    slots, prompts = abstract_prompts(engine, batch, tokens)
+    return prefill.eval_shape(engine.depth_only, slots, variables, prompts)
 
 
 def random_backbone(

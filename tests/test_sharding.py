@@ -26,7 +26,7 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.files import hf, tensors
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.model.llama import Llama, init_params
-from medusa_jax.evaluate.compiled import compiled_loop
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.tree.tree import Tree
 from medusa_jax.sharding import (
     ROWS, init_sharded, make_mesh, param_shardings, path_string, spec_for,
@@ -122,12 +122,12 @@ for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
     assert kernel.size == np.prod(shard) * shape[1] * shape[2], (kernel.shape, shard)
 
 # What a decode step sends where everything is split over the tensor axis.
-tree = Tree.cartesian([4, 3])
-arch = tiny_arch(vocab_size=128, d_model=64, n_heads=8, n_kv_heads=8, d_ff=64)
-loop_of = compiled_loop(
-    arch, make_drafter(HeadsConfig(n_heads=2), arch), tree, make_mesh((1, 1, 8)), 2, 16, np.float32
-)[0]
-in_the_loop = [c for c in collectives(loop_of.as_text()) if c.trips]
+tree, wide = Tree.cartesian([4, 3]), model_dir + "/wide"
+model = medusa_jax.load(wide, wide + "/heads", tree=tree, dtype="float32", mesh=(1, 1, 8))
+engine = model.engine()
+state, _ = loop.begin(engine, model.variables, model.request(texts[:2], [Options()] * 2))
+program = decode_loop.lower(engine, model.variables, state, np.int32(1)).compile()
+in_the_loop = [c for c in collectives(program.as_text()) if c.trips]
 report["sent"] = [sum(c.sent for c in in_the_loop), tree.n_nodes]
 
 for name, shape in {"dimension": (1, 1, 5), "count": (3, -1, 1), "many": (1, 4, 4)}.items():
@@ -155,6 +155,8 @@ def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     config, params = write_model(path, n_kv_heads=4)
     write_heads(path / "few", config, params, ids=range(1, 40, 2))
+    sizes = {"n_layers": 2, "d_model": 64, "n_heads": 8, "n_kv_heads": 8, "d_ff": 64}
+    write_model(path / "wide", **sizes)
     return printed_by(CHILD, path, xla_flags=devices(8))
 
 

@@ -49,11 +49,12 @@ class Dialogue:
         self, engine: Engine, variables: Params, request: loop.Request
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
-        _, arguments = loop.prefill_arguments(engine, variables, request)
-        _, _, lengths_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
-        sizes = rows.Sizes(output.shape[1], stop_BQW.shape[1:])
+        _, prompts = loop.prompt_arrays(engine, request)
+        lengths_B = prompts.prompt_length_B
+        _, Q, W = prompts.stop_BQW.shape
+        sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = int(lengths_B[0]), engine.depth_only
-        needed = n + int(limit_B[0]) + engine.n_rows
+        needed = n + int(prompts.limit_B[0]) + engine.n_rows
         slots = loop.power_of_two(needed, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
         row = self.state if self._made_for == (engine, sizes) else None
@@ -65,7 +66,14 @@ class Dialogue:
         elif row.cache.slots < slots:
             row = rows.resized(reader, sizes, 1, slots, row)
         slots = row.cache.slots
-        row = rows.begin_row(reader, row, sampling, limit_B, max_steps_B, stop_BQW)
+        row = rows.begin_row(
+            reader,
+            row,
+            prompts.sampling,
+            prompts.limit_B,
+            prompts.max_steps_B,
+            prompts.stop_BQW,
+        )
         while at < n:
             T = SMALL if n - at <= 4 * SMALL else LARGE
             begin = min(at, slots - T)

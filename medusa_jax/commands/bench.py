@@ -5,12 +5,20 @@ autoregressive loop, divergences, and how much its text repeats itself (text tha
 easy to guess).
 """
 
+import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from medusa_jax.commands.entrants import (
+    Entrant,
+    batch_contenders,
+    contenders_of,
+    default_names,
+    load_entrants,
+)
 from medusa_jax.commands.flags import (
     BaseFlags,
     GenerationFlags,
@@ -18,24 +26,27 @@ from medusa_jax.commands.flags import (
     at_least,
     flag,
     generation_options,
-    load_model,
+    numbers,
 )
 from medusa_jax.console import entries
+from medusa_jax.errors import UserError
+from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
-from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api import Model, Options
-    from medusa_jax.evaluate.race import Contender
 
 EXAMPLES = """examples:
   python -m medusa_jax bench
   python -m medusa_jax bench --drafters hydra,medusa --trees auto,64 --limit 8
   python -m medusa_jax bench --drafters medusa@8,prompt_lookup@chain:3 --limit 16
+  python -m medusa_jax bench --drafters hydra --batches 1,2,4,8
   python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl
+  python -m medusa_jax bench --model smollm2 --drafters hydrapp@8 \\
+      --questions mt_bench.jsonl --by_category
 """
 COLUMNS: dict[str, Cell] = {
     "drafter": "{label}",
@@ -52,7 +63,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(GenerationFlags, BaseFlags):
-    """What is raced, on which prompts."""
+    """What is raced, on which prompts, with which trees."""
 
     prompts: str = flag(
         "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
@@ -69,19 +80,30 @@ class RaceFlags(GenerationFlags, BaseFlags):
     )
     repeats: int = flag("timed rounds; medians count", 3, type=at_least(1))
     out: str = flag("directory for results", "work/bench")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreeFlags(RaceFlags):
-    """What is raced, on which prompts, with which trees."""
-
     trees: str = flag(
         "comma-separated --tree values (cartesian widths with x: cartesian:2x3)", "auto"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(TreeFlags):
+class TemplateFlags:
+    """How a question becomes a prompt."""
+
+    chat_template: str = flag(
+        "for --questions: a shipped template, plain (none), or auto: the tokenizer's own if it has "
+        "one, else plain",
+        "auto",
+    )
+    max_prompt_tokens: int = flag(
+        "for --questions: longer prompts are cut (default: 2048, or what the context leaves next to "
+        "the answer)",
+        0,
+        type=at_least(0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(TemplateFlags, RaceFlags):
     """Compare drafters and trees with the autoregressive loop."""
 
     drafters: str | None = flag(
@@ -89,69 +111,39 @@ class Flags(TreeFlags):
         "decoding (default: all heads that come with the model, prompt_lookup and lookahead)",
         None,
     )
+    questions: str | None = flag(
+        "instead of --prompts: a question file as published (Spec-Bench, MT-bench, AlpacaEval, HumanEval, "
+        "GSM8K, XSUM, CNN/DM), all turns; answers are also written in Spec-Bench's format",
+        None,
+        metavar="FILE",
+    )
+    by_category: bool = flag("a row for each category of the prompts", False)
+    batches: tuple[int, ...] = flag(
+        "comma-separated batch sizes; prompts are cut to one length, and texts do not end early "
+        "(default: a prompt at a time)",
+        "none",
+        type=numbers(least=1),
+    )
 
 
-@dataclass(frozen=True)
-class Entrant:
-    """A drafter in the race.
+class Asked(NamedTuple):
+    """What is decoded.
 
     Attributes:
-      name: as given.
-      model: the backbone with this drafter; all entrants share one backbone.
-      trees: --tree value -> tree.
+      prompts: token ids.
+      categories: of each prompt.
+      options: whose texts end where the chat template ends a turn.
+      questions: the question file; empty for --prompts.
+      numbers: the question of each prompt.
+      facts: for the report.
     """
 
-    name: str
-    model: "Model"
-    trees: dict[str, Tree]
-
-
-def tree_specs(text: str) -> list[str]:
-    """ "auto,cartesian:2x3" -> ["auto", "cartesian:2,3"]."""
-    found = entries(text) or ["auto"]
-    return [spec.replace("x", ",") if ":" in spec else spec for spec in found]
-
-
-def default_names(model: str | None) -> list[str]:
-    """All heads that come with the model, and the drafters that need none."""
-    from medusa_jax.api.finding import bundled_draft_model, bundled_heads
-
-    draft_model = ["draft_model"] if bundled_draft_model(model) else []
-    return [*bundled_heads(model), *draft_model, "prompt_lookup", "lookahead"]
-
-
-def names_of(flags: RaceFlags) -> list[str]:
-    """--drafters, or the model's own heads."""
-    from medusa_jax.api import default_drafter
-
-    return entries(flags.drafters or "") or [default_drafter(flags.model)]
-
-
-def load_entrants(flags: RaceFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
-    """The drafters, all on one copy of the backbone; `trees` for those named without one."""
-    first: Model | None = None
-    for each in names:
-        name, _, own = each.partition("@")
-        specs = tree_specs(own or trees)
-        spec = "auto" if "auto" in specs else specs[0]
-        model = load_model(flags, name, tree=spec)
-        first = first or model
-        model.variables = model.variables | {"backbone": first.variables["backbone"]}
-        found = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
-        yield Entrant(name, model, found)
-
-
-def contenders_of(entrants: Sequence[Entrant], options: "Options") -> "list[Contender]":
-    """Plain decoding, and every entrant with each of its trees."""
-    from medusa_jax.evaluate.race import ourselves
-
-    found = [ourselves(entrants[0].model, Tree.none(), options)]
-    for e in entrants:
-        for spec, tree in e.trees.items():
-            label = e.model.drafts_by(tree) if tree.depth else e.name
-            label += "" if spec == "auto" or spec.isdecimal() else f", {spec}"
-            found.append(ourselves(e.model, tree, options, label=label))
-    return found
+    prompts: list[list[int]]
+    categories: list[str]
+    options: "Options"
+    questions: Sequence[Json]
+    numbers: Sequence[int]
+    facts: Json
 
 
 def prompts_of(flags: RaceFlags) -> list[Json]:
@@ -162,19 +154,100 @@ def prompts_of(flags: RaceFlags) -> list[Json]:
     return records
 
 
-def run(flags: Flags) -> int:
-    """Race all drafters, all their trees and plain decoding; print the table, write the files."""
+def asked_prompts(flags: RaceFlags, model: "Model") -> Asked:
+    """The prompts of --prompts."""
+    records = prompts_of(flags)
+    texts, options = all_asked(model, records, generation_options(flags))
+    prompts = [model.encode(text) for text in texts]
+    categories = [str(r.get("category", r.get("file", "all"))) for r in records]
+    return Asked(prompts, categories, options, (), range(len(prompts)), {})
+
+
+def asked_questions(flags: Flags, path: str, model: "Model") -> Asked:
+    """All turns of --questions; later turns contain plain decoding's answers to the earlier ones."""
+    from medusa_jax.api.asking import ending_turns
+    from medusa_jax.evaluate.turns import answered_turns, find_template, prompt_room
+
+    questions = spread(read_questions(path), flags.limit)
+    options, context = generation_options(flags), model.config.max_position
+    template = find_template(model, flags.chat_template)
+    options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+    room = prompt_room(flags.max_prompt_tokens, context, flags.max_new_tokens)
+    turns = answered_turns(model, questions, template, room, options)
+    facts = {
+        "questions": path,
+        "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
+        "prompts_cut": sum(turn.cut for turn in turns),
+    }
+    return Asked(
+        [turn.prompt for turn in turns],
+        [questions[turn.number]["category"] for turn in turns],
+        options,
+        questions,
+        [turn.number for turn in turns],
+        facts,
+    )
+
+
+def race_prompts(
+    flags: Flags, entrants: Sequence[Entrant], asked: Asked, out: Path
+) -> list[Json]:
+    """Race a prompt at a time; a row per contender, or per contender and category."""
+    from medusa_jax.evaluate.race import rows_of, timed_runs
+    from medusa_jax.evaluate.spec_bench import write_answers
+    from medusa_jax.evaluate.turns import grouped
+
+    contenders = contenders_of(entrants, asked.options)
+    runs = timed_runs(contenders, asked.prompts, flags.repeats)
+    if asked.questions:
+        for contender, of_one in zip(contenders, runs):
+            name = f"{contender.label}-{contender.facts['tree_nodes']}"
+            write_answers(out, name, asked.questions, asked.numbers, of_one)
+    if not flags.by_category:
+        return rows_of(contenders, runs, asked.prompts)
+    rows = []
+    for category, group in grouped(asked.categories).items():
+        of_group = [[of_one[i] for i in group] for of_one in runs]
+        prompts = [asked.prompts[i] for i in group]
+        for row in rows_of(contenders, of_group, prompts):
+            rows.append({"category": category} | row)
+    return rows
+
+
+def race_batches(flags: Flags, entrants: Sequence[Entrant], asked: Asked) -> list[Json]:
+    """Race all prompts in batches of each size; all rows of a batch have one length."""
     from medusa_jax.evaluate.race import race
 
-    records = prompts_of(flags)
-    out, options = out_directory(flags.out), generation_options(flags)
+    length = min(map(len, asked.prompts))
+    prompts = [prompt[-length:] for prompt in asked.prompts]
+    options = replace(asked.options, eos_ids=())
+    contenders = batch_contenders(entrants, options, flags.batches)
+    return race(contenders, [prompts], flags.repeats, warm_up=False)
+
+
+def run(flags: Flags) -> int:
+    """Race all drafters, all their trees and plain decoding; print the table, write the files."""
+    if flags.batches and flags.by_category:
+        raise UserError("--by_category does not go with --batches")
+    out = out_directory(flags.out)
     names = entries(flags.drafters or "") or default_names(flags.model)
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
-    texts, options = all_asked(model, records, options)
-    prompts = [model.encode(text) for text in texts]
-    rows = race(contenders_of(entrants, options), prompts, flags.repeats)
-    facts = device_facts() | {
+    if flags.questions:
+        asked = asked_questions(flags, flags.questions, model)
+    else:
+        asked = asked_prompts(flags, model)
+    columns = dict(COLUMNS)
+    if flags.batches:
+        columns = {"batch": "{batch}", **COLUMNS}
+        rows = race_batches(flags, entrants, asked)
+    else:
+        if flags.by_category:
+            columns = {"category": "{category}", **COLUMNS}
+        rows = race_prompts(flags, entrants, asked, out)
+    facts = {
+        **device_facts(),
+        **asked.facts,
         "dtype": str(model.dtype),
         "temperature": flags.temperature,
         "max_new_tokens": flags.max_new_tokens,
@@ -182,10 +255,10 @@ def run(flags: Flags) -> int:
         "rows": rows,
     }
     notes = (
-        f"autoregressive loop: {rows[0]['tokens_per_second']:.0f} tokens/s; "
+        f"autoregressive loop: {rows[0]['autoregressive_tokens_per_second']:.0f} tokens/s; "
         f"T {flags.temperature:g} ({facts['device']}, {facts['dtype']}, {facts['date']})"
     )
-    write_report(out, "race", facts, rows, COLUMNS, notes)
+    write_report(out, "race", facts, rows, columns, notes)
     return 0
 
 

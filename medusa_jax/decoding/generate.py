@@ -20,7 +20,7 @@ from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
-from medusa_jax.decoding.prefill import prefill
+from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import (
     DecodeState,
@@ -159,8 +159,8 @@ def begin(
     engine: Engine, variables: Params, request: Request
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the successive cache sizes for its rows."""
-    ladder, arguments = prefill_arguments(engine, variables, request)
-    state = prefill(engine.depth_only, ladder[0], *arguments)
+    ladder, prompts = prompt_arrays(engine, request)
+    state = prefill(engine.depth_only, ladder[0], variables, prompts)
     return with_gate(engine, state, request), ladder
 
 
@@ -190,35 +190,34 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
     )
 
 
-def prefill_arguments(
-    engine: Engine, variables: Params, request: Request
-) -> tuple[list[int], tuple[Any, ...]]:
-    """Successive cache sizes of a request, and the arguments of `prefill` after the first size."""
+def prompt_arrays(engine: Engine, request: Request) -> tuple[list[int], PromptArrays]:
+    """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
     B = len(request.prompts)
-    lengths: np.ndarray = np.array([len(p) for p in request.prompts], np.int32)
-    limits: np.ndarray = np.array(request.limits, np.int32)
+    # NumPy's arrays, which `prefill` puts onto the device.
+    lengths: Any = np.array([len(p) for p in request.prompts], np.int32)
+    limits: Any = np.array(request.limits, np.int32)
+    max_steps: Any = np.array(request.max_steps or [FOREVER] * B, np.int32)
+    stops: Any = pack_stops(request.stops or [()] * B)
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
     needed = int((lengths + limits).max()) + engine.n_rows
     ladder = slot_ladder(engine, int(lengths.max()), needed)
     T = min(power_of_two(int(lengths.max()), MIN_PROMPT), ladder[0])
-    prompt_BT = np.zeros((B, T), np.int32)
+    prompt_BT: Any = np.zeros((B, T), np.int32)
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
 
-    sampling = sampling_of(request, engine.llama.config.vocab_size)
-    output = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
-    arguments = (
-        variables,
-        prompt_BT,
-        lengths,
-        limits,
-        np.array(request.max_steps or [FOREVER] * B, np.int32),
-        pack_stops(request.stops or [()] * B),
-        sampling,
-        output,
+    output: Any = np.zeros((B, output_slots(engine, int(limits.max()))), np.int32)
+    prompts = PromptArrays(
+        prompt_BT=prompt_BT,
+        prompt_length_B=lengths,
+        limit_B=limits,
+        max_steps_B=max_steps,
+        stop_BQW=stops,
+        sampling=sampling_of(request, engine.llama.config.vocab_size),
+        output_BO=output,
     )
-    return ladder, arguments
+    return ladder, prompts
 
 
 def generate(engine: Engine, variables: Params, request: Request) -> Progress:

@@ -37,6 +37,27 @@ class PrefillState(NamedTuple):
     logprobs: Logprobs | None
 
 
+class PromptArrays(NamedTuple):
+    """Prompts and parameters of a batch, as `prefill` reads them.
+
+    Attributes:
+      prompt_BT: token ids, right-padded; T is at most `PIECE` or a multiple of it.
+      prompt_length_B: tokens of each prompt, at least 1.
+      limit_B: most tokens to emit, at least 1.
+      max_steps_B: most decode steps to take, at least 1.
+      stop_BQW: token sequences that end a row, from `pack_stops`.
+      output_BO: zeros, with O >= max(limit) + L.
+    """
+
+    prompt_BT: jax.Array
+    prompt_length_B: jax.Array
+    limit_B: jax.Array
+    max_steps_B: jax.Array
+    stop_BQW: jax.Array
+    sampling: Sampling
+    output_BO: jax.Array
+
+
 class Piece(NamedTuple):
     """Consecutive tokens of every prompt.
 
@@ -116,16 +137,7 @@ def read_piece(
 
 @program(static_argnums=(0, 1))
 def prefill(
-    engine: Engine,
-    slots: int,
-    variables: Params,
-    prompt_BT: jax.Array,
-    prompt_length_B: jax.Array,
-    limit_B: jax.Array,
-    max_steps_B: jax.Array,
-    stop_BQW: jax.Array,
-    sampling: Sampling,
-    output: jax.Array,
+    engine: Engine, slots: int, variables: Params, prompts: PromptArrays
 ) -> DecodeState:
     """Read the prompts and emit the first token of every row.
 
@@ -134,18 +146,21 @@ def prefill(
 
     Args:
       slots: cache slots to allocate, at least T.
-      prompt_BT: token ids, right-padded; T is at most `PIECE` or a multiple of it.
-      prompt_length_B: tokens of each prompt, at least 1.
-      limit_B: most tokens to emit, at least 1.
-      max_steps_B: most decode steps to take, at least 1.
-      stop_BQW: token sequences that end a row, from `pack_stops`.
-      output: an array of zeros [B, O] with O >= max(limit) + L.
     """
+    prompt_BT, prompt_length_B = prompts.prompt_BT, prompts.prompt_length_B
     B, T = prompt_BT.shape
     piece = min(T, PIECE)
     if T % piece:
         raise ValueError(f"{T} prompt tokens are not a multiple of a piece of {piece}")
-    state = fresh_state(engine, slots, sampling, output, limit_B, max_steps_B, stop_BQW)
+    state = fresh_state(
+        engine,
+        slots,
+        prompts.sampling,
+        prompts.output_BO,
+        prompts.limit_B,
+        prompts.max_steps_B,
+        prompts.stop_BQW,
+    )
     text_BS = state.text_BS
     if text_BS is not None:
         text_BS = text_BS.at[:, :T].set(prompt_BT)
@@ -159,7 +174,9 @@ def prefill(
         )
         begin_B = jnp.full_like(prompt_length_B, begin)
         here = Piece(tokens_BT, next_BT, begin_B, prompt_length_B)
-        return read_piece(engine, variables, sampling, text_BS, read, here, piece == T)
+        return read_piece(
+            engine, variables, prompts.sampling, text_BS, read, here, piece == T
+        )
 
     read = prefill_start(engine, state)
     if piece == T:

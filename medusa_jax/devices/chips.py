@@ -6,8 +6,6 @@ dense (no structured sparsity) in bfloat16, accumulated in float32.
 
 from dataclasses import dataclass
 
-from medusa_jax.errors import one_of
-
 
 @dataclass(frozen=True)
 class Chip:
@@ -55,13 +53,3 @@ CHIPS = {
     "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, 600e9, 1.75e9),
     "tpu-v6e": Chip("TPU v6e", 918e12, 1.64e12, 32e9, 400e9, 1.75e9),
 }
-
-
-def find_chip(name: str) -> Chip:
-    """Return the chip with that name.
-
-    Raises:
-      UserError: an unknown name; the message lists the known ones.
-    """
-    one_of("a chip", name, CHIPS)
-    return CHIPS[name]

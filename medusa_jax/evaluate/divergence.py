@@ -1,7 +1,6 @@
 """Where drafted and plain decoding diverge in low precision, and how close the two best scores are there.
 
-Passes over 1 and over M tokens round differently, so two close scores may swap. `python -m research
-ties` measures how close they have to be.
+Passes over 1 and over M tokens round differently, so two close scores may swap.
 """
 
 import dataclasses

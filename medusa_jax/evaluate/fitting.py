@@ -19,9 +19,9 @@ import numpy as np
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
-from medusa_jax.decoding.timing import StepClock
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, own_texts, record
+from medusa_jax.evaluate.timing import StepClock
 from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.progress import Progress
 from medusa_jax.tree import growth

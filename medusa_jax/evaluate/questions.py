@@ -136,11 +136,11 @@ def read_records(path: str) -> list[Json]:
     records = []
     for number, record in enumerate(sources.read_records(path, DataConfig())):
         try:
-            found = sources.parse(record)
+            parsed = sources.parse(record)
         except UserError as error:
             raise UserError(f"{path}: record {number}: {error}") from error
-        found = {"text": found} if isinstance(found, str) else found
-        if not isinstance(found, dict):
+        parsed = {"text": parsed} if isinstance(parsed, str) else parsed
+        if not isinstance(parsed, dict):
             raise UserError(f"{path}: every record has to be a JSON object")
-        records.append(found)
+        records.append(parsed)
     return records

@@ -132,9 +132,12 @@ def rows_of(
     n_tokens = sum(np.size(np.asarray(prompt)) for prompt in prompts)
     return [
         {"label": c.label, "weights": c.weights, "prompts": len(prompts), **c.facts}
-        | figures(own, runs[c.against])
-        | {"prompt_tokens_per_second": n_tokens / sum(run.prefill_seconds for run in own)}
-        for c, own in zip(contenders, runs)
+        | figures(of_one, runs[c.against])
+        | {
+            "prompt_tokens_per_second": n_tokens
+            / sum(run.prefill_seconds for run in of_one)
+        }
+        for c, of_one in zip(contenders, runs)
     ]
 
 
@@ -197,6 +200,24 @@ def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
     """
     pairs = zip(tokens, others)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
+
+
+def in_batches(
+    model: Model, tree: Tree, options: Options, batch: int, prompts: Sequence[list[int]]
+) -> Run:
+    """Decode all prompts, `batch` at a time, as one run; the last batch is filled up from the start.
+
+    Example: 5 prompts, 2 at a time: [0, 1], [2, 3], [4, 0].
+    """
+    n, results, prefill, decode = len(prompts), [], 0.0, 0.0
+    for at in range(0, n, batch):
+        rows = [i % n for i in range(at, at + batch)]
+        of_batch = model.generate([prompts[i] for i in rows], options, rows, tree=tree)
+        prefill += of_batch[0].prefill_seconds
+        decode += of_batch[0].decode_seconds
+        results += of_batch
+    run = Run.of(results)
+    return dataclasses.replace(run, prefill_seconds=prefill, decode_seconds=decode)
 
 
 def ourselves(

@@ -16,8 +16,8 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt, equal_batches
 from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
-from medusa_jax.decoding.ranks import copied_lengths, rank_tuples
 from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.evaluate.ranks import copied_lengths, rank_tuples
 from medusa_jax.progress import Progress
 from medusa_jax.tree.growth import Recorded
 

@@ -1,1 +1,1 @@
-"""Costs and defects of compiled decode steps, by the compilers of devices that are not here."""
+"""Costs and defects of compiled steps, by the compilers of devices that need not be here."""

@@ -75,32 +75,32 @@ def step_costs(
 
     def walk(name: str, label: str, times: int) -> Iterator[Cost]:
         for x in program.computations[name]:
-            own = x.label or label or label_of(program, x)
+            scope = x.label or label or label_of(program, x)
             if x.opcode == "while":
                 inner = times * max(1, program.trips(x))
                 # Rounds of a known number are run without the condition.
                 counted = "known_trip_count" in x.rest
                 parts = x.calls("body") + ([] if counted else x.calls("condition"))
-                inside = [cost for part in parts for cost in walk(part, own, inner)]
-                yield Cost(x, own, 0, times, launched_by(inside))
+                inside = [cost for part in parts for cost in walk(part, scope, inner)]
+                yield Cost(x, scope, 0, times, launched_by(inside))
                 yield from inside
             elif x.opcode == "conditional":
-                branches = [list(walk(b, own, times)) for b in x.calls("branch")]
-                unused = any(f in own.split("/") for f in FILTERS if f not in filters)
+                branches = [list(walk(b, scope, times)) for b in x.calls("branch")]
+                unused = any(f in scope.split("/") for f in FILTERS if f not in filters)
                 yield from (min if unused else max)(branches, key=price)
             elif x.opcode == "call":
-                yield from walk(x.calls("to_apply")[0], own, times)
+                yield from walk(x.calls("to_apply")[0], scope, times)
             elif x.opcode in _AHEAD:
                 ahead = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
                 yield Cost(x, label_of(program, x), ahead, times)
             else:
-                yield Cost(x, own, x.cycles or stated(x), times)
+                yield Cost(x, scope, x.cycles or stated(x), times)
 
     def stated(x: Instruction) -> float:
-        found = _STATED.search(x.rest)
-        if found is None or not bytes_per_cycle or not flops_per_cycle:
+        stated_cost = _STATED.search(x.rest)
+        if stated_cost is None or not bytes_per_cycle or not flops_per_cycle:
             return 0
-        flops, transcendentals, accessed = map(int, found.groups())
+        flops, transcendentals, accessed = map(int, stated_cost.groups())
         return (
             flops / flops_per_cycle + transcendentals / LANES + accessed / bytes_per_cycle
         )
@@ -146,12 +146,12 @@ def stage_of(label: str) -> str:
 
 def of_all_layers(costs: list[Cost], compiled: int, n_layers: int) -> dict[str, float]:
     """Cycles by stage, those of `compiled` layers extrapolated to `n_layers`; without empty stages."""
-    found: dict[str, float] = {}
+    cycles_of: dict[str, float] = {}
     for cost in costs:
         stage = stage_of(cost.label)
         cycles = cost.cycles * repeats(cost, compiled, n_layers)
-        found[stage] = found.get(stage, 0) + cycles
-    return {s: found[s] for s in (*STAGES, "other") if found.get(s, 0) > 0}
+        cycles_of[stage] = cycles_of.get(stage, 0) + cycles
+    return {s: cycles_of[s] for s in (*STAGES, "other") if cycles_of.get(s, 0) > 0}
 
 
 def launches(x: Instruction) -> bool:

@@ -20,14 +20,14 @@ class Instruction(hlo.Instruction):
     @cached_property
     def label(self) -> str:
         """The path of named scopes and modules that it comes from; empty if unknown."""
-        found = _LABEL.search(self.rest)
-        return found[1] if found else ""
+        match = _LABEL.search(self.rest)
+        return match[1] if match else ""
 
     @cached_property
     def cycles(self) -> int:
         """The compiler's estimate for one execution; 0 where it gives none."""
-        found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else 0
+        match = _CYCLES.search(self.rest)
+        return int(match[1]) if match else 0
 
     @property
     def largest(self) -> int:
@@ -42,16 +42,18 @@ class Program(hlo.Program[Instruction]):
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
         """All instructions by name; XLA gives none to two of a program."""
-        return {x.name: x for found in self.computations.values() for x in found}
+        return {
+            x.name: x for computation in self.computations.values() for x in computation
+        }
 
     @cached_property
     def readers(self) -> dict[str, list[Instruction]]:
         """The instructions that read each result."""
-        found: dict[str, list[Instruction]] = {}
+        readers: dict[str, list[Instruction]] = {}
         for x in self.instructions.values():
             for operand in x.operands:
-                found.setdefault(operand, []).append(x)
-        return found
+                readers.setdefault(operand, []).append(x)
+        return readers
 
     def step_loop(self) -> Instruction | None:
         """The loop with the largest body: the decode loop. None without a loop.

@@ -1,17 +1,26 @@
 """Cycles, kernels and inefficiencies of a compiled decode step, next to the plain loop's."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from medusa_jax.console import byte_size
 from medusa_jax.devices.chips import Chip
-from medusa_jax.evaluate.compiled import Case, Step, compile_step
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
 from research.compiled.labelled import Program, read_program
+from research.compiled.programs import Case, Step, compile_step
 from research.compiled.warnings import warnings_of
+
+
+class Report(NamedTuple):
+    """What the command prints: with `--json`, and without."""
+
+    facts: dict[str, Any]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -76,11 +85,11 @@ def measure(
     return plain, cost_of(case, drafter, tree, filters) if tree.depth else plain
 
 
-def as_json(case: Case, plain: Costs, own: Costs) -> dict[str, Any]:
+def as_json(case: Case, plain: Costs, drafted: Costs) -> dict[str, Any]:
     """The object that `--json` prints. Only TPUs have cycles, ratios and shares, else None."""
     chip, ratio = case.target.chip, None
-    if plain.cycles is not None and own.cycles is not None:
-        ratio = own.cycles / plain.cycles
+    if plain.cycles is not None and drafted.cycles is not None:
+        ratio = drafted.cycles / plain.cycles
     return {
         "target": case.target.name,
         "device": chip.title,
@@ -93,34 +102,36 @@ def as_json(case: Case, plain: Costs, own: Costs) -> dict[str, Any]:
             "read_bytes": plain.read or None,
         },
         "step": {
-            "cycles": own.cycles,
+            "cycles": drafted.cycles,
             "ratio": ratio,
-            "share_of_bound": own.share_of_bound(chip),
-            "stages": own.stages,
+            "share_of_bound": drafted.share_of_bound(chip),
+            "stages": drafted.stages,
         },
-        "kernels": own.kernels,
-        "read_bytes": own.read or None,
-        "sent_bytes": own.step.sent,
-        "memory_bytes": own.step.memory,
-        "warnings": defects(case, plain, own),
+        "kernels": drafted.kernels,
+        "read_bytes": drafted.read or None,
+        "weight_bytes": drafted.step.weights,
+        "sent_bytes": drafted.step.sent,
+        "memory_bytes": drafted.step.memory,
+        "warnings": defects(case, plain, drafted),
     }
 
 
 def defects(case: Case, *steps: Costs) -> list[str]:
     """The named warnings of these steps, each line once."""
     vocab_size, platform = case.config.vocab_size, case.target.platform
-    found: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     for s in steps:
         size = s.step.cache_numbers
         lines = warnings_of(s.program, s.costs, vocab_size, size, platform)
-        found |= dict.fromkeys(lines)
-    return list(found)
+        warnings |= dict.fromkeys(lines)
+    return list(warnings)
 
 
-def as_text(case: Case, plain: Costs, own: Costs) -> str:
+def as_text(case: Case, plain: Costs, drafted: Costs) -> str:
     """The tables that the command prints without `--json`."""
-    chip, parts = case.target.chip, []
-    if plain.cycles is not None and own.cycles is not None:
+    chip = case.target.chip
+    parts = [memory_lines(as_json(case, plain, drafted), chip.memory)]
+    if plain.cycles is not None and drafted.cycles is not None:
         rows = [
             (
                 name,
@@ -129,22 +140,44 @@ def as_text(case: Case, plain: Costs, own: Costs) -> str:
                 two_digits(1e3 * cycles / chip.clock),
                 two_digits(one.share_of_bound(chip) or 0),
             )
-            for name, one in (("plain", plain), ("with drafts", own))
+            for name, one in (("plain", plain), ("with drafts", drafted))
             if (cycles := one.cycles) is not None
         ]
         header = ("estimated", "million cycles", "of plain", "ms", "of the weight-read bound")  # fmt: skip
-        stages = [(name, two_digits(n / 1e6)) for name, n in own.stages.items()]
+        stages = [(name, two_digits(n / 1e6)) for name, n in drafted.stages.items()]
         parts += [
             markdown_table(header, rows),
             markdown_table(("stage", "estimated million cycles"), stages),
         ]
-    lines = [f"kernels a step     {own.kernels:,}; plain {plain.kernels:,}"]
-    if own.read:
+    lines = [f"kernels a step     {drafted.kernels:,}; plain {plain.kernels:,}"]
+    if drafted.read:
         lines.append(
-            f"GB read a step     {own.read / 1e9:.1f}; plain {plain.read / 1e9:.1f}"
+            f"GB read a step     {drafted.read / 1e9:.1f}; plain {plain.read / 1e9:.1f}"
         )
-    lines += [f"warning: {line}" for line in defects(case, plain, own)]
     return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def memory_lines(facts: Mapping[str, Any], room: float) -> str:
+    """Memory and traffic of a device, and the warnings.
+
+    Args:
+      facts: the object that `--json` prints.
+      room: bytes of the device's memory; 0 if unknown.
+    """
+    memory = byte_size(facts["memory_bytes"])
+    if room:
+        fits = "" if facts["memory_bytes"] <= room else ": does NOT fit"
+        memory += f" of {room / 1e9:.0f} GB{fits}"
+    lines = {"memory per device": memory}
+    if "weight_bytes" in facts:
+        lines["weights of a step"] = byte_size(facts["weight_bytes"])
+    if "stored_bytes" in facts:
+        lines["stored"] = byte_size(facts["stored_bytes"])
+    sent = [f"{kind} {byte_size(n)}" for kind, n in facts["sent_bytes"].items()]
+    lines["sent a step"] = ", ".join(sent) or "nothing"
+    lines["layers compiled"] = str(facts["layers"]["compiled"])
+    text = [f"{name:18} {figure}" for name, figure in lines.items()]
+    return "\n".join([*text, *(f"warning: {line}" for line in facts["warnings"])])
 
 
 def two_digits(x: float) -> str:

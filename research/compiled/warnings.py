@@ -41,7 +41,7 @@ def warnings_of(
       platform: as `devices.platforms.platform` names it.
       large: least elements of a kernel.
     """
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for cost in costs:
         x = cost.instruction
         names = _defects(program, x, vocab_size, cache_numbers, large)
@@ -49,11 +49,11 @@ def warnings_of(
             names += [ROUNDS] * cost.launched
         for name in names:
             if platform in ONLY_ON.get(name, (platform,)):
-                found.setdefault(name, []).append(cost.label or x.name)
+                places.setdefault(name, []).append(cost.label or x.name)
     return [
-        f"{name}: {len(found[name])} x, {_where(found[name])}"
+        f"{name}: {len(places[name])} x, {_where(places[name])}"
         for name in NAMES
-        if name in found
+        if name in places
     ]
 
 
@@ -63,9 +63,9 @@ def step_warnings(program: Program, dtype: str, platform: str) -> list[str]:
     Loops over chunks of the loss end where the counted tokens do.
     """
     costs = [Cost(x, x.label, 0, 1) for x in program.instructions.values()]
-    found = warnings_of(program, costs, 0, 2**62, platform)
+    lines = warnings_of(program, costs, 0, 2**62, platform)
     wanted = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
-    return [line for line in found if line.startswith(wanted)]
+    return [line for line in lines if line.startswith(wanted)]
 
 
 def _where(labels: Sequence[str]) -> str:
@@ -77,29 +77,29 @@ def _defects(
 ) -> list[str]:
     inside = [x, *program.fused(x)]
     products = [y for y in inside if y.opcode in ("convolution", "dot")]
-    found = []
+    names = []
     if x.opcode == "sort" and any(vocab_size in a.sizes for a in x.results):
-        found.append(SORT)
+        names.append(SORT)
     if _is_copy(program, x, cache_numbers):
-        found.append(COPY)
+        names.append(COPY)
         if x.label.endswith("scatter"):  # TPUs have a loop in place of the scatter
-            found.append(SCATTER)
+            names.append(SCATTER)
     if x.opcode.removesuffix("-done").removesuffix("-start") in _HOST or (
         x.opcode.endswith("-start") and any(a.space == 5 for a in x.results)
     ):
-        found.append(HOST)
+        names.append(HOST)
     # In place it is one kernel for all rows; where its neighbours have another layout, there are copies.
     scatters = x.largest >= cache_numbers and any(y.opcode == "scatter" for y in inside)
     if scatters and any(_is_copy(program, y, cache_numbers) for y in _next_to(program, x)):
-        found.append(SCATTER)
+        names.append(SCATTER)
     sums = not products and any(y.opcode == "reduce" for y in inside)
     if sums and any(_multiplies(x, y) and y.largest >= large for y in inside):
-        found.append(ONE_ROW)
+        names.append(ONE_ROW)
     if any(_is_float32(program, y, large) for y in products):
-        found.append(FLOAT32)
+        names.append(FLOAT32)
     if x.opcode == "while" and not program.trips(x):
-        found.append(LOOP)
-    return found
+        names.append(LOOP)
+    return names
 
 
 def _multiplies(x: Instruction, y: Instruction) -> bool:
@@ -115,18 +115,18 @@ def _is_copy(program: Program, x: Instruction, cache_numbers: int) -> bool:
 
 def _next_to(program: Program, x: Instruction) -> list[Instruction]:
     """The maker of its first operand and the readers of its result, through instructions that pass values on."""
-    found: list[Instruction] = []
+    neighbours: list[Instruction] = []
     maker = program.instructions.get(x.operands[0]) if x.operands else None
     while maker is not None and maker.opcode in PASSING and maker.operands:
         maker = program.instructions.get(maker.operands[0])
-    found += [maker] if maker is not None else []
+    neighbours += [maker] if maker is not None else []
     readers = list(program.readers.get(x.name, ()))
     while readers:
         reader = readers.pop()
-        found.append(reader)
+        neighbours.append(reader)
         if reader.opcode in PASSING:
             readers += program.readers.get(reader.name, ())
-    return found
+    return neighbours
 
 
 def _is_float32(program: Program, product: Instruction, large: int) -> bool:

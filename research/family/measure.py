@@ -13,21 +13,21 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model, Options, load
-from medusa_jax.api.weightless import trained_shapes
+from medusa_jax.api.asking import Prompt
 from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.evaluate.fitting import rank_texts
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import device_facts
+from medusa_jax.evaluate.timing import StepClock
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree import growth
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json, write_json
-from research.question_files import read_questions
-from research.timed_steps import step_seconds
+from research.weights import trained_shapes
 
 
 def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) -> float:
@@ -72,6 +72,14 @@ def draft_seconds(model: Model, tree: Tree, n_steps: int = 50, rounds: int = 7) 
     return statistics.median(times)
 
 
+def step_seconds(model: Model, tree: Tree, prompt: Prompt, rounds: int = 7) -> float:
+    """Median seconds of one decode step, after a run that compiles."""
+    engine = model.engine(tree)
+    clock = StepClock([engine], model.variables, model.encode(prompt))
+    _, *seconds = [clock.seconds(engine) for _ in range(1 + rounds)]
+    return statistics.median(seconds)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """The measurements of `python -m research family`."""
@@ -106,8 +114,8 @@ def measure_one(study: Study, run: Path) -> Json:
             inform(f"{kept} exists, not measured again")
             return found
     model = load(study.model, str(run / "export"), tree="none")
-    questions = read_questions(study.prompts, study.limit)
-    fitted = read_questions(study.calibration, study.calibration_limit)
+    questions = read_prompts(study.prompts, study.limit)
+    fitted = read_prompts(study.calibration, study.calibration_limit)
     prompts = [prompt_of(question) for question in fitted]
     options = Options(max_new_tokens=study.max_new_tokens)
     tuples_PK = growth.Recorded.joined(rank_texts(model, prompts, options)).ranks_PK
@@ -118,7 +126,7 @@ def measure_one(study: Study, run: Path) -> Json:
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
         # `race_first_seeds` measures speeds, so one run is enough here.
         row = race([plain, ourselves(model, tree, options)], asked, 1)[1]
-        [step] = step_seconds(model, [tree], model.encode(prompts[0]))
+        step = step_seconds(model, tree, prompts[0])
         draft = draft_seconds(model, tree)
         counted = ("mean_accepted_length", "divergences", "prompts")
         decoded.append(
@@ -156,7 +164,7 @@ def race_first_seeds(
         for row in runs[name][0]["decoded"]:
             tree = Tree.from_choices(row["choices"])
             contenders.append(ourselves(model, tree, options, label=name))
-    questions = read_questions(study.prompts, study.limit)
+    questions = read_prompts(study.prompts, study.limit)
     prompts = [model.encode(prompt_of(question)) for question in questions]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in where}
     for row in race(contenders, prompts, max(study.repeats, 1))[1:]:

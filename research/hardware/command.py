@@ -62,18 +62,18 @@ class Job:
 def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
     """The processes of a part."""
 
-    def own(name: str, *more: str, setting: Mapping[str, str] | None = None) -> Job:
+    def job(name: str, *more: str, setting: Mapping[str, str] | None = None) -> Job:
         words = ("research.hardware.part", flags.out, name, str(seconds), str(flags.small))
         return Job((*words, *more), setting or {})
 
     if part == "check":
-        yield own("stages", setting=NO_TUNING)
+        yield job("stages", setting=NO_TUNING)
         if not flags.small:
-            yield own("stages", setting={"JAX_PLATFORMS": "cpu"})
-            yield own("stages", setting=NO_TUNING | {"MEDUSA_JAX_ATTENTION": "own"})
+            yield job("stages", setting={"JAX_PLATFORMS": "cpu"})
+            yield job("stages", setting=NO_TUNING | {"MEDUSA_JAX_ATTENTION": "own"})
         names = ("medusa",) if flags.small else DRAFTERS
         for name in names:
-            yield own("exact", name, setting=NO_TUNING)
+            yield job("exact", name, setting=NO_TUNING)
     elif part == "race":
         models = {"demo": ()} | (
             {"smollm2": ("--model=smollm2",)}
@@ -93,7 +93,7 @@ def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
             sizes = few if flags.small else more
             yield Job(("medusa_jax", "bench", "race", *model, *sizes, out))
     else:
-        yield own(part)
+        yield job(part)
 
 
 def run(flags: Flags) -> int:

@@ -57,10 +57,10 @@ def run(record: Record) -> None:
 
 def versions() -> dict[str, object]:
     """Packages, processor and, on an NVIDIA machine, its driver."""
-    found = {}
+    packages = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
     smi = ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader"]
@@ -71,7 +71,7 @@ def versions() -> dict[str, object]:
     return {
         "python": machine.python_version(),
         "cores": os.cpu_count(),
-        "packages": found,
+        "packages": packages,
         "driver": smi,
         "memory_bytes": stats.get("bytes_limit"),
     }

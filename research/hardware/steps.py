@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.api import Model
+from medusa_jax.api import DEMO, Model
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
-from medusa_jax.decoding.timing import StepClock, run_steps
+from medusa_jax.evaluate.timing import StepClock, run_steps
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
-from medusa_jax.files.shapes import find_shape
+from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
@@ -28,10 +28,11 @@ from research.bandwidth import read_bandwidth
 from research.compiled.costs import kernels_of
 from research.hardware.profile import profiled
 from research.hardware.record import Record
-from research.step_cost import GROWTH, N_HEADS
 from research.weights import random_backbone, random_heads
 
 SHAPE, CONTEXT, STEPS = "llama-7b", 800, 16
+# The growth order of the demo's Hydra heads is as deep as the papers' trees of 64 nodes: four levels.
+GROWTH, N_HEADS = DEMO / "hydra" / "tree.json", 4
 DTYPE = jnp.dtype(jnp.bfloat16)
 # (batch, nodes, drafters), most valuable first; 1 node is plain decoding.
 Plan = Sequence[tuple[int, tuple[int, ...], tuple[str, ...]]]
@@ -57,7 +58,7 @@ class Timed(NamedTuple):
 
 def run(record: Record) -> None:
     """Every row of the plan that there is time for, then what the programs of some are made of."""
-    config = find_shape(SHAPE)
+    config = SHAPES[SHAPE]
     if record.small:
         config = replace(
             config,

@@ -75,7 +75,7 @@ TABLES: Mapping[str, tuple[str, Mapping[str, Cell]]] = {
             "rows": "{rows} x {seq_len}",
             "s": "{seconds:.3f}",
             "tokens/s": "{tokens_per_second:.0f}",
-            "counted, GB": lambda r: f"{r['counted_bytes'] / 1e9:.1f}",
+            "stored, GB": lambda r: f"{r['argument_bytes'] / 1e9:.1f}",
             "compiler, GB": lambda r: f"{r['total_bytes'] / 1e9:.1f}",
             "device's peak, GB": lambda r: f"{r['device_bytes'] / 1e9:.1f}",
             "compiled in, s": "{ready_seconds:.0f}",
@@ -104,12 +104,12 @@ def write_summary(out: Path) -> str:
 
 def sections(rows: Sequence[Json]) -> list[str]:
     """The machine, a table for each kind of figure, profiles, then errors and what had no time."""
-    found = [f"- {k}: {v}" for r in rows if r["what"] == "machine" for k, v in r.items() if k not in ("part", "at", "what")]  # fmt: skip
+    lines = [f"- {k}: {v}" for r in rows if r["what"] == "machine" for k, v in r.items() if k not in ("part", "at", "what")]  # fmt: skip
     good = [r for r in rows if "error" not in r]
 
     def section(title: str, rows: Sequence[Json], columns: Mapping[str, Cell]) -> None:
         if rows:
-            found.append(f"\n## {title}\n\n{table_of(rows, columns)}\n")
+            lines.append(f"\n## {title}\n\n{table_of(rows, columns)}\n")
 
     for what, (title, columns) in TABLES.items():
         section(title, [r for r in good if r["what"] == what], columns)
@@ -123,10 +123,10 @@ def sections(rows: Sequence[Json]) -> list[str]:
         if r["what"] == "profile":
             longest = [(n, f"{ms:.3f}", f"{times:.0f}") for n, ms, times in r["longest"]]
             table = markdown_table(("kernel", "ms a step", "times"), longest)
-            found.append(f"\n## Profile: {r['drafter']}, {r['nodes']} nodes\n\n{table}\n")
+            lines.append(f"\n## Profile: {r['drafter']}, {r['nodes']} nodes\n\n{table}\n")
     is_end: Callable[[Json], bool] = lambda r: "error" in r or r["what"] == "out of time"  # noqa: E731
     section("Errors, and what had no time", [r for r in rows if is_end(r)], ENDS)
-    return found
+    return lines
 
 
 def against_a_cpu(rows: Sequence[Json]) -> list[Json]:

@@ -1,19 +1,29 @@
-"""Training steps: tiny ones of every stage, against a CPU's losses; heads of a 7B model."""
+"""Training steps: tiny ones of every stage, against a CPU's losses; heads of a 7B model.
+
+The step is the one that training runs, on random weights and random tokens, all of which are targets.
+"""
 
 import os
 import statistics
 import time
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.training import dry
-from research.counted import total_bytes, training_bytes
+from medusa_jax.sharding import PyTree, make_mesh
+from medusa_jax.training import checks, dry
+from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
+from medusa_jax.training.setup import load_setup, with_draft_vocab
+from medusa_jax.training.stage import make_stage
+from medusa_jax.training.trainer import TrainState, init_state, make_step
 from research.hardware.record import Record
-from research.train_cost import Ready, ready
 
 # One recipe of every loss; Medusa-2 with LoRA.
 STAGES = ("demo_backbone", "demo_medusa", "demo_hydrapp", "demo_amphista", "demo_eagle", "demo_eagle3",
@@ -48,7 +58,7 @@ def stages(record: Record) -> None:
 
 
 def large(record: Record) -> None:
-    """Seconds of a step, and memory: the compiler's figure, the device's, and the count of `dry_run`."""
+    """Seconds of a step, and memory: the compiler's figure, and the device's."""
     for name, rows in LARGE[:1] if record.small else LARGE:
         if record.left() < 30 and not record.small:
             record.row("out of time", config=name)
@@ -59,7 +69,6 @@ def large(record: Record) -> None:
                 tiny(cfg)
             cfg.train.batch_size, cfg.train.accumulation = rows, 1
             cfg.model.path = ""
-            counted = training_bytes(cfg, dry.step_shapes(cfg))
             begin = time.monotonic()
             job = ready(cfg, STEPS)
             spent = time.monotonic() - begin
@@ -74,7 +83,6 @@ def large(record: Record) -> None:
                 seconds=s,
                 tokens_per_second=rows * cfg.data.seq_len / s,
                 ready_seconds=spent,
-                counted_bytes=total_bytes(counted),
                 device_bytes=stats.get("peak_bytes_in_use"),
                 **dry.memory_of(job.step),
                 losses=losses,
@@ -98,6 +106,54 @@ def tiny(cfg: Config) -> Config:
     if cfg.heads.draft_vocab:
         cfg.heads.draft_vocab = 256
     return cfg
+
+
+class Ready(NamedTuple):
+    """A compiled training step and its arguments; it donates the state."""
+
+    step: Compiled
+    state: TrainState
+    frozen: PyTree
+    batch: PyTree
+
+
+def ready(cfg: Config, steps: int) -> Ready:
+    """Compile the step of a configuration of shapes, with random weights and random tokens.
+
+    Raises:
+      UserError: inconsistent sizes.
+    """
+    mesh = make_mesh(cfg.mesh)
+    arch = cfg.model.arch
+    cfg = checks.settle(cfg, arch, mesh)
+    groups = trained_groups(cfg.train, cfg.lora)
+    setup = load_setup(cfg.model, cfg.heads, cfg.train, groups, mesh)
+    if n := cfg.heads.draft_vocab:
+        setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
+    stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
+    optimizer = make_optimizer(cfg.optim, groups, steps)
+    state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
+    schedule = make_schedule(cfg.optim, steps)
+    step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
+    rows = random_rows(cfg)
+    accumulation = cfg.train.accumulation
+    row = {name: x[0] for name, x in rows.items()}
+    shapes = batch_shapes(mesh, row, cfg.train.batch_size // accumulation, accumulation)
+    compiled = compile_step(step, state, setup.frozen, shapes, mesh)
+    batch = jax.block_until_ready(microbatches(mesh, rows, accumulation))
+    return Ready(compiled, state, setup.frozen, batch)
+
+
+def random_rows(cfg: Config) -> dict[str, np.ndarray]:
+    """A batch of random tokens, all targets, one segment per row."""
+    B, T = cfg.train.batch_size, cfg.data.seq_len
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(0, cfg.model.arch.vocab_size, (B, T)).astype(np.int32),
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "segment_ids": np.ones((B, T), np.int32),
+        "counted": np.ones((B, T), bool),
+    }
 
 
 def losses_and_seconds(job: Ready, steps: int) -> tuple[list[list[float]], list[float]]:

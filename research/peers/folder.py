@@ -25,9 +25,9 @@ def contenders(peer: str, folder: str, setting: Setting) -> list[Contender]:
     here, there = context.Pipe()
     given = peer, folder, setting, there
     context.Process(target=_serve, args=given, daemon=True).start()
-    found = here.recv()
-    if isinstance(found, UserError):
-        raise found
+    rows = here.recv()
+    if isinstance(rows, UserError):
+        raise rows
 
     def decode(number: int, prompt: Sequence[int]) -> Run:
         here.send((number, prompt))
@@ -36,18 +36,18 @@ def contenders(peer: str, folder: str, setting: Setting) -> list[Contender]:
 
     return [
         Contender(label, partial(decode, number), weights, facts)
-        for number, (label, weights, facts) in enumerate(found)
+        for number, (label, weights, facts) in enumerate(rows)
     ]
 
 
 def _serve(peer: str, folder: str, setting: Setting, pipe: Connection) -> None:
     sys.path.insert(0, folder)
     try:
-        found = importlib.import_module(f"research.peers.{peer}").contenders(setting)
+        engines = importlib.import_module(f"research.peers.{peer}").contenders(setting)
     except UserError as error:
         return pipe.send(error)
-    pipe.send([(c.label, c.weights, c.facts) for c in found])
+    pipe.send([(c.label, c.weights, c.facts) for c in engines])
     with suppress(EOFError):  # the comparison has ended
         while True:
             number, prompt = pipe.recv()
-            pipe.send(found[number].decode(prompt))
+            pipe.send(engines[number].decode(prompt))

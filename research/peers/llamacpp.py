@@ -27,23 +27,23 @@ def contenders(setting: Setting) -> list[Contender]:
         raise UserError(
             "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
         ) from error
-    own, threads = block_type(path), setting.threads
+    kind, threads = block_type(path), setting.threads
     settings = {"n_ctx": setting.context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
     float32 = llama_cpp.GGML_TYPE_F32
     alike = settings | {"type_k": float32, "type_v": float32}
-    found = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
-    if own != "F32":
-        found.append(_contender(llama_cpp, path, own, settings, setting.new_tokens))
+    engines = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
+    if kind != "F32":
+        engines.append(_contender(llama_cpp, path, kind, settings, setting.new_tokens))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     # Its only drafter; without a GPU its documentation recommends two tokens. They may exceed the text.
     drafter = LlamaPromptLookupDecoding(num_pred_tokens=2)
     drafts = settings | {"draft_model": drafter, "n_ctx": setting.context + 2}
-    found.append(
-        _contender(llama_cpp, path, own, drafts, setting.new_tokens, ", prompt lookup")
+    engines.append(
+        _contender(llama_cpp, path, kind, drafts, setting.new_tokens, ", prompt lookup")
     )
-    return found
+    return engines
 
 
 def _contender(

@@ -1,4 +1,4 @@
-"""calibrate, bench and convert: files, figures, resuming; how flags are declared."""
+"""calibrate and convert: files, figures, resuming; how flags are declared."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import medusa_jax
 from medusa_jax import Options, progress
 from medusa_jax.api import find_heads, find_model
-from medusa_jax.commands import bench, calibrate, convert
+from medusa_jax.commands import calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
@@ -56,28 +56,6 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert not out.with_name("tree.json.ranks").exists()
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
     assert pictures == {"tree.png", "curves.png"}
-
-
-def test_bench_races_drafters_and_trees(files, tmp_path, capsys):
-    """A drafter may name its tree; the others have each of --trees."""
-    directory, prompts = files
-    arguments = [
-        "race", f"--model={directory}", f"--prompts={prompts}", f"--out={tmp_path}",
-        f"--drafters={directory}/heads,prompt_lookup@copy:2,", "--trees=chain:2,cartesian:2x2,",
-        "--limit=2", "--max_new_tokens=20", "--repeats=1",
-    ]  # fmt: skip
-    assert bench.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert (tmp_path / "race.md").read_text() in printed
-    said = " ".join(printed.split())
-    assert "| medusa, chain:2 | 3 |" in said and "autoregressive loop" in said
-    plain, *rows = json.loads((tmp_path / "race.json").read_text())["rows"]
-    assert [row["tree_nodes"] for row in rows] == [3, 7, 3] and plain["speedup"] == 1
-    assert rows[-1]["label"] == "copy, copy:2"
-    for row in rows:
-        assert row["tokens"] == plain["tokens"] == 2 * 19 and row["divergences"] == 0
-        assert row["speedup"] > 0 and row["end_to_end_speedup"] > 0
-        assert row["step_latency_ratio"] > 0 and abs(row["difference"]) < 1e-9
 
 
 def test_a_flag_is_declared_once():

@@ -11,8 +11,8 @@ from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.copying import NGRAM, copied_tokens, with_copies
-from medusa_jax.decoding.ranks import copied_lengths
 from medusa_jax.decoding.state import Engine
+from medusa_jax.evaluate.ranks import copied_lengths
 from medusa_jax.heads.drafter import Proposal
 from medusa_jax.tree.tree import Tree
 

@@ -1,6 +1,7 @@
 """The platform that programs are traced for, and that its options reach every program of decoding."""
 
 import ast
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,6 +52,16 @@ def test_the_default_device_says_the_platform_where_no_mesh_is(monkeypatch, caps
             assert platforms.platform() == name and default_dtype()
     assert platforms.platform() == "tpu"
     assert capsys.readouterr().err.count("note: ") == 1  # a T4 has no bfloat16
+
+
+def test_programs_of_simulated_devices_are_planned_by_a_scheduler_that_waits(monkeypatch):
+    """Unless the user says which."""
+    scheduler = "--xla_cpu_enable_concurrency_optimized_scheduler="
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    for given, expected in (("", "false"), (f"{scheduler}true", "true")):
+        monkeypatch.setenv("XLA_FLAGS", given)
+        platforms.simulate_devices(8)
+        assert os.environ["XLA_FLAGS"].endswith(f"{scheduler}{expected}")
 
 
 def test_a_program_has_the_options_of_its_platform(monkeypatch):

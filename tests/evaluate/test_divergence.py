@@ -1,4 +1,4 @@
-"""Where two texts diverge, the gap of the scores there, and the divergences that rounding explains."""
+"""Where two texts diverge, and the gap of the scores there."""
 
 from types import SimpleNamespace
 
@@ -12,14 +12,10 @@ from medusa_jax.api import Options
 from medusa_jax.api.asking import request_of
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
-from medusa_jax.evaluate.divergence import Divergence, padded
 from medusa_jax.heads.drafter import Backbone
-from medusa_jax.tree.tree import Tree
-from research import noise
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-TREE = Tree.from_choices([[0], [1], [0, 0]])
 TEXT = [3, 5, 1, 0, 7, 7, 2]
 
 
@@ -117,38 +113,3 @@ def test_the_gap_is_between_tokens_that_the_constraint_allows(exact, monkeypatch
     scores = exact.scores([*TEXT[:3], 0])
     check_gap(found, scores[[0, 4, 11]])
     assert text == [0]
-
-
-def test_the_three_passes_are_one_in_float64(exact):
-    got = noise.three_passes(TREE, exact.backbone, padded(TEXT), np.int32(len(TEXT)))
-    expected = exact.scores(TEXT)
-    for logits_V in np.asarray(got):
-        assert_close(logits_V, expected)
-
-
-def test_the_band_is_the_largest_of_the_positions_up_to_the_divergence(exact, monkeypatch):
-    """Passes that agree by chance where the texts part do not hide the noise next to it."""
-    asked = []
-
-    def passes(tree, backbone, tokens, length):
-        asked.append(int(length))
-        moved = {6: 0.0, 4: 0.25}.get(int(length), 0.125)
-        logits = np.zeros((3, 17))
-        logits[:, 7], logits[:, 9] = 2.0, [1.75, 1.75 + moved, 1.75]
-        return jnp.asarray(logits)
-
-    monkeypatch.setattr(noise, "three_passes", passes)
-    where = Divergence(3, 9, 7, 0.25)
-    found = noise.noise_at(exact, TEXT[:3], [0, 7, 7, 7], where, Options(), 0, TREE)
-    assert asked == [6, 5, 4, 3, 2, 1] and found.noise_band == 0.25 and found.is_tie
-
-
-def test_a_filters_cut_within_the_noise_is_told(exact, monkeypatch):
-    """The passes disagree on whether a token is kept."""
-    logits = np.zeros((3, 17))
-    logits[:, 9], logits[:, 7] = 2.0, [2.0 + 1e-9, 2.0, 2.0 - 1e-9]
-    monkeypatch.setattr(noise, "three_passes", lambda *_: jnp.asarray(logits))
-    option = Options(temperature=1.0, top_k=1)
-    where = Divergence(0, 9, 7, 1.0)
-    found = noise.noise_at(exact, [1], [7], where, option, 0, TREE)
-    assert found.at_cut and found.is_tie

@@ -6,11 +6,11 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import UserError
+from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import asked, prompt_of, read_prompts, spread
+from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import PLAIN
-from research.asking import turn_prompt
-from research.question_files import read_questions
 
 TALK = {"question_id": 81, "category": "writing", "turns": ["one", "two"],
         "reference": ["a", ["b", "c"]]}  # fmt: skip

@@ -9,12 +9,11 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Tree
-from medusa_jax.decoding import timing
 from medusa_jax.decoding.copying import REPEATS, copied_tokens
 from medusa_jax.decoding.step import decode_step
+from medusa_jax.evaluate import timing
 from medusa_jax.evaluate.race import Contender, Run, figures, race
 from medusa_jax.repetition import mean_repeated_ngram_share, repeated_ngram_share
-from research.timed_steps import step_seconds
 
 
 def run(n_tokens, steps, seconds, prefill=0.1):
@@ -87,8 +86,10 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
     trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
     prompt = [4, 5, 6, 7] * 25
     assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache
-    seconds = step_seconds(model, trees, prompt, batch=2, n_steps=8, rounds=1)
-    assert len(runs) == 2 * len(trees) and all(s > 0 for s in seconds)
+    engines = [model.engine(tree) for tree in trees]
+    clock = timing.StepClock(engines, model.variables, prompt, batch=2, n_steps=8)
+    seconds = [clock.seconds(engine) for engine in engines]
+    assert len(runs) == len(trees) and all(s > 0 for s in seconds)
     assert {steps for _, made in runs for steps in made} == {8}
     assert len({slots for slots, _ in runs}) == 1
 
@@ -105,5 +106,6 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
 
     monkeypatch.setattr(timing, "step_of", lambda engine: watched)
     tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
-    step_seconds(model, [tree], [4, 5], n_steps=4, rounds=1)
-    assert matches == [False, True, False, True] * 2
+    engine = model.engine(tree)
+    timing.StepClock([engine], model.variables, [4, 5], n_steps=4).seconds(engine)
+    assert matches == [False, True, False, True]

@@ -1,6 +1,5 @@
 """Tensors of every block type, read back and as a model's weights, give nearly the numbers of unpacked ones."""
 
-import os
 import struct
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from medusa_jax.cpu.panels import Panels
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
 from medusa_jax.files.gguf.reader import read_gguf
 from medusa_jax.files.hub import resolve
-from research.peers import float32
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 D, F = 256, 512
@@ -231,20 +229,6 @@ def file(tokenizer_json, tmp_path):
     """A tied llama model in blocks of 8 bits, its norms in float32."""
     more = {"general.file_type": 7}
     return Path(model_file(tmp_path / "a.gguf", tokenizer_json, ["Q8_0"] * 8, more=more))
-
-
-def test_a_copy_in_float32_differs_in_its_blocks_alone(file):
-    assert float32.block_type(str(file)) == "Q8_0"
-    unpacked = float32.as_float32(str(file))
-    assert float32.block_type(unpacked) == "F32"
-    before, after = read_gguf(str(file)), read_gguf(unpacked)
-    assert before.values | {"general.file_type": 0} == after.values
-    assert list(before.tensors) == list(after.tensors)
-    for name, tensor in before.tensors.items():
-        np.testing.assert_array_equal(tensor.unpacked(), after.tensors[name].unpacked())
-    made = os.stat(unpacked).st_mtime_ns
-    assert float32.as_float32(str(file)) == unpacked
-    assert os.stat(unpacked).st_mtime_ns == made
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,11 @@ from trees import WILD
 from medusa_jax import model
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
-from medusa_jax.decoding import ranks as decoding_ranks
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, own_heads
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
@@ -253,12 +253,13 @@ def prefilled(engine, variables, monkeypatch, piece):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 7, n).tolist() for n in length]
     request = loop.Request(prompts, [30] * 4, temperature=[1.0] * 4)
-    _, (_, prompt_BT, *rest) = loop.prefill_arguments(engine, variables, request)
+    _, arrays = loop.prompt_arrays(engine, request)
+    prompt_BT = arrays.prompt_BT
     after_BT = np.arange(prompt_BT.shape[1]) >= length[:, None]
     prompt_BT = np.where(after_BT, rng.integers(0, 7, prompt_BT.shape), prompt_BT)
     monkeypatch.setattr(reading, "PIECE", piece)
     read = jax.jit(partial(reading.prefill.__wrapped__, engine, slots))
-    state = read(variables, prompt_BT.astype(np.int32), *rest)
+    state = read(variables, arrays._replace(prompt_BT=prompt_BT.astype(np.int32)))
     return visible(state.replace(sampling=None), slots, length)
 
 
@@ -298,7 +299,7 @@ def check_replay(engine, variables, request):
         keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
         noise = (keys, jnp.array(request.temperature))
     backbone = Backbone(engine.llama, variables["backbone"])
-    ranks = jax.jit(decoding_ranks.rank_tuples, static_argnums=(0, 6))(
+    ranks = jax.jit(recording_ranks.rank_tuples, static_argnums=(0, 6))(
         engine.drafter, variables["heads"], backbone, tokens, lengths, noise,
         engine.no_repeat_ngram_size,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -18,10 +20,22 @@ from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta, Request
 from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
-from research.rules import log_probabilities
 
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "temperature": 0}
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+
+
+def log_probabilities(model, ids):
+    """log p(token | everything before it) of each token after the first: one pass over the text."""
+
+    @jax.jit
+    def scores(backbone, tokens_1T):
+        positions_1T = jnp.arange(len(ids))[None, :]
+        hidden_1TD = backbone.forward(tokens_1T, positions_1T, jnp.ones_like(tokens_1T))
+        return jax.nn.log_softmax(backbone.lm_head(hidden_1TD))[0]
+
+    logp_TV = np.asarray(scores(model.backbone, jnp.array([ids])))
+    return logp_TV[np.arange(len(ids) - 1), ids[1:]]
 
 
 def test_how_long_an_answer_may_be(port, http):
@@ -147,7 +161,7 @@ def test_echo_scores_texts_as_evaluation_harnesses_ask(port, http, given):
     assert scored["usage"]["completion_tokens"] == 0
     assert scored["usage"]["prompt_tokens"] == len(ids) == len(found["tokens"])
     assert found["token_logprobs"][0] is None is found["top_logprobs"][0]
-    expected = log_probabilities(port.model, ids[:1], ids[1:])
+    expected = log_probabilities(port.model, ids)
     np.testing.assert_allclose(found["token_logprobs"][1:], expected, rtol=2e-4, atol=2e-4)
     for token, logprob, top in list(zip(*list(found.values())[:3]))[1:]:
         assert top[token] == logprob and len(top) in (3, 4)
@@ -174,7 +188,7 @@ def test_echo_of_prompts_longer_than_a_piece(port):
         )  # two pieces, as a server warms up
         programs = read_scored._cache_size()
         echo = echo_of(port.model, "", ids, 2, piece)
-        expected = log_probabilities(port.model, ids[:1], ids[1:])
+        expected = log_probabilities(port.model, ids)
         np.testing.assert_allclose(echo.logprobs[1:], expected, rtol=2e-4, atol=2e-4)
         first, *rest = echo.top_logprobs
         assert first is None and [len(one) for one in rest] == [2] * 69

@@ -1,110 +1,105 @@
-"""What a measurement decodes: a file of prompts or a published question file, all turns, cut to fit."""
+"""Question files with several turns: ask all of them, cut to fit, and group the answers by category."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from medusa_jax.commands.flags import at_least, flag
+from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, spread
+from medusa_jax.evaluate.question_files import framed
+from medusa_jax.evaluate.recording import Text, own_texts
 from medusa_jax.text.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
-from research.question_files import framed, read_questions
-
-if TYPE_CHECKING:
-    from medusa_jax.api import Model
 
 # The prompt length limit of Amphista (A.2.1).
 PAPER_ROOM = 2048
+# The categories of MT-bench, which Spec-Bench counts as one task.
+MT_BENCH = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class TemplateFlags:
-    """How a question becomes a prompt."""
+class Turn(NamedTuple):
+    """One turn of a question, answered by plain decoding.
 
-    chat_template: str = flag(
-        "for --questions: a shipped template, plain (none), or auto: the tokenizer's own if it has "
-        "one, else plain",
-        "auto",
-    )
-    max_prompt_tokens: int = flag(
-        "for --questions: longer prompts are cut (default: 2048, or what the context leaves next to "
-        "the answer)",
-        0,
-    )
+    Attributes:
+      number: of the question.
+      cut: whether text of the prompt was left out.
+    """
+
+    number: int
+    prompt: list[int]
+    cut: bool
+    text: Text
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptFlags(TemplateFlags):
-    """Which prompts are decoded."""
-
-    prompts: str = flag(
-        "JSONL: prompt/prompt_ids, or Spec-Bench questions with turns (first turn); an optional "
-        "'continuation_ids' is the real text (default: the demo's)",
-        str(DEMO_PROMPTS),
-    )
-    questions: str | None = flag(
-        "instead: a question file as published (Spec-Bench, MT-bench, AlpacaEval, HumanEval, GSM8K, "
-        "XSUM, CNN/DM), through the chat template",
-        None,
-        metavar="FILE",
-    )
-    limit: int = flag("most prompts to use; 0 is all", 50, type=at_least(0))
-
-
-def questions_of(given: PromptFlags, model: str | None = None) -> list[Json]:
-    """--limit of --questions, from all categories alike; else the first of --prompts.
+def answered_turns(
+    model: Model, questions: Sequence[Json], template: str, room: int, options: Options
+) -> list[Turn]:
+    """Answer all questions turn by turn; each turn sees the earlier answers.
 
     Args:
-      model: the ids of the demo's prompts are of its vocabulary: another model gets their texts.
+      questions: from `read_questions`.
+      template, room: as for `turn_prompt`.
+
+    Returns: all first turns before the second ones.
     """
-    if given.questions:
-        return spread(read_questions(given.questions), given.limit)
-    questions = read_questions(given.prompts, given.limit)
-    if model and given.prompts == str(DEMO_PROMPTS):
-        return [
-            {name: value for name, value in question.items() if not name.endswith("_ids")}
-            for question in questions
+    turns: list[Turn] = []
+    answers: list[list[str]] = [[] for _ in questions]
+    counts = [max(1, len(question["turns"])) for question in questions]
+    for turn in range(max(counts)):
+        numbers = [i for i, count in enumerate(counts) if turn < count]
+        asked = [
+            turn_prompt(model, questions[i], answers[i], template, room) for i in numbers
         ]
-    return questions
+        texts = own_texts(model, [prompt for prompt, _ in asked], options)
+        for i, (prompt, cut), text in zip(numbers, asked, texts, strict=True):
+            answers[i].append(model.tokenizer.decode(text.ids[text.n_prompt :]))
+            turns.append(Turn(i, prompt, cut, text))
+    return turns
 
 
-def first_prompts(
-    given: PromptFlags, model: "Model", questions: Sequence[Json], new_tokens: int
-) -> list[list[int]]:
-    """Ids of the first prompts: --questions through the chat template, --prompts unchanged."""
-    if not given.questions:
-        return [model.encode(prompt_of(question)) for question in questions]
-    template = find_template(model, given.chat_template)
-    room = prompt_room(given, model.config.max_position, new_tokens)
-    return [turn_prompt(model, q, [], template, room)[0] for q in questions]
+def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
+    """Group question numbers for the rows of a table: each category, MT-bench's eight, all.
+
+    Example: writing math qa gives {"writing": [0], "math": [1], "qa": [2], "mt_bench": [0, 1],
+    "overall": [0, 1, 2]}.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for i, category in enumerate(categories):
+        groups[category].append(i)
+    talks = [i for i, category in enumerate(categories) if category in MT_BENCH]
+    several = len(groups) > 1
+    if talks and len(talks) < len(categories):
+        groups["mt_bench"] = talks
+    if several:
+        groups["overall"] = list(range(len(categories)))
+    return dict(groups)
 
 
-def prompt_room(given: TemplateFlags, context: int, new_tokens: int) -> int:
-    """Most tokens of a prompt: as asked for, or the papers' 2048 where the answer still fits.
+def prompt_room(longest: int, context: int, new_tokens: int) -> int:
+    """Most tokens of a prompt: `longest`, or the papers' 2048 if it is 0, where the answer still fits.
 
     Raises:
       UserError: the answer takes the whole context.
     """
-    if given.max_prompt_tokens < 0:
-        raise UserError("--max_prompt_tokens is 1 or more")
     left = context - new_tokens
     if left < 1:
         raise UserError(
             f"--max_new_tokens {new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    return min(given.max_prompt_tokens or PAPER_ROOM, left)
+    return min(longest or PAPER_ROOM, left)
 
 
-def find_template(model: "Model", asked: str) -> str:
+def find_template(model: Model, name: str) -> str:
     """Resolve "auto": the tokenizer's template ("") if it has one, else "plain"."""
-    if asked != "auto":
-        return asked
+    if name != "auto":
+        return name
     return "" if model.tokenizer.chat_template else PLAIN
 
 
 def turn_prompt(
-    model: "Model", question: Json, answers: Sequence[str], template: str, room: int
+    model: Model, question: Json, answers: Sequence[str], template: str, room: int
 ) -> tuple[list[int], bool]:
     """Return the prompt ids for the next answer, and whether text was left out.
 
@@ -149,7 +144,7 @@ def turn_prompt(
 
 
 def cut(
-    model: "Model",
+    model: Model,
     ids_with: Callable[[str], list[int]],
     text: str,
     room: int,
@@ -172,7 +167,7 @@ def cut(
     raise UserError(f"a prompt of at most {room} tokens cannot hold it")
 
 
-def _ends(model: "Model", tokens: Sequence[int], keep: int, keep_end: bool) -> str:
+def _ends(model: Model, tokens: Sequence[int], keep: int, keep_end: bool) -> str:
     """Text of the first `keep` tokens, or of half as many from each end."""
     if not keep_end:
         return model.tokenizer.decode(tokens[:keep])

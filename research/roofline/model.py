@@ -161,8 +161,8 @@ def acceleration_of(curve: str) -> Acceleration:
     """
     if curve == "paper":
         return paper_acceleration
-    found = load_tree_file(curve)
-    ladder = (found.get("evidence") or {}).get("ladder")
+    content = load_tree_file(curve)
+    ladder = (content.get("evidence") or {}).get("ladder")
     if not ladder:
         raise UserError(
             f"{curve} holds no measured tokens per step: write them with "

@@ -1,4 +1,4 @@
-"""Compile the decode loop of a model of shapes only, for any device."""
+"""Compile the decode loop, or a training step, of a model of shapes only, for any device."""
 
 import copy
 import dataclasses
@@ -11,12 +11,10 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 from jax.typing import DTypeLike
 
-from medusa_jax.api.weightless import abstract_state, abstract_variables
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import Config
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.evaluate.targets import Target
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import Llama, decoding_config
@@ -32,6 +30,8 @@ from medusa_jax.sharding import (
 )
 from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree
+from research.compiled.targets import Target
+from research.weights import abstract_state, abstract_variables
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,13 @@ def compile_training(
     cfg.mesh, cfg.dry_run = mesh, True
     shapes = dry.step_shapes(cfg, target.devices)
     program = dry.compile_step(*shapes)
-    found = dry.figures(cfg, program)
+    figures, layers = dry.figures(cfg, program), cfg.model.arch.n_layers
     return program, {
         "target": target.name,
         "device": target.chip.title,
         "estimated": True,
-        "layers": cfg.model.arch.n_layers,
-        "memory_bytes": found["total_bytes"],
-        "sent_bytes": found["sent_bytes"],
+        "layers": {"compiled": layers, "all": layers},
+        "memory_bytes": figures["total_bytes"],
+        "sent_bytes": figures["sent_bytes"],
         "stored_bytes": sum(dry.sizes(shapes)["stored"].values()),
     }

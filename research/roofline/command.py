@@ -1,8 +1,7 @@
-"""`python -m medusa_jax roofline`: the best size of a tree, and the speed-up, that the hardware allows.
+"""`python -m research roofline`: the best size of a tree, and the speed-up, that the hardware allows.
 
 From the shape of a model, the peaks of a chip and tokens per step over the tree's size (Medusa,
-appendix G). Kernels are taken as ideal, so the figures are upper bounds. `python -m research roofline`
-lists all products, draws the paper's figures and fits the same model to products timed on this device.
+appendix G). Kernels are taken as ideal, so the figures are upper bounds.
 """
 
 import dataclasses
@@ -10,16 +9,18 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.devices.chips import CHIPS, find_chip
-from medusa_jax.evaluate import roofline
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.devices.chips import CHIPS
+from medusa_jax.errors import one_of
 from medusa_jax.evaluate.tables import Cell, table_of
-from medusa_jax.files.shapes import SHAPES, find_shape
+from medusa_jax.files.shapes import SHAPES
+from research.roofline import model as roofline
+from research.shapes import find_shape
 
 EXAMPLES = """examples:
-  python -m medusa_jax roofline
-  python -m medusa_jax roofline --chip tpu-v5e --shape llama3-8b --batch 8 --whole_step
-  python -m medusa_jax roofline --chip h100 --shape path/to/model --curve path/to/heads/tree.json
+  python -m research roofline
+  python -m research roofline --chip tpu-v5e --shape llama3-8b --batch 8 --whole_step
+  python -m research roofline --chip h100 --shape path/to/model --curve path/to/heads/tree.json
 """
 SHOWN = (1, 8, 16, 32, 48, 64, 80, 96, 128, 192, 256, 512)
 
@@ -31,6 +32,9 @@ class Flags:
     chip: str = flag(f"one of {', '.join(CHIPS)}", "a100")
     shape: str = flag(f"{', '.join(SHAPES)}, or a config.json or its directory", "llama-7b")
     batch: int = flag("rows", 1, type=at_least(1))
+    batches: tuple[int, ...] = flag(
+        "rows of the table of best sizes (figure 22)", "1,8,16,32,64", type=numbers(least=1)
+    )
     length: int = flag("cached tokens", 1024, type=at_least(1))
     most_nodes: int = flag("largest tree to predict", 512, type=at_least(64, most=4096))
     curve: str = flag(
@@ -76,9 +80,32 @@ def size_table(rows: Sequence[roofline.Prediction]) -> str:
     return table_of([r for r in rows if r["nodes"] in (*SHOWN, top)], columns)
 
 
+def best_row(name: str, rows: Sequence[roofline.Prediction]) -> dict[str, object]:
+    """The best size, its speed-up, and the speed-up of the paper's 64 nodes."""
+    top = roofline.best(rows)
+    return {
+        "name": name,
+        "nodes": top["nodes"],
+        "speedup": top["speedup"],
+        "speedup_64": rows[63]["speedup"],
+    }
+
+
+def best_table(what: str, rows: Sequence[dict[str, object]]) -> str:
+    """A table of `best_row`, its first column called `what`."""
+    columns: dict[str, Cell] = {
+        what: "{name}",
+        "best nodes": "{nodes}",
+        "speed-up": "{speedup:.2f}x",
+        "with 64 nodes": "{speedup_64:.2f}x",
+    }
+    return table_of(rows, columns)
+
+
 def run(flags: Flags) -> int:
     """Predict and print."""
-    chip = find_chip(flags.chip)
+    one_of("a chip", flags.chip, CHIPS)
+    chip = CHIPS[flags.chip]
     rows = predict(flags, roofline.roofs_of(chip), flags.batch, flags.length)
     if flags.json:
         print(json.dumps(dataclasses.asdict(flags) | {"sizes": rows}))
@@ -88,17 +115,20 @@ def run(flags: Flags) -> int:
         f"## {chip.title}, {flags.shape}, {what}: batch {flags.batch}, length {flags.length}\n"
     )
     print(size_table(rows), end="\n\n")
-    found = []
-    for each in CHIPS.values():
-        own = predict(flags, roofline.roofs_of(each), flags.batch, flags.length)
-        name = f"{each.title} (ridge {each.ridge:.0f})"
-        found.append({"chip": name} | roofline.best(own) | {"paper": own[63]["speedup"]})
-    columns = {
-        "chip": "{chip}", "best nodes": "{nodes}", "speed-up": "{speedup:.2f}x",
-        "with 64 nodes": "{paper:.2f}x",
-    }  # fmt: skip
-    print(table_of(found, columns))
+    by_batch = [
+        best_row(str(batch), predict(flags, roofline.roofs_of(chip), batch, flags.length))
+        for batch in flags.batches
+    ]
+    print(best_table("batch", by_batch), end="\n\n")
+    by_chip = [
+        best_row(
+            f"{other.title} (ridge {other.ridge:.0f})",
+            predict(flags, roofline.roofs_of(other), flags.batch, flags.length),
+        )
+        for other in CHIPS.values()
+    ]
+    print(best_table("chip", by_chip))
     return 0
 
 
-main = Program("python -m medusa_jax roofline", Flags, run, EXAMPLES)
+main = Program("python -m research roofline", Flags, run, EXAMPLES)

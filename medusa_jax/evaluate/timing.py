@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.generate import (
-    Request,
-    least_slots,
-    power_of_two,
-    prefill_arguments,
-)
+from medusa_jax.decoding.generate import Request, least_slots, power_of_two, prompt_arrays
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of
@@ -88,12 +83,19 @@ class StepClock:
 
         Only the step's program has to be compiled.
         """
-        _, arguments = prefill_arguments(engine, self.variables, self.request)
-        _, _, length_B, limit_B, max_steps_B, stop_BQW, sampling, output = arguments
-        sizes = Sizes(output.shape[1], stop_BQW.shape[1:])
+        _, prompts = prompt_arrays(engine, self.request)
+        length_B = prompts.prompt_length_B
+        _, Q, W = prompts.stop_BQW.shape
+        sizes = Sizes(prompts.output_BO.shape[1], (Q, W))
         state = idle(engine.depth_only, sizes, len(length_B), self.slots)
-        parameters = sampling, limit_B, max_steps_B, stop_BQW
-        state = begin_row(engine.depth_only, state, *parameters)
+        state = begin_row(
+            engine.depth_only,
+            state,
+            prompts.sampling,
+            prompts.limit_B,
+            prompts.max_steps_B,
+            prompts.stop_BQW,
+        )
         state = state.replace(n_new_B=np.ones_like(length_B), length_B=length_B)
         return placed(engine.llama.mesh, state)
 

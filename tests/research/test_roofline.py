@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from medusa_jax import UserError
-from medusa_jax.commands import roofline as command
 from medusa_jax.config import LlamaConfig
 from medusa_jax.devices import chips
-from medusa_jax.evaluate import roofline
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.shapes import SHAPES, find_shape
+from medusa_jax.files.shapes import SHAPES
+from research.roofline import command
+from research.roofline import model as roofline
+from research.shapes import find_shape
 
 TINY = LlamaConfig(64, 64, 2, 4, 2, 16, 128, 128)
 # Operational intensities in the tables 6 (by length, batch 16), 7 and 8 (by batch, length 1024) of the Medusa paper,
@@ -105,6 +106,7 @@ def test_command_predicts(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "| **170** | 3.53 | 244.5 | 1.12x | 3.15x |" in said
     assert "| TPU v6e (ridge 560) | 200 |" in said
+    assert "| 8 | 21 | 1.92x | 1.04x |" in said
     assert command.main(["--most_nodes", "200", "--batch", "4", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["sizes"]
     top = roofline.best(rows)

@@ -40,18 +40,18 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
         if missing := [name for name in form.fields if name not in record]:
             raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
         where = f"{path}: record {number}"
-        found: Json = {"question_id": number, "category": form.name, "frame": None}
+        question: Json = {"question_id": number, "category": form.name, "frame": None}
         try:
-            found |= record | form.adapt(record)
+            question |= record | form.adapt(record)
         except TypeError as error:
             raise UserError(
                 f"{where} has other values in {', '.join(form.fields)}: {error}"
             ) from error
-        check(found, where)
-        found["category"] = str(found["category"])
-        if found["turns"]:
-            found["prompt"] = framed(found, found["turns"][0])
-        questions.append(found)
+        check(question, where)
+        question["category"] = str(question["category"])
+        if question["turns"]:
+            question["prompt"] = framed(question, question["turns"][0])
+        questions.append(question)
     return questions
 
 

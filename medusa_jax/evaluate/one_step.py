@@ -66,10 +66,10 @@ def take_steps(
             "running": state.status_B[0] == RUNNING,
         }
 
-    found = jax.tree.map(np.asarray, one(model.variables, state))
-    if not found["running"]:
+    step = jax.tree.map(np.asarray, one(model.variables, state))
+    if not step["running"]:
         raise UserError(f"the text ends before step {n}: ask for an earlier --step")
-    return found
+    return step
 
 
 def token_labels(model: Model, ids: Sequence[int]) -> list[str]:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import pytest
 from cases import thinned, wide
 
-from medusa_jax.api.weightless import abstract_state, abstract_variables, prefill_arguments
 from medusa_jax.config import (
     Config,
     DataConfig,
@@ -33,6 +32,7 @@ from medusa_jax.model.lora import merge
 from medusa_jax.model.stored import Storage
 from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree
+from research.weights import abstract_prompts, abstract_state, abstract_variables
 
 PLATFORMS = ("tpu", "cuda")
 ARCH = LlamaConfig(64, 32, 2, 4, 2, 8, 48, max_position=256)
@@ -55,9 +55,9 @@ def decoding(heads, dtype, tree=TREE, weights=""):
     variables = abstract_variables(ARCH, drafter, dtype, Storage(weights=weights))
     state = abstract_state(engine, variables, 8)
     assert state.cache.slots == SLOTS
-    depth_only, slots, *prompts = prefill_arguments(engine, variables, 1, 8)
+    slots, prompts = abstract_prompts(engine, 1, 8)
     yield partial(decode_step, engine), variables, state
-    yield partial(prefill, depth_only, slots), *prompts
+    yield partial(prefill, engine.depth_only, slots), variables, prompts
 
 
 def training(cfg):

@@ -7,9 +7,9 @@ import pytest
 from children import output_of
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.evaluate.targets import COMPILERS
 from medusa_jax.files.hf_writer import config_to_hf
 from research.compiled import warnings
+from research.compiled.targets import COMPILERS
 
 pytestmark = pytest.mark.wide
 
@@ -99,7 +99,7 @@ MESHES = """
 import json
 import jax
 jax.config.update("jax_platforms", "cpu")
-from medusa_jax.evaluate.targets import find_target
+from research.compiled.targets import find_target
 from medusa_jax.sharding import make_mesh
 cases = [("v4:2x2x1", (1, -1, 1)), ("v4:2x2x2", (2, -1, 1)), ("v5p:4x4x4", (2, -1, 1))]
 meshes = [make_mesh(shape, find_target(name).devices) for name, shape in cases]

@@ -1,0 +1,106 @@
+"""What `bench` compares: plain decoding, and drafters with their trees, all on one backbone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from medusa_jax.commands.flags import BaseFlags, load_model
+from medusa_jax.console import entries
+from medusa_jax.tree.tree import Tree
+
+if TYPE_CHECKING:
+    from medusa_jax.api import Model, Options
+    from medusa_jax.evaluate.race import Contender
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A drafter in the race.
+
+    Attributes:
+      name: as given.
+      model: the backbone with this drafter; all entrants share one backbone.
+      trees: --tree value -> tree.
+    """
+
+    name: str
+    model: "Model"
+    trees: dict[str, Tree]
+
+    def label(self, spec: str, tree: Tree) -> str:
+        """The drafter's name and, unless it is automatic or a number of nodes, the --tree value."""
+        name = self.model.drafts_by(tree) if tree.depth else self.name
+        return name if spec == "auto" or spec.isdecimal() else f"{name}, {spec}"
+
+
+def tree_specs(text: str) -> list[str]:
+    """ "auto,cartesian:2x3" -> ["auto", "cartesian:2,3"]."""
+    specs = entries(text) or ["auto"]
+    return [spec.replace("x", ",") if ":" in spec else spec for spec in specs]
+
+
+def default_names(model: str | None) -> list[str]:
+    """All heads that come with the model, and the drafters that need none."""
+    from medusa_jax.api.finding import bundled_draft_model, bundled_heads
+
+    draft_model = ["draft_model"] if bundled_draft_model(model) else []
+    return [*bundled_heads(model), *draft_model, "prompt_lookup", "lookahead"]
+
+
+def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
+    """The drafters, all on one copy of the backbone; `trees` for those named without one."""
+    first: Model | None = None
+    for each in names:
+        name, _, tree = each.partition("@")
+        specs = tree_specs(tree or trees)
+        spec = "auto" if "auto" in specs else specs[0]
+        model = load_model(flags, name, tree=spec)
+        first = first or model
+        model.variables = model.variables | {"backbone": first.variables["backbone"]}
+        by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
+        yield Entrant(name, model, by_spec)
+
+
+def contenders_of(
+    entrants: Sequence[Entrant], options: "Options"
+) -> "list[Contender[Sequence[int]]]":
+    """Plain decoding, and every entrant with each of its trees, a prompt at a time."""
+    from medusa_jax.evaluate.race import ourselves
+
+    contenders = [ourselves(entrants[0].model, Tree.none(), options)]
+    for e in entrants:
+        for spec, tree in e.trees.items():
+            label = e.label(spec, tree)
+            contenders.append(ourselves(e.model, tree, options, label=label))
+    return contenders
+
+
+def batch_contenders(
+    entrants: Sequence[Entrant], options: "Options", batches: Sequence[int]
+) -> "list[Contender[Sequence[list[int]]]]":
+    """As `contenders_of` for each batch size, against plain decoding in batches of that size.
+
+    An automatic tree is the one for the batch size.
+    """
+    from medusa_jax.evaluate.race import Contender, in_batches
+
+    contenders: list[Contender[Sequence[list[int]]]] = []
+    for batch in batches:
+        plain = len(contenders)
+        rows = [("plain", entrants[0].model, Tree.none())]
+        for e in entrants:
+            for spec, tree in e.trees.items():
+                tree = e.model.tree_at(batch) if spec == "auto" else tree
+                rows.append((e.label(spec, tree), e.model, tree))
+        for label, model, tree in rows:
+            decode = partial(in_batches, model, tree, options, batch)
+            facts = {
+                "batch": batch,
+                "drafter": model.drafts_by(tree) if tree.depth else "plain",
+                "tree_nodes": tree.n_nodes,
+                "temperature": options.temperature,
+            }
+            weights = model.storage.weights or str(model.dtype)
+            contenders.append(Contender(label, decode, weights, facts, against=plain))
+    return contenders

@@ -1,0 +1,64 @@
+"""Other engines: what is missing is named; files in float32 for a fair comparison."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+from gguf_files import gguf, write
+
+from medusa_jax import UserError
+from medusa_jax.files.gguf.reader import read_gguf
+from research.peers import Setting, float32, huggingface, llamacpp
+
+Kind = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize(
+    ("peer", "model", "words"),
+    [
+        (llamacpp, "a.gguf", r"pip install 'medusa-jax\[llamacpp\]'"),
+        (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
+        (llamacpp, "some/directory", r"is not a GGUF file, which llama\.cpp needs"),
+    ],
+)
+def test_what_is_missing_is_named(peer, model, words, monkeypatch):
+    for name in ("llama_cpp", "torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=words):
+        peer.contenders(Setting(model, 3, 40, 3, 0))
+
+
+@pytest.fixture
+def tensors():
+    """Two matrices in blocks of 8 bits, and a norm in float32."""
+    rng = np.random.default_rng(0)
+    blocks = {
+        name: (rng.standard_normal((4, 64)).astype(np.float32), Kind.Q8_0) for name in "ab"
+    }
+    return blocks | {"norm": np.ones(64, np.float32)}
+
+
+def test_a_copy_in_float32_differs_in_its_blocks_alone(tensors, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    file = write(tmp_path / "a.gguf", {"general.file_type": 7}, tensors)
+    assert float32.block_type(file) == "Q8_0"
+    unpacked = float32.as_float32(file)
+    assert float32.block_type(unpacked) == "F32"
+    before, after = read_gguf(file), read_gguf(unpacked)
+    assert before.values | {"general.file_type": 0} == after.values
+    assert list(before.tensors) == list(after.tensors)
+    for name, tensor in before.tensors.items():
+        np.testing.assert_array_equal(tensor.unpacked(), after.tensors[name].unpacked())
+    made = os.stat(unpacked).st_mtime_ns
+    assert float32.as_float32(file) == unpacked
+    assert os.stat(unpacked).st_mtime_ns == made
+
+
+def test_the_copy_of_a_split_file_is_one_file(tensors, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write(tmp_path / "m.gguf", {}, tensors, split=2)
+    first, second = sorted(tmp_path.glob("m-*.gguf"))
+    assert float32.gguf_file(str(second)) == str(first)
+    with open(float32.as_float32(str(second)), "rb") as file:
+        assert b"split.count" not in file.read()
