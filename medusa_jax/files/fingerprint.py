@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.files.tensors import flatten
+from medusa_jax.files.source import flatten
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params
 

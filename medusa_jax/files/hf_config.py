@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.tensors import read_json
+from medusa_jax.files.json_files import read_json
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.files.tensors import optional_json
+from medusa_jax.files.json_files import optional_json
 
 
 def read_backend(directory: str) -> Any:

@@ -2,22 +2,18 @@
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from medusa_jax.errors import UserError, first_line
-from medusa_jax.files.hub import TOKENIZER_FILES, resolve
-from medusa_jax.files.seam import import_format
-from medusa_jax.files.tensors import optional_json
+from medusa_jax.errors import UserError, library_errors
+from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
+from medusa_jax.files.json_files import optional_json
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
-# The folder of named chat templates.
-TEMPLATES = "additional_chat_templates"
 # Special tokens that chat templates read.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
@@ -119,17 +115,6 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
         except TypeError as error:  # raised for lone surrogates
             problem = "a text has an unpaired surrogate, which is not a valid character"
             raise UserError(problem) from error
-
-
-@contextmanager
-def library_errors(problem: str) -> Iterator[None]:
-    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{problem}: {first_line(error)}") from error
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -247,14 +232,17 @@ def _backend(directory: str) -> Any:
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
-    return import_format("text.sentencepiece_files").read_backend(directory)
+    from medusa_jax.text.sentencepiece_files import read_backend  # imports transformers
+
+    return read_backend(directory)
 
 
 def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
     """The chat template, or several by name: those in files, else those in tokenizer_config.json."""
     files = {"default": os.path.join(directory, "chat_template.jinja")}
-    for name in sorted(glob.glob("*.jinja", root_dir=os.path.join(directory, TEMPLATES))):
-        files[name.removesuffix(".jinja")] = os.path.join(directory, TEMPLATES, name)
+    folder = os.path.join(directory, TEMPLATES_FOLDER)
+    for name in sorted(glob.glob("*.jinja", root_dir=folder)):
+        files[name.removesuffix(".jinja")] = os.path.join(folder, name)
     found = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
     given = settings.get("chat_template")
     if found or not isinstance(given, list):

@@ -172,7 +172,7 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
     return rows.swapaxes(1, 2).ravel()
 
 
-def open_tensors(path: str) -> Tensors:
+def open_gguf(path: str) -> Tensors:
     """The tensors of a GGUF file by their Hugging Face names; they are read later.
 
     Raises:
@@ -183,7 +183,7 @@ def open_tensors(path: str) -> Tensors:
 
 
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
-    """`open_tensors` of an open file with this `hf_config`."""
+    """`open_gguf` of an open file with this `hf_config`."""
     return {
         hf_name(name): _open_tensor(replace(tensor, order=row_order(tensor, config)))
         for name, tensor in file.tensors.items()

@@ -19,9 +19,11 @@ from medusa_jax.files.gguf.vocabulary import (
     token_texts,
     tokenizer_settings,
 )
-from medusa_jax.files.hf import locate
 from medusa_jax.files.hf_config import parse_config
-from medusa_jax.files.tensors import GGUF_LINK, Source, save_json
+from medusa_jax.files.hf_keys import locate
+from medusa_jax.files.json_files import save_json
+from medusa_jax.files.source import Source
+from medusa_jax.files.tensors import GGUF_LINK
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.whole_files import Json, read_text, replacing, write_text
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.gguf.reader import GGUFFile
-from medusa_jax.text.tokenizer import library_errors
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4

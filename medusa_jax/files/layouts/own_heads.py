@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files import tensors as tensor_files
+from medusa_jax.files.json_files import read_json, save_json
 from medusa_jax.files.layouts import codes
 from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
+from medusa_jax.files.source import flatten
 from medusa_jax.files.tensor import whole
-from medusa_jax.files.tensors import read_json
+from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.hosts import on_host
@@ -44,7 +45,7 @@ def open_own(directory: str) -> StoredHeads:
     meta = read_json(file)
     heads, base = _read_description(file, meta)
     weights = os.path.join(directory, WEIGHTS)
-    tensors = tensor_files.open_safetensors(weights)
+    tensors = open_safetensors(weights)
     ids = None
     if heads.draft_vocab:
         if IDS not in tensors or tensors[IDS].dtype != "int32":
@@ -102,7 +103,7 @@ def save_heads(
     Raises:
       UserError: the directory cannot be written.
     """
-    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
+    flat = flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}
     if np.dtype(dtype or "float32") == np.int8:
         arrays = codes.encode(arrays)
@@ -121,5 +122,5 @@ def save_heads(
         "recipe": recipe,
     }
     weights = os.path.join(directory, WEIGHTS)
-    tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
-    tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
+    save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
+    save_json(os.path.join(directory, DESCRIPTION), description)

@@ -21,6 +21,8 @@ from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"
 PARTS = "speculators_config"
+# `Layout.loading`.
+LOADING = "`vllm serve {out}`, which serves the base model with these heads"
 # Fields of any kind, read under the same names.
 SHARED = {"draft_vocab_size", "target_hidden_size"}
 UNUSED = {
