@@ -43,7 +43,7 @@ class Source:
           UserError: a missing, unknown, misshaped or non-float key.
         """
         keys = {path: self.locate(path) for path in flatten(abstract)}
-        known = {name for name, _ in keys.values()}
+        names = {name for name, _ in keys.values()}
         for path, leaf in flatten(abstract).items():
             name, transposed = keys[path]
             shape = tuple(leaf.shape[::-1] if transposed else leaf.shape)
@@ -63,7 +63,7 @@ class Source:
                     f"{', '.join(FLOATS)} are read (is the checkpoint quantised?)"
                 )
         for name, tensor in sorted(self.tensors.items(), key=lambda item: item[0]):
-            if name not in known and not self.ignore(name):
+            if name not in names and not self.ignore(name):
                 raise UserError(
                     f"{tensor.file} has a key that this model has no place for: {name!r} of "
                     f"shape {list(tensor.shape)}"

@@ -29,7 +29,7 @@ from medusa_jax.files.layouts.eagle3_files import (
     verifier,
     vocabulary_arrays,
 )
-from medusa_jax.files.layouts.eagle_files import EMBEDDING, ignore, locate_in_layers
+from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensor import Tensors
@@ -43,7 +43,7 @@ _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
 _TABLE, _TAPS = "dflash_config", "target_layer_ids"
 # The tapped layers of speculators, and its other fields that are read here.
 _INPUTS = "aux_hidden_state_layer_ids"
-OWN = {
+SPECULATORS_FIELDS = {
     "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "markov_rank",
     "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
 }  # fmt: skip
@@ -91,25 +91,25 @@ class DFlashFiles(Layout):
                     )
             values = config | table
         values = {k: x for k, x in values.items() if x is not None}
-        given, layer = Fields(file, values), parse_config(file, values)
-        given.expect(EXPECTED)
+        config_fields, layer = Fields(file, values), parse_config(file, values)
+        config_fields.expect(EXPECTED)
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"
             )
-        shape, sizes = shape_of(given, layer)
+        shape, sizes = shape_of(config_fields, layer)
         dspark = _W1 in tensors
         if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
             raise UserError(f"{file}: projector_type contradicts the keys of {source}")
         kind = DSparkConfig if dspark else DFlashConfig
-        taps = given.items(_TAPS, int)
+        taps = config_fields.items(_TAPS, int)
         if sorted(set(taps)) != taps or min(taps, default=-2) < -1:
             raise UserError(
                 f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
             )
         root_guesses = dspark
         if "sample_from_anchor" in values:
-            root_guesses = given.switch("sample_from_anchor")
+            root_guesses = config_fields.switch("sample_from_anchor")
         # Without inputs next to the slot's output the confidence is not read.
         confidence = (
             _CONFIDENCE in tensors and sum(tensors[_CONFIDENCE].shape[1:]) > layer.d_model
@@ -121,14 +121,14 @@ class DFlashFiles(Layout):
             raise UserError(
                 f"{file}: draft_vocab_size {described!r}, {source} has {outputs} tokens"
             )
-        block_size = given.count("block_size", least=2)
+        block_size = config_fields.count("block_size", least=2)
         heads = kind(
             n_heads=block_size if root_guesses else block_size - 1,
             lm_head="own" if _LM_HEAD in tensors else "shared",
-            mask_token=given.count("mask_token_id", least=0),
+            mask_token=config_fields.count("mask_token_id", least=0),
             tap_layers=",".join(str(i + 1) for i in taps),
             **sizes,
-            markov_rank=given.count("markov_rank") if dspark else 0,
+            markov_rank=config_fields.count("markov_rank") if dspark else 0,
             root_guesses=root_guesses,
             draft_vocab=0 if ids is None else len(ids),
             confidence=confidence,
@@ -222,7 +222,7 @@ class SpeculatorsDFlash(DFlashFiles):
             kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
         )  # fmt: skip
         # speculators computes with NaN where a file has neither of these.
-        copies = {EMBEDDING: export.embedding()}
+        copies = {EMBEDDING_COPY: export.embedding()}
         if heads.lm_head == "shared":
             lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
             copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
@@ -233,7 +233,7 @@ class SpeculatorsDFlash(DFlashFiles):
 def _of_speculators(file: str, config: Json) -> Json:
     """The fields that z-lab's form has; layers by their outputs."""
     kinds = ("dflash", "dspark")
-    values, taps = speculators_config.read(file, config, kinds, OWN, _INPUTS)
+    values, taps = speculators_config.read(file, config, kinds, SPECULATORS_FIELDS, _INPUTS)
     if (width := values.get("target_hidden_size")) not in (None, values.get("hidden_size")):
         raise UserError(
             f"{file}: target_hidden_size {width!r} is not the layers' hidden_size"

@@ -9,7 +9,7 @@
 
 speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
 keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
-backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+backbone's) and 3.1's flags. speculators has the layer's fields in a separate table, flags and tapped
 layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
 flags; here an unknown field with a value is refused.
 """
@@ -27,7 +27,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import ROPE, parse_config
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
-from medusa_jax.files.layouts.eagle_files import EMBEDDING, ignore, locate_in_layers
+from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.speculators_config import unknown
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
@@ -45,7 +45,7 @@ _FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 # Layers whose input is read; none: 2, L / 2, L - 3.
 TAPS = "eagle_aux_hidden_state_layer_ids"
 # Fields of speculators that are read here.
-OWN = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
+SPECULATORS_FIELDS = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
@@ -108,7 +108,9 @@ class Eagle3Files(Layout):
         tensors = rename(files.tensors, lambda key: key.removeprefix("model."))
         taps, depth = "", {}
         if speculators_config.TYPE in config:
-            fields, tapped = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
+            fields, tapped = speculators_config.read(
+                file, config, ("eagle3",), SPECULATORS_FIELDS, TAPS
+            )
             taps = ",".join(map(str, tapped))
             if "norm_before_residual" not in config:
                 raise UserError(
@@ -131,8 +133,10 @@ class Eagle3Files(Layout):
             raise UserError(
                 f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
             )
-        given = Fields(file, {name: x for name, x in fields.items() if x is not None})
-        shape, sizes = shape_of(given, layer)
+        config_fields = Fields(
+            file, {name: x for name, x in fields.items() if x is not None}
+        )
+        shape, sizes = shape_of(config_fields, layer)
         ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
         outputs = layer.vocab_size if ids is None else len(ids)
         described = fields.get("draft_vocab_size") or outputs
@@ -140,7 +144,7 @@ class Eagle3Files(Layout):
             raise UserError(
                 f"{file}: draft_vocab_size {described!r}, {source} has {outputs} tokens"
             )
-        flags: Json = {flag: given.switch(flag) for flag in _FLAGS}
+        flags: Json = {flag: config_fields.switch(flag) for flag in _FLAGS}
         draft_vocab = 0 if ids is None else len(ids)
         heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
         stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
@@ -191,14 +195,14 @@ class SpeculatorsEagle3(Eagle3Files):
     loading = speculators_config.LOADING
 
     def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Any layers, if the LM head is their own."""
+        """Any layers, with a separate LM head."""
         return _needs_lm_head(heads)
 
     def write(self, export: Export, out: str) -> None:
         """With the backbone's embedding."""
         drafter = _drafter(export)
         layers, fields = _config(export, drafter)
-        flags = dict.fromkeys(sorted(OWN - {"embed_requires_grad"}), False)
+        flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
         config = speculators_config.write(
             "eagle3",
             "Eagle3DraftModel",
@@ -209,7 +213,7 @@ class SpeculatorsEagle3(Eagle3Files):
             verifier(export),
         )
         # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
-        arrays = _arrays(export, _SPECULATORS) | {EMBEDDING: export.embedding()}
+        arrays = _arrays(export, _SPECULATORS) | {EMBEDDING_COPY: export.embedding()}
         export.write(out, "model.safetensors", arrays, config)
 
 
@@ -217,9 +221,7 @@ def _needs_lm_head(heads: HeadsConfig) -> str:
     """Why the heads' LM head does not fit; "" if it does."""
     if heads.lm_head == "own":
         return ""
-    return (
-        f"EAGLE-3 heads have an LM head of their own, these have LM head {heads.lm_head!r}"
-    )
+    return f"EAGLE-3 heads have a separate LM head, these have LM head {heads.lm_head!r}"
 
 
 def _locate(path: str, stem: str) -> tuple[str, bool]:
@@ -229,16 +231,18 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     return key, transposed
 
 
-def shape_of(given: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
-    """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
+def shape_of(config_fields: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
+    """Required fields of the backbone's shape, and the fields of the heads with the layer's sizes.
 
     A `rope_theta` of 0 is the backbone's rotation.
 
     Raises:
       UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
     """
-    if "sliding_attention" in given.items("layer_types", str, []):
-        raise UserError(f"{given.file}: heads with sliding attention are not supported")
+    if "sliding_attention" in config_fields.items("layer_types", str, []):
+        raise UserError(
+            f"{config_fields.file}: heads with sliding attention are not supported"
+        )
     shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
     sizes: Json = {
         "n_layers": layer.n_layers,
@@ -255,7 +259,7 @@ def shape_of(given: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
 
 
 def _depth(file: str, ids: Any) -> dict[str, int]:
-    """The backbone's number of layers, which follows from the numbers of the tapped layers, if given.
+    """The backbone's number of layers, which follows from the numbers of the tapped layers, if a file has them.
 
     Files number a stream by the layer that it enters (2, L / 2, L - 3) or by the layer that it leaves (one less).
     Other numbers are ambiguous.

@@ -23,7 +23,7 @@ from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.whole_files import Json
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING_COPY = "embed_tokens.weight"
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
@@ -133,7 +133,7 @@ def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
 
 def ignore(key: str) -> bool:
     """Whether a key is the copy of the backbone's embedding, or a table that every version recomputes."""
-    return key == EMBEDDING or bool(HARMLESS.search(key))
+    return key == EMBEDDING_COPY or bool(HARMLESS.search(key))
 
 
 def locate_in_layers(path: str) -> tuple[str, bool]:
@@ -144,7 +144,7 @@ def locate_in_layers(path: str) -> tuple[str, bool]:
 
 def _written(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
-    arrays = export.arrays(locate_in_layers) | {EMBEDDING: export.embedding()}
+    arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     n_layers = export.stored.heads.n_layers
     config = replace(export.base.config, n_layers=n_layers, sliding_window=0)
     return arrays, config_to_hf(config)

@@ -34,7 +34,7 @@ def engines_for(
 
     Returns: ({engine: the target to convert to}, {engine: the reason}).
 
-    Example: Medusa heads with a draft vocabulary and LM heads of their own ->
+    Example: Medusa heads with a draft vocabulary and separate LM heads ->
     ({"medusa_jax": "native", "vLLM": "vllm"}, {"TGI": "..."}).
     """
     able, unable = {}, {}

@@ -1,4 +1,4 @@
-"""Draft heads of any layout: found, recognised and loaded for a backbone.
+"""Find, recognise and load draft heads of any layout.
 
 A path is a directory, a file of weights in it, or a hub id. Heads with a heads.json are this project's; the keys of
 the weights determine the layout of others (`registry.py`).
@@ -33,9 +33,9 @@ def open_heads(path_or_id: str) -> StoredHeads:
     path = path_or_id
     if not os.path.exists(path):
         path = resolve(path_or_id, HEAD_FILES)
-    own = (DESCRIPTION, OWN_WEIGHTS)
-    folder = os.path.dirname(path) or "." if os.path.basename(path) in own else path
-    if any(os.path.isfile(os.path.join(folder, name)) for name in own):
+    names = (DESCRIPTION, OWN_WEIGHTS)
+    folder = os.path.dirname(path) or "." if os.path.basename(path) in names else path
+    if any(os.path.isfile(os.path.join(folder, name)) for name in names):
         return open_own(folder)
     from medusa_jax.files.layouts.published import open_published  # only for such files
 
@@ -79,10 +79,10 @@ def load_heads(
     n_read = n_heads if n_heads and drafter.separable else count
     heads = dataclasses.replace(stored.heads, n_heads=n_read)
     all_parameters = flatten(abstract_heads(stored.heads, llama))
-    known = {stored.locate(name)[0] for name in all_parameters}
+    keys = {stored.locate(name)[0] for name in all_parameters}
 
     def ignore(key: str) -> bool:
-        return key in known or stored.ignore(key)
+        return key in keys or stored.ignore(key)
 
     read = dataclasses.replace(stored, ignore=ignore)
     params = read.load(abstract_heads(heads, llama), mesh, dtype, convert)

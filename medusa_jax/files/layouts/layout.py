@@ -47,8 +47,8 @@ class Export:
       stored: the heads, not read yet.
       base: their backbone.
       base_name: its name in the files, a hub id or a path.
-      dtype: type of the stored tensors; "" keeps the heads' type, the wider of several; "int8" is for our own
-        layout only.
+      dtype: type of the stored tensors; "" keeps the heads' type, the wider of several; "int8" is for this
+        project's layout only.
     """
 
     stored: StoredHeads
@@ -60,7 +60,7 @@ class Export:
     def params(self) -> Arrays:
         """Parameter path -> array in our orientation, all of one type."""
         arrays = self.stored.read(self.base.config)
-        # Only our own layout has int8, quantised from the heads' type (`own_heads.save_heads`).
+        # Only this project's layout has int8, quantised from the heads' type (`own_heads.save_heads`).
         kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
         return {path: cast(array, kind, repr(path)) for path, array in arrays.items()}
 
@@ -73,7 +73,7 @@ class Export:
     def whole(self) -> Arrays:
         """`params` with a kernel [D, V] as the LM head of every head.
 
-        It is the head's own, the product of its factors, or the backbone's.
+        It is the head's, the product of its factors, or the backbone's.
         """
         kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
         out = {path: x for path, x in self.params.items() if not path.endswith(factors)}

@@ -163,7 +163,7 @@ class MedusaFiles(Layout):
         """`medusa_lm_head.safetensors`, separate LM heads, the backbone's tokenizer and fields for both engines.
 
         Not `architectures`, with which TGI does not load the heads, nor `num_attention_heads` and
-        `num_hidden_layers`, which vLLM would take for the heads' own.
+        `num_hidden_layers`, which vLLM would take for the heads'.
         """
         heads, llama = export.stored.heads, export.base.config
         config = {

@@ -65,11 +65,13 @@ Loading: {loading}.
 def _held_out(meta: Json) -> list[str]:
     """The trainer's held-out evaluation."""
     recipe = meta.get("recipe")
-    found = recipe.get("held_out") if isinstance(recipe, dict) else None
-    if not isinstance(recipe, dict) or not isinstance(found, dict):
+    held_out = recipe.get("held_out") if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict) or not isinstance(held_out, dict):
         return []
     names = ("accepted_length_chain", "accepted_length_tree")
-    numbers = ", ".join(f"{name} {found[name]:.3f}" for name in names if name in found)
+    numbers = ", ".join(
+        f"{name} {held_out[name]:.3f}" for name in names if name in held_out
+    )
     return (
         [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if numbers else []
     )

@@ -64,10 +64,10 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
         )
     fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
     kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
-    known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
+    kinds = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
-        one_of(f"{file}: a field under heads", name, known)
-        fields[name] = read(f"{file}: heads.{name}", value, known[name])
+        one_of(f"{file}: a field under heads", name, kinds)
+        fields[name] = read(f"{file}: heads.{name}", value, kinds[name])
     return kind_of_heads(**fields), base
 
 
@@ -96,7 +96,7 @@ def save_heads(
       base: `base_record` of the backbone that the heads were trained on.
       recipe: how the heads were trained; JSON values.
       params: with the ids of a draft vocabulary, if any, under "draft_vocab".
-      dtype: stored type; None keeps that of `params`; "int8" is for kernels, the rest is bfloat16 then
+      dtype: stored type; None keeps that of `params`; "int8" is for kernels, other arrays are bfloat16 then
         (`codes.py`).
       write: False on processes that only take part in gathering the arrays.
 

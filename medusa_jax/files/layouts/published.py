@@ -1,4 +1,4 @@
-"""Published draft heads: found in a directory, file or hub repository, and recognised by their keys."""
+"""Find published draft heads in a directory, file or hub repository, and recognise them by their keys."""
 
 import os
 
