@@ -6,7 +6,7 @@
   confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
   embed_tokens.weight                      a copy of the backbone's, not read
   lm_head.weight                           [O, D], if the heads have one of their own
-  d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `eagle3_files.py` (speculators)
+  d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `tapped_files.py` (speculators)
 
 `config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
 head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
@@ -21,23 +21,24 @@ from dataclasses import replace
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
-from medusa_jax.files.layouts.eagle3_files import (
+from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
+from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.layouts.tapped_files import (
     shape_of,
     take_ids,
     verifier,
     vocabulary_arrays,
 )
-from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
-from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensor import Tensors
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
-_LM_HEAD, _CONFIDENCE = "lm_head.weight", "confidence_head.proj.weight"
+_CONFIDENCE = "confidence_head.proj.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
 _TABLE, _TAPS = "dflash_config", "target_layer_ids"
@@ -114,7 +115,7 @@ class DFlashFiles(Layout):
         confidence = (
             _CONFIDENCE in tensors and sum(tensors[_CONFIDENCE].shape[1:]) > layer.d_model
         )
-        ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD, _W2))
+        ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD, _W2))
         outputs = layer.vocab_size if ids is None else len(ids)
         described = values.get("draft_vocab_size") or outputs
         if described != outputs:
@@ -124,7 +125,7 @@ class DFlashFiles(Layout):
         block_size = config_fields.count("block_size", least=2)
         heads = kind(
             n_heads=block_size if root_guesses else block_size - 1,
-            lm_head="own" if _LM_HEAD in tensors else "shared",
+            lm_head="own" if LM_HEAD in tensors else "shared",
             mask_token=config_fields.count("mask_token_id", least=0),
             tap_layers=",".join(str(i + 1) for i in taps),
             **sizes,
@@ -215,17 +216,20 @@ class SpeculatorsDFlash(DFlashFiles):
             "sliding_window_non_causal": False,
             "torch_dtype": export.kind.name,
         }
-        kind, name = (
-            ("dspark", "DSparkSpeculator") if markov else ("dflash", "DFlashSpeculator")
-        )
         raw = speculators_config.write(
-            kind, name, layers, fields, {_INPUTS: list(drafter.taps)}, drafter.n_heads, verifier(export)
-        )  # fmt: skip
+            kind="dspark" if markov else "dflash",
+            architecture="DSparkSpeculator" if markov else "DFlashSpeculator",
+            layers=layers,
+            fields=fields,
+            taps={_INPUTS: list(drafter.taps)},
+            tokens=drafter.n_heads,
+            verifier=verifier(export),
+        )
         # speculators computes with NaN where a file has neither of these.
         copies = {EMBEDDING_COPY: export.embedding()}
         if heads.lm_head == "shared":
             lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
-            copies[_LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
+            copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
         arrays = export.arrays(_locate) | vocabulary_arrays(export) | copies
         export.write(out, "model.safetensors", arrays, raw)
 

@@ -15,29 +15,32 @@ flags; here an unknown field with a value is refused.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import ROPE, parse_config
+from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.speculators_config import unknown
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
-from medusa_jax.files.tensor import Tensors, rename, take_rows, whole
+from medusa_jax.files.layouts.tapped_files import (
+    shape_of,
+    take_ids,
+    verifier,
+    vocabulary_arrays,
+)
+from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
-_LM_HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
 # The first layer, in files of EAGLE and SpecForge and of speculators.
 _LAYER, _SPECULATORS = "midlayer.", "layers.0."
 _NUMBERED = re.compile(r"layers\.(\d+)\.")
@@ -137,7 +140,7 @@ class Eagle3Files(Layout):
             file, {name: x for name, x in fields.items() if x is not None}
         )
         shape, sizes = shape_of(config_fields, layer)
-        ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
+        ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD,))
         outputs = layer.vocab_size if ids is None else len(ids)
         described = fields.get("draft_vocab_size") or outputs
         if described != outputs:
@@ -204,13 +207,13 @@ class SpeculatorsEagle3(Eagle3Files):
         layers, fields = _config(export, drafter)
         flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
         config = speculators_config.write(
-            "eagle3",
-            "Eagle3DraftModel",
-            layers,
-            flags | fields,
-            {TAPS: list(drafter.taps)},
-            min(drafter.n_heads, SPECULATIVE_TOKENS),
-            verifier(export),
+            kind="eagle3",
+            architecture="Eagle3DraftModel",
+            layers=layers,
+            fields=flags | fields,
+            taps={TAPS: list(drafter.taps)},
+            tokens=min(drafter.n_heads, SPECULATIVE_TOKENS),
+            verifier=verifier(export),
         )
         # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
         arrays = _arrays(export, _SPECULATORS) | {EMBEDDING_COPY: export.embedding()}
@@ -229,33 +232,6 @@ def _locate(path: str, stem: str) -> tuple[str, bool]:
     key, transposed = locate_in_layers(path)
     key = re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key.replace(_SPECULATORS, stem))
     return key, transposed
-
-
-def shape_of(config_fields: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
-    """Required fields of the backbone's shape, and the fields of the heads with the layer's sizes.
-
-    A `rope_theta` of 0 is the backbone's rotation.
-
-    Raises:
-      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
-    """
-    if "sliding_attention" in config_fields.items("layer_types", str, []):
-        raise UserError(
-            f"{config_fields.file}: heads with sliding attention are not supported"
-        )
-    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    sizes: Json = {
-        "n_layers": layer.n_layers,
-        "attention_heads": layer.n_heads,
-        "kv_heads": layer.n_kv_heads,
-        "head_dim": layer.head_dim,
-        "d_ff": layer.d_ff,
-        "rope_theta": layer.rope_theta,
-    }
-    if layer.rope_scaling not in ("none", "dynamic"):
-        shape |= {name: getattr(layer, name) for name in ROPE}
-        sizes["rope_theta"] = 0.0
-    return shape, sizes
 
 
 def _depth(file: str, ids: Any) -> dict[str, int]:
@@ -277,43 +253,6 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
     )
 
 
-def take_ids(
-    source: str, tensors: Tensors, vocab_size: int, keys: Sequence[str]
-) -> np.ndarray | None:
-    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file.
-
-    Its tokens become ascending, and with them the rows of the tensors of these keys.
-    """
-    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
-    if offsets is None and member is None:
-        return None
-    if offsets is None:
-        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
-    offset_O = whole(offsets)
-    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
-        raise UserError(
-            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
-        )
-    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
-    order = np.argsort(ids)
-    ids = ids[order]
-    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
-    if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
-        raise UserError(
-            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
-            f"{vocab_size}"
-        )
-    if not np.array_equal(order, np.arange(len(order))):
-        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
-    return None if len(ids) == vocab_size else ids
-
-
-def verifier(export: Export) -> Json:
-    """The backbone, as speculators names it."""
-    architectures = config_to_hf(export.base.config)["architectures"]
-    return {"name_or_path": export.base_name, "architectures": architectures}
-
-
 def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
     assert isinstance(heads, Eagle3Config)
@@ -322,14 +261,6 @@ def _drafter(export: Export) -> Eagle3:
 
 def _arrays(export: Export, stem: str) -> Arrays:
     return export.arrays(partial(_locate, stem=stem)) | vocabulary_arrays(export)
-
-
-def vocabulary_arrays(export: Export) -> Arrays:
-    """The draft vocabulary, if there is one."""
-    if (ids := export.stored.ids) is None:
-        return {}
-    member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
-    return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
 
 
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:

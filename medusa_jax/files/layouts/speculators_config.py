@@ -68,9 +68,15 @@ def read(
 
 
 def write(
-    kind: str, architecture: str, layers: Json, fields: Json, taps: Json, tokens: int,
+    *,
+    kind: str,
+    architecture: str,
+    layers: Json,
+    fields: Json,
+    taps: Json,
+    tokens: int,
     verifier: Json,
-) -> Json:  # fmt: skip
+) -> Json:
     """config.json of heads.
 
     Args:
