@@ -1,11 +1,23 @@
 """Errors whose message is meant for the user: one clear sentence, exit status 2."""
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class UserError(Exception):
     """Bad input. Entry points print the message alone (no traceback) and exit with 2."""
+
+
+@contextmanager
+def library_errors(problem: str) -> Iterator[None]:
+    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{problem}: {first_line(error)}") from error
 
 
 def did_you_mean(

@@ -16,7 +16,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
 from medusa_jax.errors import UserError
-from medusa_jax.files import hf, hf_writer, tensors
+from medusa_jax.files import hf, hf_writer, source
 from medusa_jax.files.fingerprint import Fingerprint, fingerprint
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
 from medusa_jax.model import placing
@@ -42,7 +42,7 @@ def peak(monkeypatch):
     """Looked at after every tensor that is read, and where a part is held in both forms."""
     most = Peak()
     for module, name in (
-        (tensors, "_place"),
+        (source, "_place"),
         (placing, "_prepared"),
         (placing, "_in_form"),
         (setup, "quantise_backbone"),

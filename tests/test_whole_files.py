@@ -18,7 +18,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill.seeds import read_seeds
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import questions
-from medusa_jax.files.tensors import read_json
+from medusa_jax.files.json_files import read_json
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.tree.files import load_tree_file

@@ -1,7 +1,7 @@
 """`python -m medusa_jax convert`: draft heads from one layout to another.
 
 Reads heads of this project and published ones (`files/layouts/heads_io.py`), writes what other engines
-load (`files/layouts/export_heads.py`); docs/formats.md has the keys of each layout.
+load (`files/layouts/convert.py`); docs/formats.md has the keys of each layout.
 """
 
 import dataclasses
@@ -11,7 +11,8 @@ from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.files.layouts.engines import ENGINES, TARGETS
+from medusa_jax.files.layouts.engines import ENGINES
+from medusa_jax.files.layouts.registry import TARGETS
 
 # The columns of `table`.
 FAMILIES = {
@@ -43,8 +44,7 @@ examples:
   python -m medusa_jax convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
   python -m medusa_jax convert --model lmsys/vicuna-7b-v1.3 \\
       --drafter FasterDecoding/medusa-vicuna-7b-v1.3 --to native --out heads
-  python -m medusa_jax convert --model runs/m2/export --drafter runs/m2/export/heads \\
-      --to merged --dtype bfloat16 --out merged
+  python -m medusa_jax convert --drafter medusa --to my_layouts:Mine --out out   # a class of yours
 """
 
 
@@ -54,7 +54,10 @@ class Flags:
 
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
     drafter: str = flag("heads: a name, a directory, a file or a hub id")
-    to: str = flag("the layout to write, of those below", choices=list(TARGETS))
+    to: str = flag(
+        "the layout to write: one of those below or of an installed package (entry point "
+        "medusa_jax.layouts), or module:Class, a subclass of `Layout`"
+    )
     out: str = flag("new directory")
     dtype: str = flag(
         "default: as they are stored; int8 (a byte a weight) for --to native",
@@ -71,8 +74,8 @@ def run(flags: Flags) -> int:
     """Convert."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.files.hf import BaseFiles
-    from medusa_jax.files.layouts.export import Export
-    from medusa_jax.files.layouts.export_heads import convert
+    from medusa_jax.files.layouts.convert import convert
+    from medusa_jax.files.layouts.layout import Export
 
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError("--dtype int8 is for --to native: no other engine reads it")

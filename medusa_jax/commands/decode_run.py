@@ -26,7 +26,7 @@ from medusa_jax.console import (
 )
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
-from medusa_jax.text.chat import encode_prompt, is_chat_model, speaks
+from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.whole_files import Json
 
@@ -168,7 +168,7 @@ def talks(flags: Flags) -> bool:
         return False
     if flags.chat is not None or flags.model is None:
         return flags.chat is not None
-    return speaks(flags.tokenizer or find_model(flags.model), flags.model)
+    return is_chat_directory(flags.tokenizer or find_model(flags.model), flags.model)
 
 
 def chosen_template(flags: Flags, tokenizer: Tokenizer) -> str | None:

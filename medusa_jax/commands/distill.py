@@ -102,7 +102,7 @@ def run(flags: Flags) -> int:
     from medusa_jax.console import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.files.hub import refuse_model
-    from medusa_jax.text.chat import speaks
+    from medusa_jax.text.chat import is_chat_directory
 
     if bool(flags.prompts) == (flags.ask > 0):
         raise UserError("give either --prompts FILE or --ask N, a number of conversations")
@@ -113,7 +113,9 @@ def run(flags: Flags) -> int:
     else:
         assert flags.prompts is not None
         seeds = read_seeds(flags.prompts, flags.split, flags.limit)
-        chat = flags.mode == "auto" and speaks(find_model(flags.model), flags.model)
+        chat = flags.mode == "auto" and is_chat_directory(
+            find_model(flags.model), flags.model
+        )
         mode = mode_for(seeds, flags.mode, chat)
     if mode == "continue":
         seeds = [s for s in seeds if s.prompt]

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from medusa_jax.arch import LlamaConfig
+from medusa_jax.files.source import flatten
 from medusa_jax.files.tensor import ByRow
-from medusa_jax.files.tensors import flatten
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params
 
@@ -29,8 +29,8 @@ class Fingerprint:
         """Add entries of the tree, such as {"layers_3": ...}."""
         flat = flatten(entries)
         self.shapes |= {path: list(leaf.shape) for path, leaf in flat.items()}
-        known = [path for path in sampled(config) if path in flat]
-        self.samples |= {path: sample_bytes(flat[path]) for path in known}
+        paths = [path for path in sampled(config) if path in flat]
+        self.samples |= {path: sample_bytes(flat[path]) for path in paths}
 
     def hexdigest(self, config: LlamaConfig) -> str:
         """The fingerprint, 16 hex digits."""

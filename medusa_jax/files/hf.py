@@ -14,46 +14,31 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.files import tensors as tensor_files
 from medusa_jax.files.fingerprint import Fingerprint
 from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_keys import (
+    EMBEDDING,
+    HARMLESS,
+    HEADS,
+    LAYER,
+    LM_HEAD,
+    WRAPPER,
+    locate,
+)
 from medusa_jax.files.hub import resolve
+from medusa_jax.files.json_files import optional_json
+from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
-from medusa_jax.files.tensors import Source, optional_json
+from medusa_jax.files.tensors import open_checkpoint, weights_file
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
-
-# Buffers that old versions stored and every version recomputes.
-HARMLESS = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-# Medusa heads merged into a model, which --drafter reads.
-HEADS = "medusa_head."
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Names that torch's wrappers of a module add to keys.
-WRAPPER = re.compile(
-    r"(?:(?<=\.)|^)(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-# A key of a decoder layer: its prefix before `model.layers` or `layers`.
-LAYER = re.compile(r"(.*?)(?:model\.)?layers\.\d+\.")
 
 
 def generation_config(path: str) -> Json:
     """`generation_config.json` of a model directory or hub id; {} if there is none."""
     name = "generation_config.json"
     return optional_json(os.path.join(resolve(path, [name]), name))
-
-
-def locate(path: str) -> tuple[str, bool]:
-    """Parameter path -> (Hugging Face key, whether it is stored transposed).
-
-    `layers_0/self_attn/q_proj/kernel` [in, out] is `model.layers.0.self_attn.q_proj.weight`
-    [out, in]; `norm/scale` is `model.norm.weight`, unchanged.
-    """
-    name = re.sub(r"^layers_(\d+)/", r"layers/\1/", path).replace("/", ".")
-    if not name.startswith("lm_head."):
-        name = f"model.{name}"
-    stem, leaf = name.rsplit(".", 1)
-    return f"{stem}.{'bias' if leaf == 'bias' else 'weight'}", leaf == "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +58,7 @@ class BaseFiles(Source):
           UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
         """
         directory = resolve(path)
-        config, stored = read_config(directory), tensor_files.open_checkpoint(directory)
+        config, stored = read_config(directory), open_checkpoint(directory)
         _refuse_wrapped(directory, stored)
         flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
         for name in flat:
@@ -137,7 +122,7 @@ class BaseFiles(Source):
 
     @cached_property
     def _shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return tensor_files.flatten(abstract_params(self.config))
+        return flatten(abstract_params(self.config))
 
 
 def _refuse_wrapped(directory: str, stored: Tensors) -> None:
@@ -163,7 +148,7 @@ def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
 def model_shape(directory: str) -> LlamaConfig:
     """The shape of a local model, which may have no weights."""
     config = read_config(directory)
-    stored = config.tie_embeddings and tensor_files.weights_file(directory)
+    stored = config.tie_embeddings and weights_file(directory)
     return BaseFiles.open(directory).config if stored else config
 
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.tensors import read_json
+from medusa_jax.files.json_files import read_json
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -115,8 +115,8 @@ def _rope(file: str, raw: Json) -> Json:
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", raw.get("rope_theta"))
-    found = {name: value for name, value in rope.items() if value is not None}
-    inner = Fields(file, found if theta is None else found | {"rope_theta": theta})
+    values = {name: value for name, value in rope.items() if value is not None}
+    inner = Fields(file, values if theta is None else values | {"rope_theta": theta})
     fields: Json = {"rope_theta": inner.number("rope_theta", 10000.0)}
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
@@ -126,11 +126,11 @@ def _rope(file: str, raw: Json) -> Json:
     if kind == "default":
         return fields
     one_of(f"{file}: a supported rope type", kind, ("default", *SCALINGS))
-    names, given = SCALINGS[kind], inner.values
+    names, values = SCALINGS[kind], inner.values
     if "original_max_position_embeddings" in names:
         name = "original_max_position_embeddings"
-        contexts = (raw.get(name), given.get(name), raw.get("max_position_embeddings"))
-        given[name] = next((n for n in contexts if n is not None), None)
+        contexts = (raw.get(name), values.get(name), raw.get("max_position_embeddings"))
+        values[name] = next((n for n in contexts if n is not None), None)
     if kind == "yarn":
         if fields["rope_theta"] <= 1:
             raise UserError(f"{file}: rope_theta should be above 1 for yarn")
@@ -144,16 +144,16 @@ def _rope(file: str, raw: Json) -> Json:
 
 def _yarn_defaults(inner: Fields) -> None:
     """Add YaRN's absent numbers, as transformers computes them."""
-    given, numbers = inner.values, {}
+    values, numbers = inner.values, {}
     for name, default in {"beta_fast": 32.0, "beta_slow": 1.0}.items():
-        given[name] = given.get(name) or default
+        values[name] = values.get(name) or default
     for name in ("factor", "mscale", "mscale_all_dim"):
-        numbers[name] = inner.number(name) if given.get(name) else 0.0
+        numbers[name] = inner.number(name) if values.get(name) else 0.0
     factor, *scales = numbers.values()
     up, down = scales if all(scales) else (1.0, 0.0)
-    if factor and given.get("attention_factor") is None:
+    if factor and values.get("attention_factor") is None:
         log = 0.1 * math.log(max(factor, 1.0))
-        given["attention_factor"] = (up * log + 1.0) / (down * log + 1.0)
+        values["attention_factor"] = (up * log + 1.0) / (down * log + 1.0)
 
 
 def _sliding_window(file: str, family: str, raw: Json, fields: Fields) -> tuple[int, int]:

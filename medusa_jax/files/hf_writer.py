@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files import tensors as tensor_files
-from medusa_jax.files.hf import locate
 from medusa_jax.files.hf_config import SCALINGS, SIZES
+from medusa_jax.files.hf_keys import locate
+from medusa_jax.files.json_files import save_json
+from medusa_jax.files.source import flatten
+from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.hosts import on_host
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
@@ -99,7 +101,7 @@ def save_backbone(
     kind = np.dtype(dtype).name
     raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
     leaves, transposed = {}, {}
-    for path, leaf in tensor_files.flatten(params).items():
+    for path, leaf in flatten(params).items():
         name, is_transposed = locate(path)
         leaves[name], transposed[name] = leaf, is_transposed
 
@@ -110,7 +112,7 @@ def save_backbone(
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     save_weights(directory, shapes, read, dtype, write)
     if write:
-        tensor_files.save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
+        save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
 
 
 def save_weights(
@@ -156,13 +158,13 @@ def save_weights(
                 read(key)
             continue
         arrays = {key: read(key) for key in keys}
-        tensor_files.save_safetensors(path, arrays, {"format": "pt"})
+        save_safetensors(path, arrays, {"format": "pt"})
     if not write:
         return
     index = os.path.join(directory, INDEX)
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        tensor_files.save_json(index, content)
+        save_json(index, content)
     elif taken:
         os.remove(index)
     for path in glob.glob(os.path.join(glob.escape(directory), "model*.safetensors")):

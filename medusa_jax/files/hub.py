@@ -5,11 +5,17 @@ import re
 from fnmatch import fnmatch
 
 from medusa_jax.errors import UserError, did_you_mean, first_line
+from medusa_jax.files.json_files import read_json
 from medusa_jax.files.names import NAMES, file_of, named
-from medusa_jax.files.seam import import_format
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+# Descriptions of draft heads, and this project's weights of heads.
+HEAD_FILES = [
+    "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json",
+]  # fmt: skip
+# The folder of named chat templates.
+TEMPLATES_FOLDER = "additional_chat_templates"
 # Files of models and heads, which no result may replace.
 KEPT_FILES = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.index.json", "config.json", "*_config.json",
@@ -55,8 +61,9 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
 
 
 def _of_gguf(file: str, sha256: str = "") -> str:
-    directory: str = import_format("files.gguf.convert").make_directory(file, sha256)
-    return directory
+    from medusa_jax.files.gguf.convert import make_directory  # only for such files
+
+    return make_directory(file, sha256)
 
 
 def is_here(path_or_id: str) -> bool:
@@ -67,7 +74,7 @@ def is_here(path_or_id: str) -> bool:
 def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
     from huggingface_hub import snapshot_download
 
-    # Folders but for additional_chat_templates; a second copy of the weights in the publisher's layout.
+    # Folders but for TEMPLATES_FOLDER; a second copy of the weights in the publisher's layout.
     skipped = ["[!a]*/*", "consolidated*"]
     # Errors of the network and the server have no stable type: the hub library changes its HTTP stack between
     # versions.
@@ -87,14 +94,17 @@ def _snapshot(repo: str, revision: str, patterns: list[str]) -> str:
 
 
 def refuse_model(path: str, flag: str) -> None:
-    """Refuse a place for results that is a file of a model or of heads, or a directory that holds one.
+    """Refuse to write results over a model's files, or into a directory that holds some.
 
     Raises:
       UserError: names the file.
     """
-    names = os.listdir(path) if os.path.isdir(path) else ()
-    files = [os.path.join(path, name) for name in sorted(names)]
-    for file in files or [path] * os.path.isfile(path):
+    files = []
+    if os.path.isdir(path):
+        files = [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    elif os.path.isfile(path):
+        files = [path]
+    for file in files:
         name = os.path.basename(file).lower()
         if name == "config.json" and file != path and _is_of_a_run(file):
             continue
@@ -105,8 +115,6 @@ def refuse_model(path: str, flag: str) -> None:
 
 def _is_of_a_run(config: str) -> bool:
     """Whether a config.json is the one of a training run, damaged ones included."""
-    from medusa_jax.files.tensors import read_json  # which imports JAX
-
     try:
         return "train" in read_json(config)
     except UserError:

@@ -15,7 +15,7 @@ from medusa_jax.text.rendering import SampleError, Span
 from medusa_jax.text.tokenizer import Tokenizer
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-# An empty thought, or the rest of one that the generation prompt begins: "<think>\n\n</think>\n\n".
+# An empty thought, or the end of one that the generation prompt begins: "<think>\n\n</think>\n\n".
 THOUGHT = re.compile(
     r"\s*(?:[<\[][^<>\[\]]*th(?:ink|ought)[^<>\[\]]*[>\]]\s*)+", re.IGNORECASE
 )
@@ -49,7 +49,8 @@ def encode_conversation(
         _mark(counted, ids, offsets, span, ends, tokenizer.eos_ids)
     if cut:
         last = max((i for i, counts in enumerate(counted) if counts), default=0)
-        counted[last] *= ids[last] not in ends
+        if ids[last] in ends:
+            counted[last] = 0
     if not any(counted):
         raise SampleError("no token of the conversation is the assistant's")
     return ids, counted
@@ -74,8 +75,8 @@ def _spans_by_stand_in(
         last = render(source, upto, special_texts)[0]
         whole = [*upto, *messages[i + 1 :]]
         text = last if whole == upto else render(source, whole, special_texts)[0]
-        before, found, after = text.partition(mark)
-        if not found:
+        before, shown, after = text.partition(mark)
+        if not shown:
             continue  # the template leaves this answer out
         if mark in after or not full.endswith(after):
             raise SampleError(

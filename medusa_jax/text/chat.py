@@ -95,17 +95,17 @@ def encode_turns(
     template_name: str = "",
     check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
-    """As `encode_prompt`, of turns as the template expects them, of any fields.
+    """Like `encode_prompt`, for turns that are already in the template's form.
 
     Args:
       more: further variables of the template, such as `tools`.
       check: called with the text before it is tokenised; may raise.
     """
     literal = literal_text(tokenizer)
-    given: Json = {"messages": list(turns), "more": more}
-    hidden = literal.hide(given)
+    shown: Json = {"messages": list(turns), "more": more}
+    hidden = literal.hide(shown)
     source = template_source(tokenizer, template_name, bool(more.get("tools")))
-    fields = hidden or given
+    fields = hidden or shown
     text, _ = render(
         source,
         fields["messages"],
@@ -120,7 +120,7 @@ def encode_turns(
 def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
     """Whether prompts for a model are chat turns by default.
 
-    A chat model has a chat template, and "instruct" or "chat" in its name or its own metadata, or the
+    A chat model has a chat template, and "instruct" or "chat" in its name or its metadata, or the
     token that ends a turn ends its texts (in any of its files).
 
     Args:
@@ -137,8 +137,8 @@ def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
     return not _turn_end(tokenizer, tokenizer.chat_template).isdisjoint(ends)
 
 
-def speaks(directory: str, model: str | None) -> bool:
-    """As `is_chat_model`, before a model is loaded.
+def is_chat_directory(directory: str, model: str | None) -> bool:
+    """Like `is_chat_model`, from the files alone.
 
     Args:
       directory: the model's or the tokenizer's.
@@ -169,8 +169,8 @@ def _turn_end(tokenizer: Tokenizer, source: str) -> frozenset[int]:
             break
     added = tokenizer.backend.get_added_tokens_decoder()
     texts = {t.content: i for i, t in added.items() if t.special or t.content[:1] in "<["}
-    found = [text for text in texts if text and after.startswith(text)]
-    return frozenset({texts[max(found, key=len)]} if found else ())
+    ends = [text for text in texts if text and after.startswith(text)]
+    return frozenset({texts[max(ends, key=len)]} if ends else ())
 
 
 def template_source(

@@ -17,7 +17,7 @@ Message = dict[str, str]
 T = TypeVar("T")
 
 # Private-use characters, which have no meaning for templates and tokenizers. Drawn at random in every process, so
-# that a text cannot contain a stand-in on purpose. The first one of a stand-in is its own.
+# that a text cannot contain a stand-in on purpose. No two stand-ins begin with the same one.
 FIRST, PRIVATE = range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE)
 
 
@@ -108,4 +108,4 @@ def literal_text(tokenizer: Tokenizer) -> LiteralText:
 
 
 def _replace(pattern: re.Pattern[str], by: dict[str, str], text: str) -> str:
-    return pattern.sub(lambda found: by[found[0]], text)
+    return pattern.sub(lambda match: by[match[0]], text)

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.files.tensors import optional_json
+from medusa_jax.files.json_files import optional_json
 
 
 def read_backend(directory: str) -> Any:
@@ -19,8 +19,8 @@ def read_backend(directory: str) -> Any:
 
     config = optional_json(os.path.join(directory, "config.json"))
     settings = optional_json(os.path.join(directory, "tokenizer_config.json"))
-    known = "model_type" in config or "tokenizer_class" in settings
-    loader = AutoTokenizer if known else LlamaTokenizer
+    has_class = "model_type" in config or "tokenizer_class" in settings
+    loader = AutoTokenizer if has_class else LlamaTokenizer
     try:
         _check_whole(os.path.join(directory, "tokenizer.model"))
         # Without an explicit False, transformers asks on stdin whether to run the model's code.

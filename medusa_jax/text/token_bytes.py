@@ -1,4 +1,4 @@
-"""The UTF-8 bytes of tokens, and the most bytes that a token can cover."""
+"""The UTF-8 bytes of tokens, and the largest number of bytes of a text that one token can cover."""
 
 import json
 from functools import cached_property
@@ -89,12 +89,12 @@ def _steps(component: Any) -> list[Json]:
     """The settings of a component of a tokenizer and of its inner components."""
     if component is None:
         return []
-    found, todo = [], [json.loads(component.__getstate__())]
+    steps, todo = [], [json.loads(component.__getstate__())]
     while todo:
         step = todo.pop()
-        found.append(step)
+        steps.append(step)
         todo += [*step.get("normalizers", []), *step.get("pretokenizers", [])]
-    return found
+    return steps
 
 
 def _keeps_length(step: Json) -> bool:

@@ -2,22 +2,18 @@
 
 import glob
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from medusa_jax.errors import UserError, first_line
-from medusa_jax.files.hub import TOKENIZER_FILES, resolve
-from medusa_jax.files.seam import import_format
-from medusa_jax.files.tensors import optional_json
+from medusa_jax.errors import UserError, library_errors
+from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
+from medusa_jax.files.json_files import optional_json
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
 # Files from which transformers builds a tokenizer without tokenizer.json.
 SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
-# The folder of named chat templates.
-TEMPLATES = "additional_chat_templates"
 # Special tokens that chat templates read.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
@@ -37,7 +33,7 @@ class Tokenizer:
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
       special_ids: ids that `decode` skips by default.
-      origin: the model's name in its own metadata, or "".
+      origin: the model's name in its metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
     """
 
@@ -121,17 +117,6 @@ def encoded(backend: Any, text: str, special: bool = False) -> Any:
             raise UserError(problem) from error
 
 
-@contextmanager
-def library_errors(problem: str) -> Iterator[None]:
-    """Turn any error of the tokenizers library, which is a BaseException if its Rust code panics, into a UserError."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{problem}: {first_line(error)}") from error
-
-
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id.
 
@@ -162,8 +147,8 @@ def load_tokenizer(path: str) -> Tokenizer:
     bos_id = id_of("bos_token")
     if "bos_token" not in settings:
         # Only if the tokenizer does not specify it: Qwen's configs name a BOS that is never used.
-        known = _ids(model.get("bos_token_id"), backend.get_vocab_size())
-        bos_id = min(known, default=None)
+        bos_ids = _ids(model.get("bos_token_id"), backend.get_vocab_size())
+        bos_id = min(bos_ids, default=None)
     eos_ids = _ids(id_of("eos_token")) | declared_eos_ids(directory)
     special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
     if bos_id is not None:
@@ -224,8 +209,9 @@ def declared_eos_ids(directory: str) -> set[int]:
     files = ("config.json", "generation_config.json")
     model, generation = (optional_json(os.path.join(directory, name)) for name in files)
     size = model.get("vocab_size")
-    given = (raw.get("eos_token_id") for raw in (model, generation))
-    return set().union(*(_ids(ids, size) for ids in given))
+    return _ids(model.get("eos_token_id"), size) | _ids(
+        generation.get("eos_token_id"), size
+    )
 
 
 def _ids(value: object, size: object = None) -> set[int]:
@@ -247,19 +233,24 @@ def _backend(directory: str) -> Any:
         raise UserError(
             f"{directory} holds no tokenizer: looked for tokenizer.json and tokenizer.model"
         )
-    return import_format("text.sentencepiece_files").read_backend(directory)
+    from medusa_jax.text.sentencepiece_files import read_backend  # imports transformers
+
+    return read_backend(directory)
 
 
 def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
     """The chat template, or several by name: those in files, else those in tokenizer_config.json."""
     files = {"default": os.path.join(directory, "chat_template.jinja")}
-    for name in sorted(glob.glob("*.jinja", root_dir=os.path.join(directory, TEMPLATES))):
-        files[name.removesuffix(".jinja")] = os.path.join(directory, TEMPLATES, name)
-    found = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
-    given = settings.get("chat_template")
-    if found or not isinstance(given, list):
-        return found or (given if isinstance(given, str) else "")
-    named = {str(t.get("name")): t.get("template") for t in given if isinstance(t, dict)}
+    folder = os.path.join(directory, TEMPLATES_FOLDER)
+    for name in sorted(glob.glob("*.jinja", root_dir=folder)):
+        files[name.removesuffix(".jinja")] = os.path.join(folder, name)
+    stored = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
+    if stored:
+        return stored
+    setting = settings.get("chat_template")
+    if not isinstance(setting, list):
+        return setting if isinstance(setting, str) else ""
+    named = {str(t.get("name")): t.get("template") for t in setting if isinstance(t, dict)}
     return {name: source for name, source in named.items() if isinstance(source, str)}
 
 
@@ -297,7 +288,7 @@ class StreamDecoder:
         return piece
 
     def flush(self) -> str:
-        """Return the rest of the text, without an incomplete character, and reset."""
+        """Return the remaining text, without an incomplete character, and reset."""
         piece = self._take(self._window)
         self._window, self._returned = [], 0
         return piece

@@ -1,22 +1,11 @@
-"""Copy a tokenizer's files from one model directory to another."""
-
-import glob
-import os
-import shutil
+"""Give a new model directory the tokenizer of another one."""
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.files.copies import GENERATION, copy_inside, copy_tokenizer_files
 from medusa_jax.files.hub import TOKENIZER_FILES, resolve
-from medusa_jax.text.tokenizer import TEMPLATES, declared_eos_ids, load_tokenizer
+from medusa_jax.text.tokenizer import declared_eos_ids, load_tokenizer
 from medusa_jax.whole_files import Json
-
-GENERATION = "generation_config.json"
-# The files of a tokenizer, as transformers names them.
-_NAMES = """
-    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt
-    merges.txt tokenizer.model spiece.model sentencepiece.bpe.model spm.model tekken.json chat_template.jinja
-"""
-NAMES = [*_NAMES.split(), f"{TEMPLATES}/*.jinja"]
 
 
 def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json:
@@ -27,9 +16,7 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
     if not (tokenizer_path or model_path):
         return {}
     folder = resolve(tokenizer_path or model_path, TOKENIZER_FILES)
-    for pattern in NAMES:
-        for name in glob.glob(pattern, root_dir=folder):
-            copy_inside(folder, name, directory)
+    copy_tokenizer_files(folder, directory)
     model_eos_ids: set[int] = set()
     if model_path:
         model_folder = resolve(model_path, TOKENIZER_FILES)
@@ -46,23 +33,3 @@ def copy_tokenizer(tokenizer_path: str, model_path: str, directory: str) -> Json
         "eos_token_id": eos[0] if len(eos) == 1 else eos,
     }
     return {name: value for name, value in ids.items() if value not in (None, [])}
-
-
-def copy_inside(folder: str, name: str, out: str) -> None:
-    """Copy a file of a directory, if it exists; a link that leaves the directory is not followed.
-
-    A downloaded directory may have any links, and the copy may be uploaded. Links of the hub's cache lead to
-    the `blobs` next to its snapshots.
-    """
-    source, base = os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder)
-    snapshots = os.path.dirname(base)
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs", "")
-    is_blob = os.path.basename(snapshots) == "snapshots" and source.startswith(blobs)
-    if not os.path.isfile(source):
-        return
-    if not (source.startswith(os.path.join(base, "")) or is_blob):
-        inform(f"{os.path.join(folder, name)} is not copied: it is a link to {source}")
-        return
-    target = os.path.join(out, name)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    shutil.copy(source, target)

@@ -17,7 +17,7 @@ from medusa_jax.commands import calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
 from medusa_jax.evaluate import fitting
 from medusa_jax.evaluate.fitting import MARGIN
-from medusa_jax.files.layouts import export_heads
+from medusa_jax.files.layouts import convert as conversion
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.tree.tree import Order, Tree
 
@@ -183,7 +183,7 @@ def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capf
         raise OSError(28, "No space left on device")
 
     out = tmp_path / "made" / "tgi"
-    monkeypatch.setattr(export_heads, "write_text", full)
+    monkeypatch.setattr(conversion, "write_text", full)
     assert convert.main(["--drafter", "medusa", "--to", "tgi", "--out", str(out)]) == 2
     assert f"{out} could not be written" in capfd.readouterr().err
     assert not any(out.parent.iterdir())

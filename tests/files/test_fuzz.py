@@ -27,11 +27,11 @@ from our_heads import write_base
 
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer
-from medusa_jax.files import tensors as tensor_files
 from medusa_jax.files.gguf.convert import convert
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts import own_heads
 from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.files.source import flatten
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.chat import encode_prompt, shipped_template
 from medusa_jax.text.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def read_heads(path):
 
 def read_model(path):
     config, params = hf.load_backbone(str(path), make_mesh())
-    return config, {n: x.shape for n, x in tensor_files.flatten(params).items()}
+    return config, {n: x.shape for n, x in flatten(params).items()}
 
 
 def read_base(path):

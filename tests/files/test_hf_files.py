@@ -319,7 +319,7 @@ def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_writer, "SHARD_BYTES", 4000)
     save_backbone(path, TINY, init_params(TINY, jax.random.key(0)), "float32")
     before = weights_in(path)
-    save, written = tensors.save_safetensors, []
+    save, written = hf_writer.save_safetensors, []
 
     def full(file, *rest):
         if written:
@@ -327,7 +327,7 @@ def test_a_write_that_fails_leaves_the_model_as_it_was(tmp_path, monkeypatch):
         written.append(file)
         save(file, *rest)
 
-    monkeypatch.setattr(tensors, "save_safetensors", full)
+    monkeypatch.setattr(hf_writer, "save_safetensors", full)
     with refused("disk full"):
         save_backbone(path, TINY, init_params(TINY, jax.random.key(1)), "float32")
     jax.tree.map(np.testing.assert_array_equal, weights_in(path), before)

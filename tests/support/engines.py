@@ -56,11 +56,7 @@ def sized(config, base):
 
 
 def tgi(path, base, speculate, hidden):
-    """text-generation-inference: models/__init__.py and layers/medusa.py, both layouts.
-
-    Args:
-      base: its config.json and its LM head [V, D].
-    """
+    """text-generation-inference: models/__init__.py and layers/medusa.py, the layout with LM heads."""
     config = config_of(path)
     if "medusa_num_heads" not in config or "architectures" in config:
         raise WouldFailSilently("not taken for Medusa heads")
@@ -69,13 +65,8 @@ def tgi(path, base, speculate, hidden):
     if not config["base_model_name_or_path"] or "head_dim" not in config:
         raise WouldFailSilently("fields are missing")
     state = load_file(path / "medusa_lm_head.safetensors")
-    n_layers = sized(config, base[0])["medusa_num_layers"]
-    if f"0.{n_layers}.weight" in state:
-        return medusa_logits(strict(state, medusa_state(speculate, n_layers)), hidden)
-    if n_layers != 1:
-        raise WouldFailSilently("the second layout asserts one layer")
-    strict(state, medusa_state(speculate, shared=True))
-    return medusa_logits(state, hidden, base[1])
+    n_layers = sized(config, base)["medusa_num_layers"]
+    return medusa_logits(strict(state, medusa_state(speculate, n_layers)), hidden)
 
 
 def vllm(path, base, speculative_tokens, hidden, remaps):
@@ -146,24 +137,6 @@ def torch_state(path):
         assert archive.testzip() is None
         assert archive.read("archive/version") == b"3\n"
     return {name: whole(tensor) for name, tensor in open_torch(str(path)).items()}
-
-
-def tensorrt_llm(path, base, hidden):
-    """TensorRT-LLM up to 1.1: models/medusa/weight.py, counts from config.json."""
-    config, state = config_of(path), torch_state(path / "medusa_lm_head.pt")
-    counts = config["num_medusa_heads"], config["num_medusa_layers"]
-    assert counts == (config["medusa_num_heads"], config["medusa_num_layers"])
-    return medusa_logits(strict(state, medusa_state(*counts)), hidden)
-
-
-def full_model(path, base_state, hidden):
-    """Medusa's own class for full models: the base's keys and its heads', from one directory."""
-    config, state = config_of(path), load_file(path / "model.safetensors")
-    counts = config["medusa_num_heads"], config["medusa_num_layers"]
-    prefix = "medusa_head."
-    strict(state, base_state | medusa_state(*counts, prefix=prefix))
-    heads = {key: x for key, x in state.items() if key.startswith(prefix)}
-    return medusa_logits(heads, hidden, prefix=prefix)
 
 
 def hydra(path, base, hidden, embedded):

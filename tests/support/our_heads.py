@@ -9,8 +9,8 @@ from tiny import random_params, write_tokenizer
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.layouts import heads_io, own_heads
-from medusa_jax.files.layouts.export import Export
-from medusa_jax.files.layouts.export_heads import convert
+from medusa_jax.files.layouts.convert import convert
+from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import abstract_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, TextRows

@@ -131,14 +131,14 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     )
     if divisors.shape != (config["head_dim"] // 2,):
         raise unsupported
-    found = divisors.unpacked()
-    factor = float(found.max())
+    stored = divisors.unpacked()
+    factor = float(stored.max())
     low, high, context = LLAMA3_SCALING.values()
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     c = context / (2 * math.pi * config["rope_theta"] ** exponents)
     m = np.clip((c - low) / (high - low), 0.0, 1.0)
     expected = 1 / ((1 - m) / factor + m)
-    if not np.allclose(found, expected, rtol=1e-3):
+    if not np.allclose(stored, expected, rtol=1e-3):
         raise unsupported
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 
@@ -172,7 +172,7 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
     return rows.swapaxes(1, 2).ravel()
 
 
-def open_tensors(path: str) -> Tensors:
+def open_gguf(path: str) -> Tensors:
     """The tensors of a GGUF file by their Hugging Face names; they are read later.
 
     Raises:
@@ -183,7 +183,7 @@ def open_tensors(path: str) -> Tensors:
 
 
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
-    """`open_tensors` of an open file with this `hf_config`."""
+    """`open_gguf` of an open file with this `hf_config`."""
     return {
         hf_name(name): _open_tensor(replace(tensor, order=row_order(tensor, config)))
         for name, tensor in file.tensors.items()

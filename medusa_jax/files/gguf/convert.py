@@ -19,9 +19,11 @@ from medusa_jax.files.gguf.vocabulary import (
     token_texts,
     tokenizer_settings,
 )
-from medusa_jax.files.hf import locate
 from medusa_jax.files.hf_config import parse_config
-from medusa_jax.files.tensors import GGUF_LINK, Source, save_json
+from medusa_jax.files.hf_keys import locate
+from medusa_jax.files.json_files import save_json
+from medusa_jax.files.source import Source
+from medusa_jax.files.tensors import GGUF_LINK
 from medusa_jax.model.placing import abstract_params
 from medusa_jax.whole_files import Json, read_text, replacing, write_text
 
@@ -66,7 +68,7 @@ def make_directory(path: str, sha256: str = "") -> str:
                 if not os.path.isdir(directory):
                     with announced(f"converting {path}, once"), replacing(directory) as new:
                         os.makedirs(new)
-                        convert(path, new)
+                        write_files(path, new)
         _link(directory, path)
     except OSError as error:
         raise UserError(f"{directory} could not be written: {error}") from error
@@ -106,7 +108,7 @@ def _sha256(name: str) -> str:
     return digest
 
 
-def convert(path: str, directory: str) -> None:
+def write_files(path: str, directory: str) -> None:
     """Write configuration and tokenizer of a GGUF file, after a check of its tensors' names and shapes."""
     file = read_gguf(path)
     config = hf_config(file) | {"_name_or_path": names_of(file)}
@@ -133,8 +135,8 @@ def names_of(file: GGUFFile) -> str:
 
 def sampling_of(file: GGUFFile) -> Json:
     """The sampling defaults in the file's metadata, as generation_config.json has them."""
-    found = {
-        own: file.values.get(f"general.sampling.{key}") for key, own in SAMPLING.items()
+    values = {
+        name: file.values.get(f"general.sampling.{key}") for key, name in SAMPLING.items()
     }
-    given = {own: value for own, value in found.items() if value is not None}
-    return given and {"do_sample": True} | given
+    defaults = {name: value for name, value in values.items() if value is not None}
+    return {"do_sample": True} | defaults if defaults else {}

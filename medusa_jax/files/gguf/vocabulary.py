@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.gguf.reader import GGUFFile
-from medusa_jax.text.tokenizer import library_errors
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -107,7 +106,7 @@ ENDS = (
     *("eos_token_id", "eot_token_id", "eom_token_id"),
     *("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id"),
 )
-# Tokens that end a text in llama.cpp, whatever their type in the file (`special_eog_ids` in llama-vocab.cpp).
+# Tokens that end a text in llama.cpp, of any type in the file (`special_eog_ids` in llama-vocab.cpp).
 _END_TEXTS = """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
     <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
@@ -191,19 +190,19 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     )
     key = "tokenizer.chat_template"
     keys = {"default": key} | {n: f"{key}.{n}" for n in file.items(f"{key}s", str, [])}
-    found = {name: file.text(key, "") for name, key in keys.items()}
-    templates = [{"name": n, "template": source} for n, source in found.items() if source]
+    sources = {name: file.text(key, "") for name, key in keys.items()}
+    templates = [{"name": n, "template": source} for n, source in sources.items() if source]
     return settings | ({"chat_template": templates} if templates else {})
 
 
 def special_ids(file: GGUFFile) -> dict[str, Any]:
     """`bos_token_id` and `eos_token_id` as config.json and generation_config.json have them."""
     tokens = token_texts(file)
-    size, known = len(tokens), END_TEXTS.intersection(tokens)
-    if any(pair <= known for pair in END_OF_PART):
-        known -= {"<|end|>"}
+    size, end_texts = len(tokens), END_TEXTS.intersection(tokens)
+    if any(pair <= end_texts for pair in END_OF_PART):
+        end_texts -= {"<|end|>"}
     named = {_token_id(file, key, size) for key in ENDS} - {None}
-    ends = named | {number for number, token in enumerate(tokens) if token in known}
+    ends = named | {number for number, token in enumerate(tokens) if token in end_texts}
     return {
         "bos_token_id": _token_id(file, "bos_token_id", size),
         "eos_token_id": sorted(ends) or None,

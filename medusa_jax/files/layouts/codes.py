@@ -17,7 +17,7 @@ CODES, SCALES = "/codes", "/scales"
 
 
 def encode(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Convert two-dimensional kernels to codes and scales, the rest (norms, biases) to bfloat16.
+    """Convert two-dimensional kernels to codes and scales, other arrays (norms, biases) to bfloat16.
 
     Example: {"lin/kernel": [[1.0, -4], [-2, 1]]} -> "lin/kernel/scales" [[2, 4]] and
     "lin/kernel/codes" [[64, -127], [-127, 32]].

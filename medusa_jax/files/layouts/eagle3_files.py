@@ -9,35 +9,38 @@
 
 speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
 keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
-backbone's) and 3.1's flags. speculators has the layer's fields in a table of their own, flags and tapped
+backbone's) and 3.1's flags. speculators has the layer's fields in a separate table, flags and tapped
 layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
 flags; here an unknown field with a value is refused.
 """
 
-import os
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from medusa_jax.arch import LlamaConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import ROPE, parse_config
+from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
-from medusa_jax.files.layouts.eagle_files import EMBEDDING, ignore, locate
-from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.speculators_config import unknown
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
-from medusa_jax.files.tensor import Tensors, rename, take_rows, whole
+from medusa_jax.files.layouts.tapped_files import (
+    shape_of,
+    take_ids,
+    verifier,
+    vocabulary_arrays,
+)
+from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
+from medusa_jax.heads.registry import make_drafter
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
-_LM_HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
 # The first layer, in files of EAGLE and SpecForge and of speculators.
 _LAYER, _SPECULATORS = "midlayer.", "layers.0."
 _NUMBERED = re.compile(r"layers\.(\d+)\.")
@@ -45,7 +48,7 @@ _FLAGS = ("fc_norm", "norm_output", "norm_before_residual")
 # Layers whose input is read; none: 2, L / 2, L - 3.
 TAPS = "eagle_aux_hidden_state_layer_ids"
 # Fields of speculators that are read here.
-OWN = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
+SPECULATORS_FIELDS = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
@@ -80,100 +83,159 @@ EXPECTED = {
 }  # fmt: skip
 
 
-def fits(tensors: Tensors) -> bool:
-    """Whether a file holds EAGLE-3 heads."""
-    keys = {key.removeprefix("model.") for key in tensors}
-    norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
-    return "fc.weight" in keys and not keys.isdisjoint(norms)
+class Eagle3Files(Layout):
+    """`model.safetensors` and `config.json` as SpecForge writes them and vLLM and SGLang read them."""
 
+    name = "eagle3"
+    drafters = ("eagle3",)
+    loading = (
+        'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
+        '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
+        "--speculative-draft-model-path {out}`"
+    )
+    draft_vocab = True
 
-def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
-    """Describe the EAGLE-3 heads of a file.
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether a file holds EAGLE-3 heads."""
+        keys = {key.removeprefix("model.") for key in tensors}
+        norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
+        return "fc.weight" in keys and not keys.isdisjoint(norms)
 
-    Args: as for `medusa_files.open_heads`.
+    def open(self, files: HeadFiles) -> StoredHeads:
+        """Describe the heads, those of speculators too.
 
-    Raises:
-      UserError: unknown, ambiguous or unsupported fields; a vocabulary that
-        contradicts itself.
-    """
-    tensors = rename(tensors, lambda key: key.removeprefix("model."))
-    file = os.path.join(directory, "config.json")
-    taps, depth = "", {}
-    if speculators_config.TYPE in config:
-        fields, tapped = speculators_config.read(file, config, ("eagle3",), OWN, TAPS)
-        taps = ",".join(map(str, tapped))
-        if "norm_before_residual" not in config:
-            raise UserError(
-                f"{file} does not say norm_before_residual, which is false in speculators and true in "
-                "vLLM: add it"
+        Raises:
+          UserError: unknown, ambiguous or unsupported fields; a vocabulary that contradicts itself.
+        """
+        source, file, config = files.source, files.config_file, files.config
+        tensors = rename(files.tensors, lambda key: key.removeprefix("model."))
+        taps, depth = "", {}
+        if speculators_config.TYPE in config:
+            fields, tapped = speculators_config.read(
+                file, config, ("eagle3",), SPECULATORS_FIELDS, TAPS
             )
-    else:
-        table = Fields(file, config).table("eagle_config")
-        fields = config | {k: x for k, x in table.items() if x not in (None, [])}
-        depth = _depth(file, fields.get(TAPS))
-        stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
-        fields["num_hidden_layers"] = len(stored) or 1
-    for name in unknown(fields, READ | UNUSED):
-        raise UserError(
-            f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
+            taps = ",".join(map(str, tapped))
+            if "norm_before_residual" not in config:
+                raise UserError(
+                    f"{file} does not say norm_before_residual, which is false in speculators and true in "
+                    "vLLM: add it"
+                )
+        else:
+            table = Fields(file, config).table("eagle_config")
+            fields = config | {k: x for k, x in table.items() if x not in (None, [])}
+            depth = _depth(file, fields.get(TAPS))
+            stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
+            fields["num_hidden_layers"] = len(stored) or 1
+        for name in unknown(fields, READ | UNUSED):
+            raise UserError(
+                f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
+            )
+        layer = parse_config(file, fields)
+        Fields(file, fields).expect(EXPECTED | {"target_hidden_size": (layer.d_model,)})
+        if layer.qk_norm or layer.qkv_bias:
+            raise UserError(
+                f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
+            )
+        config_fields = Fields(
+            file, {name: x for name, x in fields.items() if x is not None}
         )
-    layer = parse_config(file, fields)
-    Fields(file, fields).expect(EXPECTED | {"target_hidden_size": (layer.d_model,)})
-    if layer.qk_norm or layer.qkv_bias:
-        raise UserError(
-            f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
+        shape, sizes = shape_of(config_fields, layer)
+        ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD,))
+        outputs = layer.vocab_size if ids is None else len(ids)
+        described = fields.get("draft_vocab_size") or outputs
+        if described != outputs:
+            raise UserError(
+                f"{file}: draft_vocab_size {described!r}, {source} has {outputs} tokens"
+            )
+        flags: Json = {flag: config_fields.switch(flag) for flag in _FLAGS}
+        draft_vocab = 0 if ids is None else len(ids)
+        heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
+        stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
+        return StoredHeads(
+            source=source,
+            directory=files.directory,
+            layout="EAGLE-3 heads",
+            heads=heads,
+            tensors=tensors,
+            locate=partial(_locate, stem=stem),
+            ignore=ignore,
+            meta=config,
+            layers=shape | depth,
+            ids=ids,
         )
-    given = Fields(file, {name: x for name, x in fields.items() if x is not None})
-    shape, sizes = shape_of(given, layer)
-    ids = take_ids(source, tensors, layer.vocab_size, (_LM_HEAD,))
-    outputs = layer.vocab_size if ids is None else len(ids)
-    if (told := fields.get("draft_vocab_size") or outputs) != outputs:
-        raise UserError(f"{file}: draft_vocab_size {told!r}, {source} has {outputs} tokens")
-    flags: Json = {flag: given.switch(flag) for flag in _FLAGS}
-    draft_vocab = 0 if ids is None else len(ids)
-    heads = Eagle3Config(tap_layers=taps, draft_vocab=draft_vocab, **flags, **sizes)
-    stem = _LAYER if f"{_LAYER}hidden_norm.weight" in tensors else _SPECULATORS
 
-    return StoredHeads(
-        source=source, directory=directory, layout="EAGLE-3 heads", heads=heads, tensors=tensors,
-        locate=partial(_locate, stem=stem), ignore=ignore, meta=config, layers=shape | depth, ids=ids,
-    )  # fmt: skip
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """One layer, which reads the streams of the paper."""
+        assert isinstance(heads, Eagle3Config)
+        if reason := _needs_lm_head(heads):
+            return reason
+        if heads.n_layers != 1:
+            return (
+                f"--to {self.name} holds one layer, not {heads.n_layers}: --to speculators"
+            )
+        if llama is None:
+            return ""
+        taps = make_drafter(heads, llama).taps
+        paper = make_drafter(replace(heads, tap_layers=""), llama).taps
+        if taps != paper:
+            return (
+                f"--to {self.name} is for the paper's tapped layers {paper}, not {taps}, since engines do "
+                "not agree on how it would say others: --to speculators"
+            )
+        return ""
+
+    def write(self, export: Export, out: str) -> None:
+        """In the form of SpecForge."""
+        layers, fields = _config(export, _drafter(export))
+        config = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
+        export.write(out, "model.safetensors", _arrays(export, _LAYER), config)
+
+
+class SpeculatorsEagle3(Eagle3Files):
+    """`model.safetensors` and `config.json` of speculators, which vLLM reads, too."""
+
+    name = "speculators"
+    loading = speculators_config.LOADING
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Any layers, with a separate LM head."""
+        return _needs_lm_head(heads)
+
+    def write(self, export: Export, out: str) -> None:
+        """With the backbone's embedding."""
+        drafter = _drafter(export)
+        layers, fields = _config(export, drafter)
+        flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
+        config = speculators_config.write(
+            kind="eagle3",
+            architecture="Eagle3DraftModel",
+            layers=layers,
+            fields=flags | fields,
+            taps={TAPS: list(drafter.taps)},
+            tokens=min(drafter.n_heads, SPECULATIVE_TOKENS),
+            verifier=verifier(export),
+        )
+        # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
+        arrays = _arrays(export, _SPECULATORS) | {EMBEDDING_COPY: export.embedding()}
+        export.write(out, "model.safetensors", arrays, config)
+
+
+def _needs_lm_head(heads: HeadsConfig) -> str:
+    """Why the heads' LM head does not fit; "" if it does."""
+    if heads.lm_head == "own":
+        return ""
+    return f"EAGLE-3 heads have a separate LM head, these have LM head {heads.lm_head!r}"
 
 
 def _locate(path: str, stem: str) -> tuple[str, bool]:
     """A path of `heads/eagle3.py` -> (key, whether it is stored transposed)."""
-    key, transposed = locate(path)
+    key, transposed = locate_in_layers(path)
     key = re.sub(r"^fc_norms_(\d+)\.", r"fc_norm.\1.", key.replace(_SPECULATORS, stem))
     return key, transposed
 
 
-def shape_of(given: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
-    """Required fields of the backbone's shape, and the fields of the heads that say the layer's own sizes.
-
-    A `rope_theta` of 0 is the backbone's rotation.
-
-    Raises:
-      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
-    """
-    if "sliding_attention" in given.items("layer_types", str, []):
-        raise UserError(f"{given.file}: heads with sliding attention are not supported")
-    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
-    sizes: Json = {
-        "n_layers": layer.n_layers,
-        "attention_heads": layer.n_heads,
-        "kv_heads": layer.n_kv_heads,
-        "head_dim": layer.head_dim,
-        "d_ff": layer.d_ff,
-        "rope_theta": layer.rope_theta,
-    }
-    if layer.rope_scaling not in ("none", "dynamic"):
-        shape |= {name: getattr(layer, name) for name in ROPE}
-        sizes["rope_theta"] = 0.0
-    return shape, sizes
-
-
 def _depth(file: str, ids: Any) -> dict[str, int]:
-    """The backbone's number of layers, which follows from the numbers of the tapped layers, if given.
+    """The backbone's number of layers, which follows from the numbers of the tapped layers, if a file has them.
 
     Files number a stream by the layer that it enters (2, L / 2, L - 3) or by the layer that it leaves (one less).
     Other numbers are ambiguous.
@@ -191,65 +253,6 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
     )
 
 
-def take_ids(
-    source: str, tensors: Tensors, vocab_size: int, keys: Sequence[str]
-) -> np.ndarray | None:
-    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file.
-
-    Its tokens become ascending, and with them the rows of the tensors of these keys.
-    """
-    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
-    if offsets is None and member is None:
-        return None
-    if offsets is None:
-        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
-    offset_O = whole(offsets)
-    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
-        raise UserError(
-            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
-        )
-    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
-    order = np.argsort(ids)
-    ids = ids[order]
-    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
-    if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
-        raise UserError(
-            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
-            f"{vocab_size}"
-        )
-    if not np.array_equal(order, np.arange(len(order))):
-        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
-    return None if len(ids) == vocab_size else ids
-
-
-def to_eagle3(export: Export, out: str) -> None:
-    """Write SpecForge's layout of EAGLE-3, which vLLM and SGLang read: `model.safetensors`."""
-    drafter = _drafter(export)
-    layers, fields = _config(export, drafter)
-    raw = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
-    export.write(out, "model.safetensors", _arrays(export, _LAYER), raw)
-
-
-def to_speculators(export: Export, out: str) -> None:
-    """Write speculators' layout of EAGLE-3, which vLLM reads, too: `model.safetensors`."""
-    drafter = _drafter(export)
-    layers, fields = _config(export, drafter)
-    flags = dict.fromkeys(sorted(OWN - {"embed_requires_grad"}), False)
-    raw = speculators_config.write(
-        "eagle3", "Eagle3DraftModel", layers, flags | fields, {TAPS: list(drafter.taps)},
-        min(drafter.n_heads, SPECULATIVE_TOKENS), verifier(export),
-    )  # fmt: skip
-    # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
-    arrays = _arrays(export, _SPECULATORS) | {EMBEDDING: export.embedding()}
-    export.write(out, "model.safetensors", arrays, raw)
-
-
-def verifier(export: Export) -> Json:
-    """The backbone, as speculators names it."""
-    architectures = config_to_hf(export.base.config)["architectures"]
-    return {"name_or_path": export.base_name, "architectures": architectures}
-
-
 def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
     assert isinstance(heads, Eagle3Config)
@@ -258,14 +261,6 @@ def _drafter(export: Export) -> Eagle3:
 
 def _arrays(export: Export, stem: str) -> Arrays:
     return export.arrays(partial(_locate, stem=stem)) | vocabulary_arrays(export)
-
-
-def vocabulary_arrays(export: Export) -> Arrays:
-    """The draft vocabulary, if there is one."""
-    if (ids := export.stored.ids) is None:
-        return {}
-    member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
-    return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
 
 
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:

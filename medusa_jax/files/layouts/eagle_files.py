@@ -12,80 +12,139 @@ from dataclasses import replace
 
 import numpy as np
 
-from medusa_jax.files.hf import HARMLESS
-from medusa_jax.files.hf import locate as locate_in_llama
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.files.hf_config import ROPE, read_config
+from medusa_jax.files.hf_keys import HARMLESS
+from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.whole_files import Json
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING_COPY = "embed_tokens.weight"
 # Fields that the layers depend on and that tensors do not show.
 _LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
 
 
-def fits(tensors: Tensors) -> bool:
-    """Whether a file holds EAGLE-1 heads in their authors' layout."""
-    keys = {key.removeprefix("model.") for key in tensors}
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
+class EagleFiles(Layout):
+    """The authors' `pytorch_model.bin` and `config.json`."""
+
+    name = "eagle"
+    drafters = ("eagle",)
+    loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether a file holds EAGLE-1 heads in their authors' layout."""
+        keys = {key.removeprefix("model.") for key in tensors}
+        return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
+
+    def open(self, files: HeadFiles) -> StoredHeads:
+        """Describe the heads.
+
+        Raises:
+          UserError: no configuration of a Llama.
+        """
+        tensors = rename(files.tensors, lambda key: key.removeprefix("model."))
+        llama = read_config(files.directory)
+        return StoredHeads(
+            source=files.source,
+            directory=files.directory,
+            layout="EAGLE-1 heads",
+            heads=EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors),
+            tensors=tensors,
+            locate=locate_in_layers,
+            ignore=ignore,
+            meta=files.config,
+            layers={name: getattr(llama, name) for name in _LAYER_FIELDS},
+        )
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """There is no place for an LM head."""
+        if heads.lm_head == "shared":
+            return ""
+        return f"EAGLE-1 heads score by the model's LM head, these have LM head {heads.lm_head!r}"
+
+    def write(self, export: Export, out: str) -> None:
+        """With a copy of the backbone's embedding."""
+        arrays, config = _written(export)
+        config |= {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
+        export.write(out, "pytorch_model.bin", arrays, config)
 
 
-def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
-    """Describe the EAGLE-1 heads of a file.
+class EagleForSGLang(EagleFiles):
+    """`model.safetensors`. SGLang adds a bias after `fc`, random if the file has none."""
 
-    Args: as for `medusa_files.open_heads`.
+    name = "sglang"
+    loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
-    Raises:
-      UserError: no configuration of a Llama.
-    """
-    tensors = rename(tensors, lambda key: key.removeprefix("model."))
-    llama = read_config(directory)
-    heads = EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors)
-    layers = {name: getattr(llama, name) for name in _LAYER_FIELDS}
-    return StoredHeads(
-        source=source, directory=directory, layout="EAGLE-1 heads", heads=heads, tensors=tensors,
-        locate=locate, ignore=ignore, meta=config, layers=layers,
-    )  # fmt: skip
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Its layers are those of a Llama or Qwen2."""
+        return super().why_not(heads, llama) or _unknown_layers(self.name, llama)
+
+    def write(self, export: Export, out: str) -> None:
+        """SGLang knows the heads by `architectures`; it takes `bias` for biases of the attention."""
+        arrays, config = _written(export)
+        arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
+        config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
+        config["torch_dtype"] = export.kind.name
+        export.write(out, "model.safetensors", arrays, config)
+
+
+class EagleForVLLM(EagleFiles):
+    """`model.safetensors`. vLLM has no bias after `fc`."""
+
+    name = "vllm"
+    loading = (
+        '`speculative_config={{"method": "eagle", "model": "{out}", '
+        '"num_speculative_tokens": {heads}}}`'
+    )
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Its layers are those of a Llama."""
+        assert isinstance(heads, EagleConfig)
+        if reason := super().why_not(heads, llama):
+            return reason
+        if heads.fc_bias:
+            return (
+                "vLLM drops the bias after EAGLE's fc without a warning: train with "
+                "heads.fc_bias=False"
+            )
+        if reason := _unknown_layers(self.name, llama):
+            return reason
+        if llama is not None and llama.qkv_bias:
+            return "vLLM's EAGLE-1 has the layers of a Llama, these have q/k/v biases: --to sglang"
+        return ""
+
+    def write(self, export: Export, out: str) -> None:
+        """vLLM takes `bias` for biases of the attention."""
+        arrays, config = _written(export)
+        config["torch_dtype"] = export.kind.name
+        export.write(out, "model.safetensors", arrays, config)
+
+
+def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
+    """Why an engine has no layers like the backbone's; "" if it may have."""
+    if llama is None or not (llama.qk_norm or llama.mlp_bias or llama.out_bias):
+        return ""
+    return f"{engine}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
 
 
 def ignore(key: str) -> bool:
     """Whether a key is the copy of the backbone's embedding, or a table that every version recomputes."""
-    return key == EMBEDDING or bool(HARMLESS.search(key))
+    return key == EMBEDDING_COPY or bool(HARMLESS.search(key))
 
 
-def locate(path: str) -> tuple[str, bool]:
+def locate_in_layers(path: str) -> tuple[str, bool]:
     """A path of layers that draft all depths -> (key, whether it is stored transposed)."""
     key, transposed = locate_in_llama(path.removeprefix("heads_0/"))
     return key.removeprefix("model."), transposed
 
 
-def to_eagle(export: Export, out: str) -> None:
-    """Write the authors' `pytorch_model.bin`, with a copy of the backbone's embedding."""
-    arrays, raw = _written(export)
-    fields = {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
-    export.write(out, "pytorch_model.bin", arrays, raw | fields)
-
-
-def to_eagle_engine(export: Export, out: str, engine: str) -> None:
-    """Write `model.safetensors` for vLLM's or SGLang's EAGLE-1.
-
-    Both take a field `bias` for biases of the attention. SGLang always adds a bias after `fc`, random where the file
-    has none, and knows the heads by `architectures`; vLLM has no such bias.
-    """
-    arrays, raw = _written(export)
-    if engine == "sglang":
-        arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
-        raw["architectures"] = [f"{name}Eagle" for name in raw["architectures"]]
-    raw["torch_dtype"] = export.kind.name
-    export.write(out, "model.safetensors", arrays, raw)
-
-
 def _written(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
-    arrays = export.arrays(locate) | {EMBEDDING: export.embedding()}
+    arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     n_layers = export.stored.heads.n_layers
     config = replace(export.base.config, n_layers=n_layers, sliding_window=0)
     return arrays, config_to_hf(config)

@@ -1,7 +1,7 @@
-"""Draft heads of any layout: found, recognised and loaded for a backbone.
+"""Find, recognise and load draft heads of any layout.
 
-A path is a directory, a file of weights in it, or a hub id. Heads with a heads.json are this project's; others have a
-published layout, which `files/layouts/published.py` recognises by the keys of their weights.
+A path is a directory, a file of weights in it, or a hub id. Heads with a heads.json are this project's; the keys of
+the weights determine the layout of others (`registry.py`).
 """
 
 import dataclasses
@@ -13,18 +13,15 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, between
-from medusa_jax.files import tensors as tensor_files
-from medusa_jax.files.hub import resolve
+from medusa_jax.files.hub import HEAD_FILES, resolve
 from medusa_jax.files.layouts.own_heads import DESCRIPTION, OWN, open_own
 from medusa_jax.files.layouts.own_heads import WEIGHTS as OWN_WEIGHTS
 from medusa_jax.files.layouts.stored_heads import StoredHeads, abstract_heads, check_ids
-from medusa_jax.files.seam import import_format
+from medusa_jax.files.source import Convert, flatten
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.sharding import Params, replicated
 from medusa_jax.whole_files import Json
-
-DESCRIPTIONS = [DESCRIPTION, OWN_WEIGHTS, "tree.json", "config.json", "adapter_config.json"]
 
 
 def open_heads(path_or_id: str) -> StoredHeads:
@@ -33,14 +30,16 @@ def open_heads(path_or_id: str) -> StoredHeads:
     Raises:
       UserError: no heads in a known layout, or unreadable.
     """
-    found = os.path.exists(path_or_id)
-    path = path_or_id if found else resolve(path_or_id, DESCRIPTIONS)
-    own = (DESCRIPTION, OWN_WEIGHTS)
-    folder = os.path.dirname(path) or "." if os.path.basename(path) in own else path
-    if any(os.path.isfile(os.path.join(folder, name)) for name in own):
+    path = path_or_id
+    if not os.path.exists(path):
+        path = resolve(path_or_id, HEAD_FILES)
+    names = (DESCRIPTION, OWN_WEIGHTS)
+    folder = os.path.dirname(path) or "." if os.path.basename(path) in names else path
+    if any(os.path.isfile(os.path.join(folder, name)) for name in names):
         return open_own(folder)
-    stored: StoredHeads = import_format("files.layouts.published").open_heads(path_or_id)
-    return stored
+    from medusa_jax.files.layouts.published import open_published  # only for such files
+
+    return open_published(path_or_id)
 
 
 def load_heads(
@@ -52,7 +51,7 @@ def load_heads(
     *,
     fingerprint: str | None = None,
     allow_other_base: bool = False,
-    convert: tensor_files.Convert | None = None,
+    convert: Convert | None = None,
 ) -> tuple[HeadsConfig, Params, Json]:
     """Read heads for a backbone of shape `llama`, placed on the mesh.
 
@@ -79,11 +78,11 @@ def load_heads(
         between(f"the number of heads to read from {stored.directory}", n_heads, 1, count)
     n_read = n_heads if n_heads and drafter.separable else count
     heads = dataclasses.replace(stored.heads, n_heads=n_read)
-    all_parameters = tensor_files.flatten(abstract_heads(stored.heads, llama))
-    known = {stored.locate(name)[0] for name in all_parameters}
+    all_parameters = flatten(abstract_heads(stored.heads, llama))
+    keys = {stored.locate(name)[0] for name in all_parameters}
 
     def ignore(key: str) -> bool:
-        return key in known or stored.ignore(key)
+        return key in keys or stored.ignore(key)
 
     read = dataclasses.replace(stored, ignore=ignore)
     params = read.load(abstract_heads(heads, llama), mesh, dtype, convert)

@@ -11,82 +11,126 @@ times, so a file has it n - 1 times, or once. The copy of the backbone's embeddi
 prefix layer and rotary tables are ignored.
 """
 
-import os
 import re
 
 import numpy as np
 
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf import HARMLESS
-from medusa_jax.files.hf import locate as locate_in_llama
-from medusa_jax.files.layouts.export import Export
+from medusa_jax.files.hf_keys import HARMLESS
+from medusa_jax.files.hf_keys import locate as locate_in_llama
+from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.tensor import Tensors, whole
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.typed import Fields
-from medusa_jax.whole_files import Json
 
 HYDRA = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(?:linear|res_connection)\.(?:weight|bias)")
 _PREFIX = "prefix_embeding_layer."
 _UNUSED = ("input_embed_fn.weight", f"{_PREFIX}embed_tokens.weight")
 
 
-def fits(tensors: Tensors) -> bool:
-    """Whether a file holds Hydra heads in their authors' layout."""
-    return any(HYDRA.fullmatch(key) for key in tensors)
+class HydraFiles(Layout):
+    """The authors' `hydra_lm_head.pt` and `config.json`."""
 
+    name = "hydra"
+    drafters = ("hydra", "hydrapp")
+    loading = "`HydraModel.from_pretrained` of the authors' code"
 
-def open_heads(source: str, directory: str, tensors: Tensors, config: Json) -> StoredHeads:
-    """Describe the Hydra heads of a file.
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether a file holds Hydra heads in their authors' layout."""
+        return any(HYDRA.fullmatch(key) for key in tensors)
 
-    Args: as for `medusa_files.open_heads`.
+    def open(self, files: HeadFiles) -> StoredHeads:
+        """Describe the heads.
 
-    Raises:
-      UserError: other layers than in the configuration; heads that do not read the last hidden state or the
-        drafted tokens.
-    """
-    file = os.path.join(directory, "config.json")
-    Fields(file, config).expect({"hidden_state_offset": (0,), "grounded_heads": (True,)})
-    numbers: dict[int, set[int]] = {}
-    for key in tensors:
-        if match := HYDRA.fullmatch(key):
-            numbers.setdefault(int(match[1]), set()).add(int(match[2]))
-    n_heads = max(numbers) + 1
-    layers = sorted(numbers[min(numbers)])
-    n_layers = config.get("hydra_num_layers", len(layers))
-    # A conversion to safetensors may have dropped copies of the shared layer.
-    dropped = len(layers) == 2 < n_layers if type(n_layers) is int else False
-    if len(layers) != n_layers and not dropped:
-        raise UserError(
-            f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
+        Raises:
+          UserError: other layers than in the configuration; heads that do not read the last hidden state or the
+            drafted tokens.
+        """
+        source, tensors, config = files.source, files.tensors, files.config
+        Fields(files.config_file, config).expect(
+            {"hidden_state_offset": (0,), "grounded_heads": (True,)}
         )
-    tied = dropped or _same_weights(tensors, layers, n_heads)
-    plus = any(key.startswith(_PREFIX) for key in tensors)
-    between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""
-    heads = (HydraPPConfig if plus else HydraConfig)(
-        n_heads=n_heads,
-        n_layers=n_layers,
-        tie_layers=tied,
-        lm_bias=f"hydra_lm_head.0{between}.bias" in tensors,
-        skip="random",
-        dropout=0.0,
-    )
+        numbers: dict[int, set[int]] = {}
+        for key in tensors:
+            if match := HYDRA.fullmatch(key):
+                numbers.setdefault(int(match[1]), set()).add(int(match[2]))
+        n_heads = max(numbers) + 1
+        layers = sorted(numbers[min(numbers)])
+        n_layers = config.get("hydra_num_layers", len(layers))
+        # A conversion to safetensors may have dropped copies of the shared layer.
+        dropped = len(layers) == 2 < n_layers if type(n_layers) is int else False
+        if len(layers) != n_layers and not dropped:
+            raise UserError(
+                f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
+            )
+        tied = dropped or _same_weights(tensors, layers, n_heads)
+        plus = any(key.startswith(_PREFIX) for key in tensors)
+        between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""
+        heads = (HydraPPConfig if plus else HydraConfig)(
+            n_heads=n_heads,
+            n_layers=n_layers,
+            tie_layers=tied,
+            lm_bias=f"hydra_lm_head.0{between}.bias" in tensors,
+            skip="random",
+            dropout=0.0,
+        )
 
-    def locate(path: str) -> tuple[str, bool]:
-        return _key(path, layers, between), path.endswith("/kernel")
+        def locate(path: str) -> tuple[str, bool]:
+            return _key(path, layers, between), path.endswith("/kernel")
 
-    copies = {f"{j}" for j in layers[2:]} if tied else set()
+        copies = {f"{j}" for j in layers[2:]} if tied else set()
 
-    def ignore(key: str) -> bool:
-        match = HYDRA.fullmatch(key)
-        copy = match is not None and match[2] in copies
-        return copy or key in _UNUSED or bool(HARMLESS.search(key))
+        def ignore(key: str) -> bool:
+            match = HYDRA.fullmatch(key)
+            copy = match is not None and match[2] in copies
+            return copy or key in _UNUSED or bool(HARMLESS.search(key))
 
-    return StoredHeads(
-        source=source, directory=directory, layout=f"Hydra{'++' * plus} heads", heads=heads,
-        tensors=tensors, locate=locate, ignore=ignore, meta=config,
-    )  # fmt: skip
+        return StoredHeads(
+            source=source,
+            directory=files.directory,
+            layout="Hydra++ heads" if plus else "Hydra heads",
+            heads=heads,
+            tensors=tensors,
+            locate=locate,
+            ignore=ignore,
+            meta=config,
+        )
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """Layers 2 to n are one module there, and LM heads are separate."""
+        assert isinstance(heads, HydraConfig)
+        if heads.n_layers > 2 and not heads.tie_layers:
+            return (
+                "Hydra's code runs one layer for layers 2 to n, heads.tie_layers is false"
+            )
+        if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
+            return (
+                "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
+                f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
+            )
+        return ""
+
+    def write(self, export: Export, out: str) -> None:
+        """With copies of the shared layer and of the backbone's embedding."""
+        heads = export.stored.heads
+        plus = heads.drafter == "hydrapp"
+        arrays: Arrays = {}
+        for path, array in export.whole.items():
+            for key in _keys_of(path, heads.n_layers, plus):
+                arrays[key] = array.T if path.endswith("/kernel") else array
+        arrays |= dict.fromkeys(_UNUSED if plus else _UNUSED[:1], export.embedding())
+        config = {
+            "base_model_name_or_path": export.base_name,
+            "hydra_num_heads": heads.n_heads,
+            "hydra_num_layers": heads.n_layers,
+            "hydra_head_arch": "prefix-mlp" if plus else "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+        }
+        export.write(out, "hydra_lm_head.pt", arrays, config)
 
 
 def _keys_of(path: str, n_layers: int, plus: bool) -> list[str]:
@@ -131,23 +175,3 @@ def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
             if not all(np.array_equal(first, other) for other in others):
                 return False
     return True
-
-
-def to_hydra(export: Export, out: str) -> None:
-    """Write `hydra_lm_head.pt`, with copies of the shared layer and of the backbone's embedding."""
-    heads = export.stored.heads
-    plus = heads.drafter == "hydrapp"
-    arrays: Arrays = {}
-    for path, array in export.whole.items():
-        for key in _keys_of(path, heads.n_layers, plus):
-            arrays[key] = array.T if path.endswith("/kernel") else array
-    arrays |= dict.fromkeys(_UNUSED if plus else _UNUSED[:1], export.embedding())
-    config = {
-        "base_model_name_or_path": export.base_name,
-        "hydra_num_heads": heads.n_heads,
-        "hydra_num_layers": heads.n_layers,
-        "hydra_head_arch": "prefix-mlp" if plus else "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-    }
-    export.write(out, "hydra_lm_head.pt", arrays, config)

@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files import tensors as tensor_files
+from medusa_jax.files.json_files import read_json, save_json
 from medusa_jax.files.layouts import codes
 from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
+from medusa_jax.files.source import flatten
 from medusa_jax.files.tensor import whole
-from medusa_jax.files.tensors import read_json
+from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.hosts import on_host
@@ -44,7 +45,7 @@ def open_own(directory: str) -> StoredHeads:
     meta = read_json(file)
     heads, base = _read_description(file, meta)
     weights = os.path.join(directory, WEIGHTS)
-    tensors = tensor_files.open_safetensors(weights)
+    tensors = open_safetensors(weights)
     ids = None
     if heads.draft_vocab:
         if IDS not in tensors or tensors[IDS].dtype != "int32":
@@ -63,10 +64,10 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
         )
     fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
     kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
-    known = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
+    kinds = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
-        one_of(f"{file}: a field under heads", name, known)
-        fields[name] = read(f"{file}: heads.{name}", value, known[name])
+        one_of(f"{file}: a field under heads", name, kinds)
+        fields[name] = read(f"{file}: heads.{name}", value, kinds[name])
     return kind_of_heads(**fields), base
 
 
@@ -95,14 +96,14 @@ def save_heads(
       base: `base_record` of the backbone that the heads were trained on.
       recipe: how the heads were trained; JSON values.
       params: with the ids of a draft vocabulary, if any, under "draft_vocab".
-      dtype: stored type; None keeps that of `params`; "int8" is for kernels, the rest is bfloat16 then
+      dtype: stored type; None keeps that of `params`; "int8" is for kernels, other arrays are bfloat16 then
         (`codes.py`).
       write: False on processes that only take part in gathering the arrays.
 
     Raises:
       UserError: the directory cannot be written.
     """
-    flat = tensor_files.flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
+    flat = flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}
     if np.dtype(dtype or "float32") == np.int8:
         arrays = codes.encode(arrays)
@@ -121,5 +122,5 @@ def save_heads(
         "recipe": recipe,
     }
     weights = os.path.join(directory, WEIGHTS)
-    tensor_files.save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
-    tensor_files.save_json(os.path.join(directory, DESCRIPTION), description)
+    save_safetensors(weights, arrays, {"format": "medusa_jax.heads"})
+    save_json(os.path.join(directory, DESCRIPTION), description)

@@ -1,29 +1,18 @@
-"""Published draft heads: found in a directory, file or hub repository, and recognised by their keys.
-
-Only keys determine the layout, since published configurations contradict their files.
-"""
+"""Find published draft heads in a directory, file or hub repository, and recognise them by their keys."""
 
 import os
 
 from medusa_jax.errors import UserError
-from medusa_jax.files import tensors as tensor_files
-from medusa_jax.files.hf import WRAPPER
-from medusa_jax.files.hub import resolve
-from medusa_jax.files.layouts import (
-    dflash_files,
-    eagle3_files,
-    eagle_files,
-    hydra_files,
-    medusa_files,
-)
-from medusa_jax.files.layouts.heads_io import DESCRIPTIONS
+from medusa_jax.files.hf_keys import WRAPPER
+from medusa_jax.files.hub import HEAD_FILES, resolve
+from medusa_jax.files.json_files import optional_json
+from medusa_jax.files.layouts.layout import HeadFiles
 from medusa_jax.files.layouts.own_heads import DESCRIPTION
+from medusa_jax.files.layouts.registry import readers
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensor import rename
-from medusa_jax.files.tensors import optional_json
+from medusa_jax.files.tensors import open_weights, weights_file
 
-# In the order in which they are asked: speculators' EAGLE-3 files also have EAGLE-1's keys.
-LAYOUTS = (hydra_files, dflash_files, eagle3_files, eagle_files, medusa_files)
 # In order of preference.
 SAFE = [
     "medusa_lm_head.safetensors",
@@ -37,39 +26,37 @@ KNOWN = (
 )
 
 
-def open_heads(path_or_id: str) -> StoredHeads:
+def open_published(path_or_id: str) -> StoredHeads:
     """Open published heads; weights are read later.
 
     Raises:
       UserError: no heads in a known layout, or unreadable.
     """
-    folder = path = _local(path_or_id)
+    path = path_or_id
+    if not os.path.exists(path):
+        path = _downloaded(path_or_id)
+    folder, file = path, path
     if os.path.isfile(path):
         folder = os.path.dirname(path) or "."
-        tensors = tensor_files.open_weights(path)
-    elif path := _first(folder, SAFE + TORCH):
-        tensors = tensor_files.open_weights(path)
-    elif path := tensor_files.weights_file(folder):
-        tensors = tensor_files.open_checkpoint(folder)
     else:
+        file = _first(folder, SAFE + TORCH) or weights_file(folder)
+    if not file:
         raise _no_heads(path_or_id, folder)
     config = optional_json(os.path.join(folder, "config.json"))
-    tensors = rename(tensors, lambda key: WRAPPER.sub("", key))
-    for layout in LAYOUTS:
+    tensors = rename(open_weights(file), lambda key: WRAPPER.sub("", key))
+    for layout in readers():
         if layout.fits(tensors):
-            return layout.open_heads(path, folder, tensors, config)
+            return layout.open(HeadFiles(file, folder, tensors, config))
     raise _no_heads(path_or_id, folder)
 
 
-def _local(path_or_id: str) -> str:
-    """A local file or directory; downloads only the needed files."""
-    if os.path.exists(path_or_id):
-        return path_or_id
+def _downloaded(repository: str) -> str:
+    """The local copy of a repository; only the needed files are fetched."""
     for names in (SAFE, TORCH):
-        folder = resolve(path_or_id, [*DESCRIPTIONS, *names])
+        folder = resolve(repository, [*HEAD_FILES, *names])
         if _first(folder, names):
             return folder
-    return resolve(path_or_id)
+    return resolve(repository)
 
 
 def _first(folder: str, names: list[str]) -> str:

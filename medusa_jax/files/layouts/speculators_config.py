@@ -21,6 +21,8 @@ from medusa_jax.whole_files import Json
 
 TYPE, LAYERS = "speculators_model_type", "transformer_layer_config"
 PARTS = "speculators_config"
+# `Layout.loading`.
+LOADING = "`vllm serve {out}`, which serves the base model with these heads"
 # Fields of any kind, read under the same names.
 SHARED = {"draft_vocab_size", "target_hidden_size"}
 UNUSED = {
@@ -29,19 +31,19 @@ UNUSED = {
 }  # fmt: skip
 
 
-def unknown(fields: Json, known: Set[str]) -> list[str]:
+def unknown(fields: Json, names: Set[str]) -> list[str]:
     """Unknown fields with a value: null, false, 0 and empty values change nothing."""
-    return sorted(name for name in fields.keys() - known if fields[name])
+    return sorted(name for name in fields.keys() - names if fields[name])
 
 
 def read(
-    file: str, config: Json, kinds: tuple[str, ...], own: Set[str], taps: str
+    file: str, config: Json, kinds: tuple[str, ...], names: Set[str], taps: str
 ) -> tuple[Json, list[int]]:
-    """The fields of the layers, `SHARED` and `own`, and the tapped layers, [] for the paper's.
+    """The fields of the layers, `SHARED` and `names`, and the tapped layers, [] for the paper's.
 
     Args:
       kinds: the kinds of heads that the weights may be.
-      own: known fields of these kinds.
+      names: the fields of these kinds.
       taps: the field with the tapped layers.
 
     Raises:
@@ -54,21 +56,27 @@ def read(
             f"{file}: only {' or '.join(kinds)} is supported for these weights, not {kind!r} with "
             f"algorithm {algorithm!r}"
         )
-    own = own | SHARED
-    for name in unknown(config, own | UNUSED | {TYPE, PARTS, LAYERS, taps}):
+    names = names | SHARED
+    for name in unknown(config, names | UNUSED | {TYPE, PARTS, LAYERS, taps}):
         raise UserError(
             f"{file} has a field that speculators is not known to write: {name!r}"
         )
-    given = (
-        Fields(file, config).items(taps, int, []) if config.get(taps) is not None else []
-    )
-    return layers | {name: config[name] for name in own & config.keys()}, given
+    tapped = []
+    if config.get(taps) is not None:
+        tapped = Fields(file, config).items(taps, int, [])
+    return layers | {name: config[name] for name in names & config.keys()}, tapped
 
 
 def write(
-    kind: str, architecture: str, layers: Json, fields: Json, taps: Json, tokens: int,
+    *,
+    kind: str,
+    architecture: str,
+    layers: Json,
+    fields: Json,
+    taps: Json,
+    tokens: int,
     verifier: Json,
-) -> Json:  # fmt: skip
+) -> Json:
     """config.json of heads.
 
     Args:

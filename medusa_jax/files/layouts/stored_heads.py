@@ -8,7 +8,7 @@ import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.tensors import Source
+from medusa_jax.files.source import Source
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter

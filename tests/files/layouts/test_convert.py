@@ -28,10 +28,10 @@ from tiny import random_params
 
 from medusa_jax.commands.convert import table
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.convert import convert
 from medusa_jax.files.layouts.engines import ENGINES, engines_for, why_not
-from medusa_jax.files.layouts.export import Export
-from medusa_jax.files.layouts.export_heads import convert
 from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.files.layouts.layout import Export
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.names import DRAFTERS
@@ -51,7 +51,7 @@ def heads_of(drafter="medusa", **fields):
     return drafter_class(drafter).Config(**({"n_heads": 3, "rank": 5} | fields))
 
 
-def engines_that_read(target, drafter, path, base, facts):
+def engines_that_read(target, drafter, path, facts):
     """Logits [K, V] of every engine that should read this layout."""
     config, lm_head = facts
     one = HIDDEN[-1]
@@ -63,18 +63,12 @@ def engines_that_read(target, drafter, path, base, facts):
     elif drafter == "eagle3":
         read = engines.speculators if target == "speculators" else engines.eagle3
         yield read(path, config, STREAMS, FOLLOWING)[:3]
-    elif target == "tensorrt_llm":
-        yield engines.tensorrt_llm(path, config, one)
-    elif target == "merged":
-        model = load_file(f"{base.source}/model.safetensors")
-        yield engines.full_model(path, model, one)
+    elif target == "tgi":
+        yield engines.tgi(path, config, 3, one)
+        yield engines.vllm(path, config, 3, one, remaps=True)
     else:
-        if target != "vllm":
-            yield engines.tgi(path, facts, 3, one)
-        if target != "tgi_shared":
-            yield engines.vllm(path, config, 3, one, remaps=True)
-        if target == "vllm":
-            yield engines.vllm(path, config, 3, one, remaps=False)
+        yield engines.vllm(path, config, 3, one, remaps=True)
+        yield engines.vllm(path, config, 3, one, remaps=False)
 
 
 SHARED = {"lm_head": "shared"}
@@ -85,12 +79,11 @@ EAGLE3 = {"drafter": "eagle3"}
 NEWER = EAGLE3 | {"fc_norm": True, "norm_output": True}
 NARROW_BLOCK = {"drafter": "dspark", "tap_layers": "1", "markov_rank": 6, "lm_head": "own"}
 NARROW_BLOCK |= {"draft_vocab": 9}
-LAYOUTS = ("tgi", "vllm", "tensorrt_llm", "merged")
 CASES = [
-    *((to, {"n_layers": n}, kind) for to, n, kind in zip(LAYOUTS, (1, 3, 2, 4), TYPES * 2)),
-    *((to, SHARED | {"n_layers": 2}, "float32") for to in LAYOUTS),
-    *((to, LOW_RANK, "float32") for to in LAYOUTS),
-    ("tgi_shared", SHARED, "bfloat16"),
+    *(("tgi", {"n_layers": n}, kind) for n, kind in zip((1, 2, 4), TYPES)),
+    ("vllm", {"n_layers": 3}, "bfloat16"),
+    *((to, SHARED | {"n_layers": 2}, "float32") for to in ("tgi", "vllm")),
+    *((to, LOW_RANK, "float32") for to in ("tgi", "vllm")),
     *(("vllm", FEW | more, "float32") for more in ({}, SHARED, LOW_RANK)),
     ("tgi", FEW | SHARED, "float32"),
     *(("hydra", {"drafter": name} | HYDRA, "float32") for name in ("hydra", "hydrapp")),
@@ -113,7 +106,7 @@ def test_engines_guess_what_we_do(target, fields, dtype, base, facts, tmp_path):
         ids = params[vocabulary.GROUP]["ids"]
     out = exported(stored, base, target, tmp_path / "out")
     again, back, _ = load(out)
-    found = [*engines_that_read(target, heads.drafter, out, base, facts)]
+    found = [*engines_that_read(target, heads.drafter, out, facts)]
     for logits in (*found, our_logits(again, back)[:3]):
         logits = logits if logits.shape == want.shape else logits[:, ids]
         np.testing.assert_array_equal(logits.argmax(-1), want.argmax(-1))
@@ -146,7 +139,7 @@ def test_what_only_speculators_can_say(base, tmp_path):
     same_bits(tmp_path / "heads", again, base, tmp_path / "back")
 
 
-@pytest.mark.parametrize("target", ["merged", "native"])
+@pytest.mark.parametrize("target", ["tgi", "native"])
 def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, capsys):
     """Files of a tokenizer within the directory or the hub's cache are; those of heads are their tree."""
     stored = write_heads(tmp_path / "heads", base, heads_of())
@@ -165,23 +158,9 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
     (tmp_path / "heads" / "tree.json").symlink_to(secret)
     out = exported(stored, BaseFiles.open(str(model)), target, tmp_path / "out")
     written = {file.name for file in out.iterdir()}
-    assert written >= (set(kept) if target == "merged" else set())
+    assert written >= (set(kept) if target == "tgi" else set())
     assert not written & {*lost, "vocab.txt", "credentials.json", "tree.json"}
     assert f"is not copied: it is a link to {secret}" in capsys.readouterr().err
-
-
-def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
-    """Older versions of transformers tie without a look at the weights."""
-    model = tmp_path / "model"
-    shutil.copytree(base.source, model)
-    raw = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": True}))
-    opened = BaseFiles.open(str(model))
-    assert opened.config == base.config and opened.fingerprint() == base.fingerprint()
-    stored = write_heads(tmp_path / "heads", base, heads_of())
-    out = exported(stored, opened, "merged", tmp_path / "out")
-    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
-    assert BaseFiles.open(str(out)).fingerprint() == base.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +170,6 @@ def test_a_merged_model_is_tied_if_its_weights_are(base, tmp_path):
         ("tgi", {"draft_vocab": 9}, "the 9 tokens of a draft vocabulary.* native, vllm "),
         ("hydra", {"drafter": "hydra", "n_layers": 3}, "tie_layers is false"),
         ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads with biases"),
-        ("tgi_shared", {}, "LM head 'own': --to tgi"),
         ("eagle", {"drafter": "eagle", "lm_head": "own"}, "these have LM head 'own'"),
         ("vllm", {"drafter": "eagle"} | SHARED, "heads.fc_bias=False"),
         ("eagle3", {"drafter": "eagle3"} | SHARED, "these have LM head 'shared'"),
@@ -256,7 +234,7 @@ def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
 
 
 def test_the_table_of_engines_is_in_the_page():
-    assert table() in (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    assert table() in (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
 
 
 def test_heads_of_another_model(base, tmp_path):

@@ -230,7 +230,7 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
     first = make_directory(path)
     assert make_directory(other) != first
     os.rename(path, tmp_path / "b.gguf")
-    monkeypatch.setattr(convert, "convert", None)
+    monkeypatch.setattr(convert, "write_files", None)
     monkeypatch.setattr(convert.time, "time", lambda: 1e11)  # the files are old
     assert make_directory(str(tmp_path / "b.gguf")) == first != make_directory(other)
     monkeypatch.setattr(convert.hashlib, "file_digest", None)
@@ -273,14 +273,14 @@ def test_a_name_alone_splits_nothing(tmp_path, tokenizer_json):
 def test_processes_that_start_together_convert_once(tmp_path, tokenizer_json, monkeypatch):
     """Threads stand for them: each has a separate lock on the same file."""
     path = tiny(tmp_path / "a.gguf", tokenizer_json)
-    made, really = [], convert.convert
+    made, really = [], convert.write_files
 
     def counted(*args):
         made.append(args)
         time.sleep(0.2)
         really(*args)
 
-    monkeypatch.setattr(convert, "convert", counted)
+    monkeypatch.setattr(convert, "write_files", counted)
     with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(make_directory, [path] * 4))
     assert (len(found), len(made)) == (1, 1)

@@ -1,0 +1,31 @@
+"""JSON files of models: read with errors that name the file, written as Hugging Face writes them."""
+
+import json
+import os
+
+from medusa_jax.errors import UserError
+from medusa_jax.whole_files import Json, decode_text, parse_json, write_text
+
+
+def read_json(path: str) -> Json:
+    """Read a JSON object; a UserError names the file."""
+    try:
+        with open(path, "rb") as f:
+            value = parse_json(decode_text(f.read()))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def optional_json(path: str) -> Json:
+    """`read_json`; {} if the file does not exist."""
+    return read_json(path) if os.path.isfile(path) else {}
+
+
+def save_json(path: str, value: Json) -> None:
+    """Write a JSON object atomically, formatted as Hugging Face does."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

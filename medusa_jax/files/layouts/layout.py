@@ -1,0 +1,175 @@
+"""A layout of draft heads: how their files are recognised, read and written."""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.json_files import save_json
+from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
+from medusa_jax.files.source import Locate
+from medusa_jax.files.tensor import Tensors, cast
+from medusa_jax.files.tensors import save_safetensors
+from medusa_jax.whole_files import Json
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """Files that may hold draft heads.
+
+    Attributes:
+      source: the file of weights, or the index of its shards; for messages.
+      directory: the directory of that file.
+      tensors: everything that it holds, without the prefixes of torch's wrappers.
+      config: `config.json` next to it, {} if there is none.
+    """
+
+    source: str
+    directory: str
+    tensors: Tensors
+    config: Json
+
+    @property
+    def config_file(self) -> str:
+        """The path of `config.json`, for messages."""
+        return os.path.join(self.directory, "config.json")
+
+
+@dataclass(frozen=True)
+class Export:
+    """Heads to write in another layout.
+
+    Attributes:
+      stored: the heads, not read yet.
+      base: their backbone.
+      base_name: its name in the files, a hub id or a path.
+      dtype: type of the stored tensors; "" keeps the heads' type, the wider of several; "int8" is for this
+        project's layout only.
+    """
+
+    stored: StoredHeads
+    base: BaseFiles
+    base_name: str
+    dtype: str = ""
+
+    @cached_property
+    def params(self) -> Arrays:
+        """Parameter path -> array in our orientation, all of one type."""
+        arrays = self.stored.read(self.base.config)
+        # Only this project's layout has int8, quantised from the heads' type (`own_heads.save_heads`).
+        kind = np.dtype(self.dtype) if self.dtype not in ("", "int8") else widest(arrays)
+        return {path: cast(array, kind, repr(path)) for path, array in arrays.items()}
+
+    @property
+    def kind(self) -> np.dtype:
+        """The type of every tensor."""
+        return next(iter(self.params.values())).dtype
+
+    @cached_property
+    def whole(self) -> Arrays:
+        """`params` with a kernel [D, V] as the LM head of every head.
+
+        It is the head's, the product of its factors, or the backbone's.
+        """
+        kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
+        out = {path: x for path, x in self.params.items() if not path.endswith(factors)}
+        shared = self.base.lm_head().astype(self.kind) if kind == "shared" else None
+        for k in range(self.stored.heads.n_heads):
+            stem = f"heads_{k}/lm_head"
+            if shared is not None:
+                out[f"{stem}/kernel"] = shared
+            elif kind == "low_rank":
+                down = self.params[f"{stem}/down"].astype(np.float32)
+                up = self.params[f"{stem}/up"].astype(np.float32)
+                out[f"{stem}/kernel"] = np.matmul(down, up).astype(self.kind)
+        return out
+
+    def arrays(self, locate: Locate, params: Arrays | None = None) -> Arrays:
+        """Parameters, by default all, by their keys in a layout, transposed where that layout is."""
+        out = {}
+        for path, array in (self.params if params is None else params).items():
+            key, transposed = locate(path)
+            out[key] = array.T if transposed else array
+        return out
+
+    def embedding(self) -> np.ndarray:
+        """The backbone's embedding [V, D], a copy of which some layouts contain."""
+        return self.base.array("embed_tokens/embedding").astype(self.kind)
+
+    def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
+        """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
+        path = os.path.join(out, name)
+        if name.endswith(".safetensors"):
+            save_safetensors(path, arrays, {"format": "pt"})
+        else:
+            from medusa_jax.files.torch_writer import save_torch  # only for such files
+
+            save_torch(path, arrays)
+        save_json(os.path.join(out, "config.json"), config)
+
+
+def widest(arrays: Arrays) -> np.dtype:
+    """The type of the arrays; of several, one that holds all their values."""
+    kinds = {array.dtype for array in arrays.values()}
+    if len(kinds) == 1:
+        return kinds.pop()
+    return np.dtype(np.float64 if np.dtype(np.float64) in kinds else np.float32)
+
+
+class Layout:
+    """A layout of draft heads.
+
+    A subclass overrides `fits` and `open` if it can be read, `why_not` and `write` if it can be written. One of another
+    package is found by an entry point of the group `registry.GROUP`, or `convert --to module:Class` names it.
+
+    Attributes:
+      name: its value of `--to`.
+      drafters: the kinds of heads that it can hold.
+      loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
+        {base}, for the model card.
+      draft_vocab: whether it can store which tokens the heads score.
+    """
+
+    name: ClassVar[str]
+    drafters: ClassVar[tuple[str, ...]] = ()
+    loading: ClassVar[str] = "docs of the layout"
+    draft_vocab: ClassVar[bool] = False
+
+    def holds(self, drafter: str) -> bool:
+        """Whether it has a place for heads of this kind."""
+        return drafter in self.drafters
+
+    def fits(self, tensors: Tensors) -> bool:
+        """Whether a file with these keys has this layout.
+
+        Published configurations contradict their files, so that keys alone decide.
+        """
+        return False
+
+    def open(self, files: HeadFiles) -> StoredHeads:
+        """Describe the heads of files that fit; their weights are read later.
+
+        Raises:
+          UserError: missing, unknown or unsupported fields; tensors that contradict them.
+        """
+        raise NotImplementedError
+
+    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
+        """The reason why heads of a kind that it holds cannot be written; "" if they can.
+
+        Args:
+          llama: the shape of their backbone; None skips the checks that depend on it.
+        """
+        return ""
+
+    def write(self, export: Export, out: str) -> None:
+        """Write heads into the empty directory `out`.
+
+        Raises:
+          UserError: unreadable heads, or the disk is full.
+        """
+        raise NotImplementedError

@@ -1,0 +1,101 @@
+"""The model card of exported heads: what they are, how to load them, what was measured."""
+
+import os
+
+import numpy as np
+
+from medusa_jax.files.layouts.layout import Export
+from medusa_jax.whole_files import Json
+
+NOTHING = (
+    "Nothing yet: no held-out evaluation, fitted tree or benchmark came with these heads. "
+    "Accepted length depends on the text; `python -m medusa_jax calibrate` and `bench` measure it."
+)
+
+
+def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
+    """The text of README.md.
+
+    Args:
+      loading: as in `Layout`.
+      out: its name.
+      tree: the tree file of the heads, with its evidence; {} if there is none.
+    """
+    stored, heads, base = export.stored, export.stored.heads, export.base_name
+    on_hub = "/" in base and not os.path.exists(base)
+    name = base if on_hub else os.path.basename(os.path.abspath(base))
+    count = sum(int(np.prod(x.shape)) for x in export.params.values())
+    loading = loading.format(
+        base=name,
+        out=out,
+        heads=heads.n_heads,
+        drafter=heads.drafter,
+        DRAFTER=heads.drafter.upper(),
+    )
+    measured = "\n".join(_held_out(stored.meta) + _fitted(tree) or [NOTHING, ""])
+    # The hub refuses a base_model that is not an id.
+    id_line = f"base_model: {base}\n" if on_hub else ""
+    return f"""---
+{id_line}tags:
+- speculative-decoding
+- {heads.drafter}
+---
+
+# Draft heads for {name}
+
+The heads draft tokens and the backbone verifies them: the text is the backbone's.
+
+- kind: {heads.drafter}
+- heads: {heads.n_heads}
+- layers per head: {heads.n_layers}
+- LM heads: {heads.lm_head}
+- parameters: {count:,}
+- stored in: {export.kind.name}
+- backbone: {name}
+- read from: {stored.layout}
+
+Loading: {loading}.
+
+## Measured
+
+{measured}
+"""
+
+
+def _held_out(meta: Json) -> list[str]:
+    """The trainer's held-out evaluation."""
+    recipe = meta.get("recipe")
+    held_out = recipe.get("held_out") if isinstance(recipe, dict) else None
+    if not isinstance(recipe, dict) or not isinstance(held_out, dict):
+        return []
+    names = ("accepted_length_chain", "accepted_length_tree")
+    numbers = ", ".join(
+        f"{name} {held_out[name]:.3f}" for name in names if name in held_out
+    )
+    return (
+        [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if numbers else []
+    )
+
+
+def _fitted(tree: Json) -> list[str]:
+    """Head accuracies and trees measured by `calibrate`."""
+    evidence = tree.get("evidence")
+    if not isinstance(evidence, dict):
+        return []
+    lines = [
+        f"Trees fitted on {tree.get('device')} in {tree.get('dtype')} at batch "
+        f"{tree.get('batch')}, temperature {tree.get('temperature')}, {tree.get('date')}, to "
+        f"{evidence.get('positions')} positions:",
+        "",
+        "| nodes | tokens per step | step latency |",
+        "|---|---|---|",
+    ]
+    for row in evidence.get("ladder", []):
+        lines.append(
+            f"| {row['nodes']} | {row['tokens_per_step']:.2f} | "
+            f"{row['step_latency_ratio']:.2f}x |"
+        )
+    accuracies = ", ".join(f"{row[0]:.3f}" for row in evidence.get("head_accuracies", []))
+    if accuracies:
+        lines += ["", f"Top-1 accuracies of the heads: {accuracies}."]
+    return [*lines, ""]

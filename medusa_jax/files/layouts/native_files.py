@@ -1,0 +1,36 @@
+"""This project's format (`own_heads.py`) as a layout that heads are converted to."""
+
+from flax.traverse_util import unflatten_dict
+
+from medusa_jax.files.copies import copy_inside
+from medusa_jax.files.layouts.layout import Export, Layout
+from medusa_jax.files.layouts.own_heads import base_record, save_heads
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.names import DRAFTERS
+
+
+class NativeFiles(Layout):
+    """`heads.safetensors` and `heads.json`, which `open_heads` recognises by their names."""
+
+    name = "native"
+    drafters = tuple(DRAFTERS)
+    loading = "`python decode.py --model {base} --drafter {out}`"
+    draft_vocab = True
+
+    def holds(self, drafter: str) -> bool:
+        """Drafters of other packages, too."""
+        return True
+
+    def write(self, export: Export, out: str) -> None:
+        """With the fingerprint of the backbone, and the tree, if any."""
+        stored = export.stored
+        base = base_record(export.base.config, export.base.fingerprint())
+        recipe = stored.meta.get("recipe")
+        if not isinstance(recipe, dict):
+            recipe = {"converted_from": stored.layout, "config": stored.meta}
+        params = unflatten_dict(export.params, sep="/")
+        if stored.ids is not None:
+            params[vocabulary.GROUP] = {"ids": stored.ids}
+        dtype = export.dtype or None
+        save_heads(out, stored.heads, params, base=base, recipe=recipe, dtype=dtype)
+        copy_inside(stored.directory, "tree.json", out)

@@ -1,0 +1,91 @@
+"""What files of EAGLE-3, DFlash and DSpark heads share: layers of their sizes, and a draft vocabulary.
+
+d2t [O] int64       token id - place among the O
+t2d [V] bool        which of V tokens they are, if there
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.errors import UserError
+from medusa_jax.files.hf_config import ROPE
+from medusa_jax.files.hf_writer import config_to_hf
+from medusa_jax.files.layouts.layout import Export
+from medusa_jax.files.layouts.stored_heads import Arrays
+from medusa_jax.files.tensor import Tensors, take_rows, whole
+from medusa_jax.typed import Fields
+from medusa_jax.whole_files import Json
+
+_D2T, _T2D = "d2t", "t2d"
+
+
+def shape_of(fields: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
+    """Required fields of the backbone's shape, and the fields of the heads with the layer's sizes.
+
+    A `rope_theta` of 0 is the backbone's rotation.
+
+    Raises:
+      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
+    """
+    if "sliding_attention" in fields.items("layer_types", str, []):
+        raise UserError(f"{fields.file}: heads with sliding attention are not supported")
+    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    sizes: Json = {
+        "n_layers": layer.n_layers,
+        "attention_heads": layer.n_heads,
+        "kv_heads": layer.n_kv_heads,
+        "head_dim": layer.head_dim,
+        "d_ff": layer.d_ff,
+        "rope_theta": layer.rope_theta,
+    }
+    if layer.rope_scaling not in ("none", "dynamic"):
+        shape |= {name: getattr(layer, name) for name in ROPE}
+        sizes["rope_theta"] = 0.0
+    return shape, sizes
+
+
+def take_ids(
+    source: str, tensors: Tensors, vocab_size: int, keys: Sequence[str]
+) -> np.ndarray | None:
+    """Remove the draft vocabulary, which is not a parameter, from the tensors of a file.
+
+    Its tokens become ascending, and with them the rows of the tensors of these keys.
+    """
+    offsets, member = tensors.pop(_D2T, None), tensors.pop(_T2D, None)
+    if offsets is None and member is None:
+        return None
+    if offsets is None:
+        raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
+    offset_O = whole(offsets)
+    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
+        raise UserError(
+            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
+        )
+    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
+    order = np.argsort(ids)
+    ids = ids[order]
+    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
+    if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
+        raise UserError(
+            f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "
+            f"{vocab_size}"
+        )
+    if not np.array_equal(order, np.arange(len(order))):
+        tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
+    return None if len(ids) == vocab_size else ids
+
+
+def vocabulary_arrays(export: Export) -> Arrays:
+    """The draft vocabulary, if there is one."""
+    if (ids := export.stored.ids) is None:
+        return {}
+    member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
+    return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
+
+
+def verifier(export: Export) -> Json:
+    """The backbone, as speculators names it."""
+    architectures = config_to_hf(export.base.config)["architectures"]
+    return {"name_or_path": export.base_name, "architectures": architectures}
