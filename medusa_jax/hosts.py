@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
-from medusa_jax.console import accelerator, call_if_longer, inform
+from medusa_jax.console import call_if_longer, inform
+from medusa_jax.devices.machine import accelerator
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.sharding import PyTree
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from medusa_jax.commands.bench import TreeFlags, load_entrants, names_of, out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import entries
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
+from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 from research.asking import PromptFlags, first_prompts, questions_of
 

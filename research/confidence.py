@@ -17,6 +17,7 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.asking import equal_batches
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
@@ -27,7 +28,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import inform, use_compilation_cache
+from medusa_jax.console import inform
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, Text, own_texts, record

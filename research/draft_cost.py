@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.api.weightless import trained_shapes
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.config import HeadsConfig, LlamaConfig
-from medusa_jax.console import announced, use_compilation_cache
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.files.shapes import SHAPES

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.api.weightless import abstract_variables, prefill_arguments
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import Program, flag, numbers
 from medusa_jax.config import LlamaConfig
-from medusa_jax.console import announced, use_compilation_cache
+from medusa_jax.console import announced
 from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError

@@ -21,11 +21,12 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import entries, inform
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import read_prompts, spread
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.repetition import mean_repeated_ngram_share
+from medusa_jax.notation import entries
+from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order
@@ -75,7 +76,7 @@ def run(flags: Flags) -> int:
     """Write the answers, or read them; replay every drafter on them; print the table."""
     from medusa_jax.api import default_drafter
     from medusa_jax.api.asking import ending_turns
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.evaluate.fitting import GROWTH
     from medusa_jax.evaluate.recording import record
     from research.asking import find_template

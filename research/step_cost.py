@@ -17,7 +17,7 @@ from medusa_jax.api import DEMO, Model, default_dtype
 from medusa_jax.arch import DRAFT_WEIGHTS, DTYPES, WEIGHTS, LlamaConfig
 from medusa_jax.commands.bench import out_directory
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import announced, entries
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
@@ -25,6 +25,7 @@ from medusa_jax.files.shapes import find_shape
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.placing import choose_storage
+from medusa_jax.notation import entries
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.tokenizer import NoTokenizer
 from medusa_jax.tree.files import load_tree_file, tree_of_size

@@ -22,10 +22,11 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import announced, entries, inform
+from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of
 from medusa_jax.evaluate.tables import Cell, markdown_table, table_of
+from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json, write_json
 from research.question_files import read_questions
 
@@ -70,7 +71,7 @@ class Flags(GenerationFlags, ModelFlags):
 
 def run(flags: Flags) -> int:
     """Both sweeps of every drafter, tables, pictures."""
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.decoding.acceptance import RULES as ACCEPTANCE
     from medusa_jax.decoding.acceptance import rule_named
 

@@ -67,7 +67,7 @@ def summary(facts: Json) -> str:
 def run(flags: Flags) -> int:
     """The report; exit status 1 if rounding does not explain every divergence."""
     from medusa_jax.api.asking import ending_turns
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from research.asking import find_template
     from research.tie_report import Judged, compare_batches, tie_report
     from research.turns import all_turns

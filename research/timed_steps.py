@@ -7,7 +7,7 @@ from functools import partial
 from medusa_jax.api import Model
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.timing import StepClock
-from medusa_jax.measured import in_rounds
+from medusa_jax.evaluate.race import in_rounds
 from medusa_jax.tree.tree import Tree
 
 

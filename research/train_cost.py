@@ -22,8 +22,9 @@ import numpy as np
 from jax.stages import Compiled
 
 from medusa_jax.commands import train as cli
+from medusa_jax.commands.entry import run_main
 from medusa_jax.config import Config
-from medusa_jax.console import inform, run_main
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.files.hf_config import read_config

@@ -13,6 +13,7 @@ import numpy as np
 
 from medusa_jax import plots
 from medusa_jax.api import Model
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import (
     GenerationFlags,
     ModelFlags,
@@ -23,7 +24,7 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import inform, use_compilation_cache
+from medusa_jax.console import inform
 from medusa_jax.evaluate.fitting import GROWTH, figures, rank_texts
 from medusa_jax.evaluate.questions import prompt_of, read_prompts
 from medusa_jax.evaluate.tables import Cell, table_of

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
-from medusa_jax.console import announced, byte_size
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.shapes import SHAPES, find_shape
 from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.notation import byte_size
 
 if TYPE_CHECKING:
     from medusa_jax.evaluate.compiled import Case

@@ -11,19 +11,14 @@ import jax
 
 from medusa_jax.api import Model, Options, Result, find_model
 from medusa_jax.api.asking import Prompt, ending_turns
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
 from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.following import following
 from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
-from medusa_jax.console import (
-    announced,
-    give_memory_back,
-    inform,
-    print_json,
-    use_compilation_cache,
-    warn_if_accelerator_unused,
-)
+from medusa_jax.console import announced, inform, print_json
+from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.text.chat import encode_prompt, is_chat_model, speaks

@@ -99,7 +99,7 @@ def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.files.hub import refuse_model
     from medusa_jax.text.chat import speaks

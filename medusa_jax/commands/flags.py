@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from medusa_jax.console import entries, inform, run_main
+from medusa_jax.commands.entry import run_main
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.notation import entries
 
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options

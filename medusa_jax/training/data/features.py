@@ -32,8 +32,9 @@ from jax.sharding import Mesh
 
 from medusa_jax import hosts
 from medusa_jax.config import DataConfig
-from medusa_jax.console import byte_size, inform
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
+from medusa_jax.notation import byte_size
 from medusa_jax.progress import Progress
 from medusa_jax.sharding import PyTree, local_rows
 from medusa_jax.training.data.hidden_store import STORED, encode, stored_width
