@@ -17,7 +17,7 @@ from medusa_jax.api.asking import (
     request_of,
     typed,
 )
-from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
+from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
@@ -256,8 +256,9 @@ class Model:
     @cached_property
     def _grammars(self) -> "Grammars":
         """Compiles the constraints of requests."""
-        made: Grammars = constraints().Grammars(self.tokenizer, self.config.vocab_size)
-        return made
+        from medusa_jax.constraints import Grammars  # here: few requests have constraints
+
+        return Grammars(self.tokenizer, self.config.vocab_size)
 
     def _compile(self, engine: Engine, request: loop.Request) -> float:
         """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
@@ -276,7 +277,15 @@ class Model:
         if shape in self._warm:
             return 0.0
         start = time.perf_counter()
-        loop.warm_up(engine, self.variables_by(engine.acceptance), request)
+        variables = self.variables_by(engine.acceptance)
+        if request.guides is None:
+            loop.warm_up(engine, variables, request)
+        else:
+            from medusa_jax.decoding import (
+                constrained,  # here: few requests have constraints
+            )
+
+            constrained.warm_up(engine, variables, request)
         self._warm.add(shape)
         return time.perf_counter() - start
 

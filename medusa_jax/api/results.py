@@ -1,7 +1,6 @@
 """The options of a request, and its result."""
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -112,8 +111,9 @@ class Options:
                 raise UserError(f"{name} must be {what}, not {shown}") from None
             object.__setattr__(self, name, value)
         if self.constraint is not None:
-            made = constraints().constraint_of(self.constraint)
-            object.__setattr__(self, "constraint", made)
+            from medusa_jax.constraints import constraint_of  # here: few have one
+
+            object.__setattr__(self, "constraint", constraint_of(self.constraint))
 
     @property
     def penalties(self) -> Asked:
@@ -123,11 +123,6 @@ class Options:
 
 
 DEFAULTS = Options()
-
-
-def constraints() -> Any:
-    """`medusa_jax.constraints`, which only requests with a constraint import."""
-    return importlib.import_module("medusa_jax.constraints")
 
 
 @dataclasses.dataclass

@@ -165,7 +165,12 @@ def stream_rows(
         return found
 
     told: set[int] = set()
-    chunks = loop.stream(engine, variables, request, kept=kept)
+    if request.guides is None:
+        chunks = loop.stream(engine, variables, request, kept=kept)
+    else:
+        from medusa_jax.decoding import constrained  # here: few requests have constraints
+
+        chunks = constrained.stream(engine, variables, request, kept)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

@@ -5,10 +5,8 @@ a few steps at a time and yields the new tokens. The host never waits inside a l
 dispatches the next loop before it reads the previous one's results.
 """
 
-import importlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -224,11 +222,9 @@ def prefill_arguments(
 def generate(engine: Engine, variables: Params, request: Request) -> Progress:
     """Decode every row to its end: one loop per cache size, all dispatched without waiting.
 
-    With guides, the host takes part in every step.
+    Requests with guides are `constrained.stream`'s, as the host takes part in every step.
     """
-    if request.guides is not None:
-        *_, progress = constrained().stream(engine, variables, request)
-        return progress
+    assert request.guides is None, "constrained.stream decodes requests with guides"
     state, ladder = begin(engine, variables, request)
     return finish(engine, variables, request, state, ladder)
 
@@ -268,9 +264,7 @@ def stream(
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
     take no step after the chunk that is already dispatched. `kept` receives the state after each chunk.
     """
-    if request.guides is not None:
-        yield from constrained().stream(engine, variables, request, kept)
-        return
+    assert request.guides is None, "constrained.stream decodes requests with guides"
     state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     yield from chunks(engine, variables, request, state, ladder, chunk_steps, kept)
 
@@ -329,9 +323,6 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
 
     Reads the prompts once and takes no decode step.
     """
-    if request.guides is not None:
-        constrained().warm_up(engine, variables, request)
-        return
     state, ladder = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
@@ -340,8 +331,3 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
             state = grow(engine.depth_only, slots, state)
         state, _ = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(state)
-
-
-def constrained() -> ModuleType:
-    """The drivers of requests with guides. A seam: a request's constraint asks for them."""
-    return importlib.import_module("medusa_jax.decoding.constrained")

@@ -21,6 +21,7 @@ from planted import (
     LIMITS,
     PROMPTS,
     SAMPLED,
+    decoded,
     drafted,
     filtered_scores,
     fresh_medusa,
@@ -200,7 +201,7 @@ def test_rules_whose_text_is_another_obey_the_options(acceptance):
         given = m.config, Tree.cartesian([2, 2]), acceptance, seed
         engine, variables = fresh_medusa(*given, **m.engine)
         request = m.request(acceptance, seed)
-        for row, text in enumerate(texts_of(loop.generate(engine, variables, request))):
+        for row, text in enumerate(texts_of(decoded(engine, variables, request))):
             flat = np.zeros((len(text), m.config.vocab_size))
             scores = m.scores(request, row, flat, text)
             assert (scores[np.arange(len(text)), text] > -50).all()  # a bias of -100 bars

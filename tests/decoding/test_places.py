@@ -12,7 +12,7 @@ from closeness import assert_close
 from guides import Rule, V, barred_tokens, penalised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import PROMPTS, fresh_medusa, texts_of
+from planted import PROMPTS, decoded, fresh_medusa, texts_of
 from tiny import tiny_arch
 from trees import TreeArrays, trees
 
@@ -115,7 +115,7 @@ def test_a_text_that_is_forced_is_drafted():
 
     def lengths(forcing):
         request = loop.Request([[4]], [41], guides=[Rule(3, forcing=forcing)])
-        return np.asarray(loop.generate(engine, variables, request).histogram_BL)[0]
+        return np.asarray(decoded(engine, variables, request).histogram_BL)[0]
 
     assert lengths(1.0).tolist() == [0, 0, 0, 10]
     assert lengths(0.0)[3] < 5
