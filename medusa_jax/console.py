@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
@@ -20,6 +21,11 @@ def inform(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
     except OSError:
         discard(sys.stderr)
+
+
+def log(line: str) -> None:
+    """Print a line of a server's log: a message with the time of day, cut to its first line."""
+    inform(f"{time.strftime('%H:%M:%S')} {line.partition(chr(10))[0]}")
 
 
 def print_json(
