@@ -1,13 +1,13 @@
 """Progress where there is no terminal."""
 
 from medusa_jax import progress
-from medusa_jax.progress import Progress
+from medusa_jax.progress import ProgressBar
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
-    with Progress("timing trees", 10, "run") as bar:
+    with ProgressBar("timing trees", 10, "run") as bar:
         bar.update()
         assert not capsys.readouterr().err  # too soon
         clock[0] = 11.0

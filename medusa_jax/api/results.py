@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.generate import Request
+from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
@@ -245,7 +245,7 @@ def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str
 def results_of(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
-    request: Request,
+    request: DecodeRequest,
     progress: Progress,
     seconds: tuple[float, float, float],
 ) -> list[Result]:

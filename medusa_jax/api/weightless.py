@@ -60,7 +60,7 @@ def prefill_arguments(
     engine: Engine, variables: Params, batch: int, tokens: int
 ) -> tuple[PyTree, ...]:
     """The arguments of `prefill` for `batch` prompts of `tokens` tokens, as shapes."""
-    request = loop.Request([[0] * tokens] * batch, [1] * batch)
+    request = loop.DecodeRequest([[0] * tokens] * batch, [1] * batch)
     ladder, (_, *rest) = loop.prefill_arguments(engine, variables, request)
     return engine, ladder[0], variables, *jax.eval_shape(lambda *given: given, *rest)
 

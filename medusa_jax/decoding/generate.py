@@ -100,7 +100,7 @@ def output_slots(engine: Engine, limit: int) -> int:
 
 
 @dataclass
-class Request:
+class DecodeRequest:
     """Prompts and options of a batch, on the host; one entry per row.
 
     Attributes:
@@ -148,13 +148,13 @@ class Kept(Protocol):
     state: DecodeState | None
 
     def begin(
-        self, engine: Engine, variables: Params, request: Request
+        self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
         """As the function `begin`."""
 
 
 def begin(
-    engine: Engine, variables: Params, request: Request
+    engine: Engine, variables: Params, request: DecodeRequest
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, arguments = prefill_arguments(engine, variables, request)
@@ -162,12 +162,12 @@ def begin(
     return with_gate(engine, state, request), ladder
 
 
-def with_gate(engine: Engine, state: DecodeState, request: Request) -> DecodeState:
+def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
     """The state with the request's gate, placed as the decode loop returns it."""
     return state.replace(gate=placed(engine.llama.mesh, request.gate))
 
 
-def sampling_of(request: Request, vocab_size: int) -> Sampling:
+def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
     """Return the sampling parameters of each row of a request."""
     B = len(request.prompts)
 
@@ -189,7 +189,7 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
 
 
 def prefill_arguments(
-    engine: Engine, variables: Params, request: Request
+    engine: Engine, variables: Params, request: DecodeRequest
 ) -> tuple[list[int], tuple[Any, ...]]:
     """Successive cache sizes of a request, and the arguments of `prefill` after the first size."""
     B = len(request.prompts)
@@ -219,7 +219,7 @@ def prefill_arguments(
     return ladder, arguments
 
 
-def generate(engine: Engine, variables: Params, request: Request) -> Progress:
+def generate(engine: Engine, variables: Params, request: DecodeRequest) -> Progress:
     """Decode every row to its end: one loop per cache size, all dispatched without waiting.
 
     Requests with guides are `constrained.stream`'s, as the host takes part in every step.
@@ -232,7 +232,7 @@ def generate(engine: Engine, variables: Params, request: Request) -> Progress:
 def finish(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     state: DecodeState,
     ladder: list[int],
 ) -> Progress:
@@ -254,7 +254,7 @@ def finish(
 def stream(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     chunk_steps: int = 8,
     kept: Kept | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
@@ -272,7 +272,7 @@ def stream(
 def chunks(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     state: DecodeState,
     ladder: list[int],
     chunk_steps: int,
@@ -318,7 +318,7 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, status_B)
 
 
-def warm_up(engine: Engine, variables: Params, request: Request) -> None:
+def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     """Compile everything that `generate` or `stream` will run for this request, and wait.
 
     Reads the prompts once and takes no decode step.

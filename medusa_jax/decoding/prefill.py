@@ -37,7 +37,7 @@ class PrefillState(NamedTuple):
     logprobs: Logprobs | None
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Consecutive tokens of every prompt.
 
     Attributes:
@@ -66,7 +66,7 @@ def read_piece(
     sampling: Sampling,
     text_BS: jax.Array | None,
     read: PrefillState,
-    piece: Piece,
+    piece: PromptPiece,
     whole: bool = False,
 ) -> PrefillState:
     """Read a piece of every prompt, and choose the first token of rows whose prompt ends in it.
@@ -158,7 +158,7 @@ def prefill(
             for x in (prompt_BT, following_BT)
         )
         begin_B = jnp.full_like(prompt_length_B, begin)
-        here = Piece(tokens_BT, next_BT, begin_B, prompt_length_B)
+        here = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
         return read_piece(engine, variables, sampling, text_BS, read, here, piece == T)
 
     read = prefill_start(engine, state)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.decoding.generate import (
-    Request,
+    DecodeRequest,
     least_slots,
     power_of_two,
     prefill_arguments,
@@ -60,7 +60,7 @@ class StepClock:
             len(prompt) + self.n_steps * L + n_rows, least_slots(engines[0])
         )
         self.variables = variables
-        self.request = Request(
+        self.request = DecodeRequest(
             prompts=[list(prompt)] * batch,
             limits=[self.n_steps * L + 1] * batch,
             temperature=[temperature] * batch,

@@ -13,15 +13,15 @@ from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
+    DecodeRequest,
     output_slots,
     power_of_two,
     sampling_of,
 )
-from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import Asked
-from medusa_jax.decoding.prefill import Piece
+from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
@@ -197,7 +197,7 @@ class Batch:
         here = reading.prompt[begin : begin + T + 1]
         tokens[: len(here)] = here
         one: Any = np.array([begin], np.int32), np.array([n], np.int32)
-        piece = Piece(tokens[None, :-1], tokens[None, 1:], *one)
+        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], *one)
         n_best = self._with_logprobs.logprobs
         engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)
