@@ -1,8 +1,14 @@
 """Errors whose message is meant for the user: one clear sentence, exit status 2."""
 
 import difflib
+import errno
+import importlib.util
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+
+# A file that cannot be written further: a full disk or quota, a failed device.
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class UserError(Exception):
@@ -65,3 +71,27 @@ def _plain(name: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error message, cut to 200 characters; without a message the error's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def one_line(error: Exception) -> str:
+    """The message for an error that is not a bug, "" for any other."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and (error.filename or error.errno in UNWRITABLE):
+        return f"{error.filename or 'cannot write'}: {error.strerror}"
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "medusa_jax") or importlib.util.find_spec(package):
+            return ""
+        return (
+            f"medusa_jax needs {package}, which this Python ({sys.executable}) does not "
+            "have: activate the environment it is installed in (. .venv/bin/activate), or run "
+            "pip install medusa-jax (in a clone: pip install -e .)"
+        )
+    if "RESOURCE_EXHAUSTED" in str(error) or isinstance(error, MemoryError):
+        first = (str(error).splitlines() or ["out of memory"])[0]
+        return (
+            f"out of device memory ({first}); use a smaller batch (in training "
+            "train.accumulation or data.seq_len), a narrower dtype or a mesh over more devices"
+        )
+    return ""

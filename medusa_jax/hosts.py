@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import ArrayLike
 
-from medusa_jax.console import accelerator, call_if_longer, inform
+from medusa_jax.console import call_if_longer, inform
+from medusa_jax.devices.launchers import is_alone, launched
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.sharding import PyTree
 
@@ -45,9 +46,7 @@ def join(given: Mapping[str, str]) -> None:
         missing = [f"--{name}" for name in FLAGS if name not in given]
         flags = ", ".join(f"--{name}" for name in FLAGS)
         raise UserError(f"several processes need all of {flags}: {missing[0]} is missing")
-    undeclared = not given and not launched(os.environ)
-    # TPU virtual machines may set no environment variables; JAX asks the machine.
-    if undeclared and (accelerator() != "tpu" or tpu_workers(os.environ)):
+    if is_alone(given):
         return
     try:
         numbers = {name: int(given[name]) for name in FLAGS[1:] if given}
@@ -64,29 +63,11 @@ def join(given: Mapping[str, str]) -> None:
         # The others may be late, for example on machines that are still starting.
         _leave(LOST, f"the processes of this run did not meet: {first_line(error)}")
     except (OSError, ValueError) as error:
-        if undeclared:
+        if not given and not launched(os.environ):
             return  # a single TPU machine, or a notebook's, which has no metadata server
         raise UserError(
             f"this process does not know the others: {first_line(error)}"
         ) from error
-
-
-def launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher that JAX knows started this process as one of several."""
-
-    def several(name: str) -> bool:
-        return environment.get(name, "").isdigit() and int(environment[name]) > 1
-
-    # `srun` sets both; a shell inside an allocation has only the number of tasks.
-    slurm = several("SLURM_NTASKS") and "SLURM_STEP_NODELIST" in environment
-    gke = "," in tpu_workers(environment) or several("MEGASCALE_NUM_SLICES")
-    return slurm or gke or several("OMPI_COMM_WORLD_SIZE")
-
-
-def tpu_workers(environment: Mapping[str, str]) -> str:
-    """The hosts of a TPU slice, separated by commas, as far as the environment says; notebooks say "local"."""
-    addresses = environment.get("TPU_PROCESS_ADDRESSES")
-    return addresses or environment.get("TPU_WORKER_HOSTNAMES", "")
 
 
 def first() -> bool:

@@ -1,29 +1,17 @@
-"""Interleaved rounds, and notes about this machine that later processes read."""
+"""Notes about this machine that later processes read."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 import jax
 
-from medusa_jax.console import cache_directory, processor
+from medusa_jax.cache_directories import cache_directory
+from medusa_jax.devices.machine import processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_json
-
-T = TypeVar("T")
-
-
-def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]:
-    """Call every run once per round: other work on the machine then favours none of them.
-
-    Yields the results of each round.
-    """
-    for _ in range(rounds):
-        yield [run() for run in runs]
 
 
 class DeviceCache:

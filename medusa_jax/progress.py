@@ -1,4 +1,4 @@
-"""Progress bar with the time left."""
+"""Progress bars with the time left."""
 
 import time
 
@@ -10,10 +10,10 @@ from medusa_jax.console import inform
 LINES = 10.0
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """A bar with the time left at a terminal, elsewhere a line now and then.
 
-    with Progress("timing trees", 160, "run") as bar:
+    with ProgressBar("timing trees", 160, "run") as bar:
         bar.update()   # timing trees: 40 of 160 runs, 2 minutes left
     """
 

@@ -10,12 +10,12 @@ from medusa_jax.api import Options, default_drafter
 from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import entries
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.questions import all_asked
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
+from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
 from research.peers import Setting, folder

@@ -24,7 +24,8 @@ from medusa_jax.commands.flags import (
     load_model,
     numbers,
 )
-from medusa_jax.console import entries, inform, use_compilation_cache
+from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 from medusa_jax.evaluate.question_files import read_questions
@@ -32,7 +33,8 @@ from medusa_jax.evaluate.questions import asked, read_prompts, spread
 from medusa_jax.evaluate.recording import Text, record
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
-from medusa_jax.repetition import mean_repeated_ngram_share
+from medusa_jax.notation import entries
+from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens
 from medusa_jax.tree.tree import COPIED, Order

@@ -17,9 +17,9 @@ import medusa_jax
 PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
-    {"arch", "errors"},
+    {"arch", "cache_directories", "console", "errors", "notation"},
     {"config", "typed"},
-    {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},
+    {"devices", "hlo", "sharding", "whole_files"},
     {"hosts", "progress"},
     {"tree", "plots"},
     {"measured"},

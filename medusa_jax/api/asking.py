@@ -113,7 +113,7 @@ def request_of(
     eos_ids: Sequence[int],
     ids: Sequence[int] | None = None,
     guides: "list[Guide | None] | None" = None,
-) -> loop.Request:
+) -> loop.DecodeRequest:
     """Token ids of prompts with the options of each row, bounded by the model's context.
 
     Args:
@@ -138,7 +138,7 @@ def request_of(
                 f"logit_bias: token {beyond[0]} is outside the vocabulary "
                 f"0..{config.vocab_size - 1}"
             )
-    return loop.Request(
+    return loop.DecodeRequest(
         prompts=list(prompts),
         limits=[min(o.max_new_tokens, context - len(p)) for o, p in zip(options, prompts)],
         stops=[_stops(o, eos_ids, config.vocab_size) for o in options],

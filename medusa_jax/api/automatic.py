@@ -18,7 +18,7 @@ from medusa_jax.api.results import Options
 from medusa_jax.arch import STORED
 from medusa_jax.decoding.acceptance import RULES
 from medusa_jax.decoding.gate import Gate
-from medusa_jax.decoding.generate import Request
+from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.step_times import Learned, Watch
 from medusa_jax.errors import UserError
@@ -205,7 +205,7 @@ class Automatic:
         engine: Engine,
         rows: Sequence[Options],
         dtype: np.dtype,
-        request: Request,
+        request: DecodeRequest,
         auto: bool,
     ) -> Engine:
         """Time a request's steps, and let it choose among trees where its text cannot depend on them.

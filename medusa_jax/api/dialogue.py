@@ -46,7 +46,7 @@ class Dialogue:
         )
 
     def begin(
-        self, engine: Engine, variables: Params, request: loop.Request
+        self, engine: Engine, variables: Params, request: loop.DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
         """Read a prompt from where it differs from the last text; returns the state and cache size."""
         _, prompts = loop.prompt_arrays(engine, request)
@@ -81,7 +81,9 @@ class Dialogue:
             here = prompt[begin : begin + T + 1]
             tokens_BT[0, : len(here)] = here
             begin_B: Any = np.array([begin], np.int32)
-            piece = prefill.Piece(tokens_BT[:, :-1], tokens_BT[:, 1:], begin_B, lengths_B)
+            piece = prefill.PromptPiece(
+                tokens_BT[:, :-1], tokens_BT[:, 1:], begin_B, lengths_B
+            )
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._made_for, self._prompt = (engine, sizes), request.prompts[0]

@@ -17,8 +17,8 @@ from medusa_jax.api.asking import (
     request_of,
     typed,
 )
-from medusa_jax.api.results import DEFAULTS, Options, Result, constraints, results_of
-from medusa_jax.api.streaming import Chunk, Ended, TextStream, Watch, stream_rows
+from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
+from medusa_jax.api.streaming import Chunk, Ended, OnTokens, TextStream, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
@@ -232,7 +232,7 @@ class Model:
         prompts: Sequence[Prompt],
         options: Sequence[Options],
         ids: Sequence[int] | None = None,
-    ) -> loop.Request:
+    ) -> loop.DecodeRequest:
         """Prompts and per-row options in the decode loop's form.
 
         Args:
@@ -256,10 +256,11 @@ class Model:
     @cached_property
     def _grammars(self) -> "Grammars":
         """Compiles the constraints of requests."""
-        made: Grammars = constraints().Grammars(self.tokenizer, self.config.vocab_size)
-        return made
+        from medusa_jax.constraints import Grammars  # here: few requests have constraints
 
-    def _compile(self, engine: Engine, request: loop.Request) -> float:
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
+    def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
         """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
@@ -276,7 +277,15 @@ class Model:
         if shape in self._warm:
             return 0.0
         start = time.perf_counter()
-        loop.warm_up(engine, self.variables_by(engine.acceptance), request)
+        variables = self.variables_by(engine.acceptance)
+        if request.guides is None:
+            loop.warm_up(engine, variables, request)
+        else:
+            from medusa_jax.decoding import (
+                constrained,  # here: few requests have constraints
+            )
+
+            constrained.warm_up(engine, variables, request)
         self._warm.add(shape)
         return time.perf_counter() - start
 
@@ -296,7 +305,7 @@ class Model:
         prompts: Sequence[Prompt],
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
-        watch: Watch | None = None,
+        watch: OnTokens | None = None,
         ended: Ended | None = None,
         **engine_options: Any,
     ) -> list[Result]:
@@ -432,7 +441,7 @@ class Model:
         options: Options | Sequence[Options],
         ids: Sequence[int] | None,
         engine_options: Json,
-    ) -> tuple[list[Options], Engine, loop.Request]:
+    ) -> tuple[list[Options], Engine, loop.DecodeRequest]:
         """The options of each row, the engine and the request of a call of `generate`.
 
         Raises:

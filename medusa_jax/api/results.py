@@ -1,7 +1,6 @@
 """The options of a request, and its result."""
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.decoding.generate import Request
+from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
@@ -112,8 +111,9 @@ class Options:
                 raise UserError(f"{name} must be {what}, not {shown}") from None
             object.__setattr__(self, name, value)
         if self.constraint is not None:
-            made = constraints().constraint_of(self.constraint)
-            object.__setattr__(self, "constraint", made)
+            from medusa_jax.constraints import constraint_of  # here: few have one
+
+            object.__setattr__(self, "constraint", constraint_of(self.constraint))
 
     @property
     def penalties(self) -> Asked:
@@ -123,11 +123,6 @@ class Options:
 
 
 DEFAULTS = Options()
-
-
-def constraints() -> Any:
-    """`medusa_jax.constraints`, which only requests with a constraint import."""
-    return importlib.import_module("medusa_jax.constraints")
 
 
 @dataclasses.dataclass
@@ -250,7 +245,7 @@ def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str
 def results_of(
     tokenizer: Tokenizer,
     rows: Sequence[Options],
-    request: Request,
+    request: DecodeRequest,
     progress: Progress,
     seconds: tuple[float, float, float],
 ) -> list[Result]:

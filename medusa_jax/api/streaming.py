@@ -15,7 +15,7 @@ from medusa_jax.text.tokenizer import StreamDecoder, Tokenizer
 # (new pieces of all rows, None), or at the end ([], the results).
 Chunk = tuple[list[Piece], list[Result] | None]
 # Called with the number of new tokens of every row [B] during decoding.
-Watch = Callable[[np.ndarray], None]
+OnTokens = Callable[[np.ndarray], None]
 # A row and its result.
 Ended = Callable[[int, Result], None]
 
@@ -140,9 +140,9 @@ def stream_rows(
     rows: Sequence[Options],
     engine: Engine,
     variables: Params,
-    request: loop.Request,
+    request: loop.DecodeRequest,
     compile_seconds: float,
-    watch: Watch | None = None,
+    watch: OnTokens | None = None,
     ended: Ended | None = None,
     kept: loop.Kept | None = None,
 ) -> Iterator[Chunk]:
@@ -165,7 +165,12 @@ def stream_rows(
         return found
 
     told: set[int] = set()
-    chunks = loop.stream(engine, variables, request, kept=kept)
+    if request.guides is None:
+        chunks = loop.stream(engine, variables, request, kept=kept)
+    else:
+        from medusa_jax.decoding import constrained  # here: few requests have constraints
+
+        chunks = constrained.stream(engine, variables, request, kept)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

@@ -28,11 +28,11 @@ from medusa_jax.commands.flags import (
     generation_options,
     numbers,
 )
-from medusa_jax.console import entries
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
+from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     Raises:
       UserError: it holds a model.
     """
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.files.hub import refuse_model
 
     use_compilation_cache()

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from medusa_jax.console import run_main
+from medusa_jax.commands.entry import run_main
 from medusa_jax.errors import UserError, did_you_mean
 
 

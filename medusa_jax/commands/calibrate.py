@@ -85,8 +85,8 @@ def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     import jax
 
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.commands.bench import out_directory
-    from medusa_jax.console import use_compilation_cache
     from medusa_jax.evaluate.fitting import fit_tree
     from medusa_jax.evaluate.questions import all_asked, read_prompts
 

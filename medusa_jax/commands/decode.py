@@ -25,9 +25,9 @@ def checked(flags: Flags) -> Flags:
     """Refuse impossible combinations and missing files."""
     if flags.raw and flags.chat is not None:
         raise UserError("--raw continues text and --chat answers turns: give one of them")
-    asked = (flags.prompt is not None) + (flags.prompts_file is not None)
-    speaks = flags.chat is not None or (flags.model is not None and not flags.raw)
-    if asked > 1 or not (asked or speaks):
+    n_prompts = (flags.prompt is not None) + (flags.prompts_file is not None)
+    may_talk = flags.chat is not None or (flags.model is not None and not flags.raw)
+    if n_prompts > 1 or (n_prompts == 0 and not may_talk):
         raise UserError(NOTHING_ASKED)
     if flags.logprobs is not None and not (flags.json or flags.prompts_file):
         raise UserError("--logprobs is shown in JSON only: give --json or --prompts_file")

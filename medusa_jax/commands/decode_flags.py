@@ -12,7 +12,7 @@ from medusa_jax.commands.flags import (
     flag,
     numbers,
 )
-from medusa_jax.console import entries
+from medusa_jax.notation import entries
 
 EXAMPLES = """examples:
   python decode.py --prompt "import os" --show_drafts --compare                one text of the demo

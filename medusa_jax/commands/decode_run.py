@@ -1,97 +1,25 @@
-"""decode.py after its flags are parsed: load, decode, report."""
+"""decode.py after its flags are parsed: a conversation, the answers of a file, or one answer."""
 
-import dataclasses
-import importlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 
 from medusa_jax.api import Model, Options, Result, find_model
-from medusa_jax.api.asking import Prompt, ending_turns
+from medusa_jax.api.asking import ending_turns
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
-from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
+from medusa_jax.commands.decode_job import DecodeJob
+from medusa_jax.commands.decode_report import LEGEND, coloured, summary
 from medusa_jax.commands.flags import load_model
-from medusa_jax.commands.following import following
 from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
-from medusa_jax.console import (
-    announced,
-    give_memory_back,
-    inform,
-    print_json,
-    use_compilation_cache,
-    warn_if_accelerator_unused,
-)
+from medusa_jax.console import inform, print_json
+from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.whole_files import Json
-
-if TYPE_CHECKING:
-    from medusa_jax.evaluate.compare import Comparison
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Requests that are ready to be decoded.
-
-    Attributes:
-      acceptance: name of the rule.
-      repeats: timed runs of a comparison with plain decoding; 0: no comparison.
-      form: how the prompts were read, "chat" or "raw text".
-    """
-
-    model: Model
-    prompts: list[Prompt]
-    options: list[Options]
-    acceptance: str
-    repeats: int
-    form: str
-
-    def batch(self, rows: list[int]) -> tuple[list[Prompt], list[Options], list[int]]:
-        """The prompts, options and ids of these rows, as `Model.generate` takes them."""
-        return [self.prompts[i] for i in rows], [self.options[i] for i in rows], rows
-
-    def compile(self, rows: list[int]) -> float:
-        """Compile the programs for these rows; returns the seconds."""
-        with announced("compiling"):
-            return self.model.compile(*self.batch(rows), acceptance=self.acceptance)
-
-    def generate(self, rows: list[int]) -> list[Result]:
-        """Decode these rows."""
-        return self.model.generate(*self.batch(rows), acceptance=self.acceptance)
-
-    def facts(
-        self, rows: list[int], results: list[Result], as_json: bool = True
-    ) -> list[Json]:
-        """The reports of these rows, compared with plain decoding if requested."""
-        compared: Sequence[Comparison | None] = [None] * len(rows)
-        prompts, options, ids = self.batch(rows)
-        if self.repeats:
-            evaluation = importlib.import_module("medusa_jax.evaluate.compare")
-            with announced("timing the autoregressive loop"):
-                compared = evaluation.compare(
-                    self.model,
-                    prompts,
-                    options,
-                    ids=ids,
-                    repeats=self.repeats,
-                    acceptance=self.acceptance,
-                )
-        found = [
-            describe(self.model, result, self.acceptance, own, one, self.form)
-            for result, own, one in zip(results, options, compared)
-        ]
-        if as_json:
-            read = importlib.import_module("medusa_jax.evaluate.weight_bytes")
-            for facts in found:
-                n = facts["prompt_tokens"]
-                facts["weights_stored_as"] = read.stored_as(self.model)
-                facts["bytes_per_step"] = read.bytes_per_token(self.model, n)
-        return found
 
 
 def run(flags: Flags, began: float) -> int:
@@ -100,38 +28,61 @@ def run(flags: Flags, began: float) -> int:
     Args:
       began: when the command began, by `time.perf_counter`.
     """
-    talking = talks(flags)
-    if talking and jax.process_count() > 1:
+    if is_conversation(flags):
+        return talk(flags)
+    job = read_job(flags)
+    if flags.prompts_file:
+        from medusa_jax.commands.request_file import answer_file
+
+        return answer_file(job, batch_size=flags.batch_size, show_drafts=flags.show_drafts)
+    if flags.json:
+        return answer_as_json(job)
+    status = answer_one(
+        job, show_drafts=flags.show_drafts, save_drafts=flags.save_drafts, began=began
+    )
+    if flags.compare and flags.drafter and flags.drafter not in BASELINES:
+        from medusa_jax.commands.following import following
+
+        following("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
+    return status
+
+
+def talk(flags: Flags) -> int:
+    """A conversation at the terminal; returns the exit status."""
+    from medusa_jax.commands.chat import Chat
+
+    if jax.process_count() > 1:
         raise UserError("a chat runs on one host: give --prompt or --prompts_file")
-    defaults = own_sampling(flags.model) if talking else {}
-    prompts, options = (
-        ([], [shared_options(flags, defaults)]) if talking else read_requests(flags)
+    defaults = own_sampling(flags.model)
+    options = shared_options(flags, defaults)
+    refuse_conflicts(flags, [options])
+    model = load(flags, n_requests=1)
+    template = chosen_template(flags, model.tokenizer) or ""
+    options = ending_turns(model.tokenizer, model.eos_ids, options, template)
+    if defaults:
+        sampling = ", ".join(f"{name} {getattr(options, name):g}" for name in defaults)
+        inform(f"sampled as the publisher advises, unless a flag differs: {sampling}")
+    chat = Chat(
+        model, options, template, acceptance=flags.acceptance, show_drafts=flags.show_drafts
     )
-    if flags.no_repeat_ngram_size and any(own.constraint for own in options):
-        raise UserError(
-            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
-        )
-    give_memory_back()
-    use_compilation_cache()
-    warn_if_accelerator_unused()
-    model = load_model(
-        flags,
-        tree=flags.tree,
-        tokenizer=flags.tokenizer,
-        batch=min(flags.batch_size, len(options)),
-        all_heads=False,
-    )
+    return chat.run()
+
+
+def read_job(flags: Flags) -> DecodeJob:
+    """Read the prompts, load the model and encode chats.
+
+    Raises:
+      UserError: a prompt or an option that cannot be decoded; before anything is.
+    """
+    prompts, options = read_requests(flags)
+    refuse_conflicts(flags, options)
+    model = load(flags, n_requests=len(options))
     template = chosen_template(flags, model.tokenizer)
     if template is not None:
-        ends = model.tokenizer, model.eos_ids
-        options = [ending_turns(*ends, own, template) for own in options]
-    if talking:
-        if defaults:
-            own = ", ".join(f"{name} {getattr(options[0], name):g}" for name in defaults)
-            inform(f"sampled as the publisher advises, unless a flag differs: {own}")
-        chat = importlib.import_module("medusa_jax.commands.chat")
-        about = options[0], template, flags.acceptance, flags.show_drafts
-        return chat.Chat(model, *about).run()
+        options = [
+            ending_turns(model.tokenizer, model.eos_ids, option, template)
+            for option in options
+        ]
     if model.tokenizer.chat_template and flags.chat is None and not flags.raw:
         raw = "raw text (--chat makes the prompt a user's turn)"
         inform(raw if template is None else "chat (--raw continues the prompt instead)")
@@ -142,27 +93,42 @@ def run(flags: Flags, began: float) -> int:
         for prompt in prompts
     ]
     # One rule for the file, so that its greedy batches run the same program as sampled ones.
-    sampled = any(o.temperature > 0 for o in options)
+    sampled = any(option.temperature > 0 for option in options)
     acceptance = model.engine(sampled=sampled, acceptance=flags.acceptance).acceptance
     model.request(prompts, options)  # refuse before anything is decoded
-    repeats = flags.repeats if flags.compare else 0
-    form = "raw text" if template is None else "chat"
-    job = Job(model, prompts, options, acceptance, repeats, form)
-    if flags.prompts_file:
-        file = importlib.import_module("medusa_jax.commands.request_file")
-        return file.answer(job, flags.batch_size, flags.show_drafts)
-    if flags.json:
-        seconds, [result] = job.compile([0]), job.generate([0])
-        result.compile_seconds = seconds
-        print_json(job.facts([0], [result])[0])
-        return 0
-    status = answer_one(job, flags.show_drafts, flags.save_drafts, began)
-    if flags.compare and flags.drafter and flags.drafter not in BASELINES:
-        following("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
-    return status
+    return DecodeJob(
+        model,
+        prompts,
+        options,
+        acceptance=acceptance,
+        repeats=flags.repeats if flags.compare else 0,
+        form="raw text" if template is None else "chat",
+    )
 
 
-def talks(flags: Flags) -> bool:
+def refuse_conflicts(flags: Flags, options: Sequence[Options]) -> None:
+    """Refuse options that do not go together."""
+    if flags.no_repeat_ngram_size and any(option.constraint for option in options):
+        raise UserError(
+            "a constraint and --no_repeat_ngram_size may leave no token: give one of them"
+        )
+
+
+def load(flags: Flags, n_requests: int) -> Model:
+    """Load the model for this number of requests, and set the process up for it."""
+    give_memory_back()
+    use_compilation_cache()
+    warn_if_accelerator_unused()
+    return load_model(
+        flags,
+        tree=flags.tree,
+        tokenizer=flags.tokenizer,
+        batch=min(flags.batch_size, n_requests),
+        all_heads=False,
+    )
+
+
+def is_conversation(flags: Flags) -> bool:
     """Whether the flags ask for a conversation: no prompt, and a chat model or --chat."""
     if flags.prompt is not None or flags.prompts_file is not None or flags.raw:
         return False
@@ -178,7 +144,18 @@ def chosen_template(flags: Flags, tokenizer: Tokenizer) -> str | None:
     return "" if is_chat_model(tokenizer, flags.model) else None
 
 
-def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: float) -> int:
+def answer_as_json(job: DecodeJob) -> int:
+    """Print the report of the only request as a JSON object; returns the exit status."""
+    seconds = job.compile([0])
+    [result] = job.generate([0])
+    result.compile_seconds = seconds
+    print_json(job.facts([0], [result])[0])
+    return 0
+
+
+def answer_one(
+    job: DecodeJob, *, show_drafts: bool, save_drafts: str | None, began: float
+) -> int:
     """Print one text as it is decoded, then a line of measurements.
 
     Args:
@@ -203,8 +180,9 @@ def answer_one(job: Job, show_drafts: bool, save_drafts: str | None, began: floa
     sys.stdout.write("\n")
     sys.stdout.flush()
     if save_drafts:
-        plots = importlib.import_module("medusa_jax.plots")
-        plots.draw_accepted_text(segments, save_drafts)
+        from medusa_jax.plots.text import draw_accepted_text
+
+        draw_accepted_text(segments, save_drafts)
         inform(f"wrote {save_drafts}")
     if show_drafts:
         inform(LEGEND)

@@ -99,7 +99,7 @@ def run(flags: Flags) -> int:
     """Answer the seeds without an answer."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
-    from medusa_jax.console import use_compilation_cache
+    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.files.hub import refuse_model
     from medusa_jax.text.chat import is_chat_directory
@@ -132,7 +132,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax.distill import files
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
     from medusa_jax.heads.vocabulary import COUNTS
-    from medusa_jax.progress import Progress
+    from medusa_jax.progress import ProgressBar
     from medusa_jax.text.chat import stop_ids, template_source
 
     temperature = flags.temperature
@@ -166,7 +166,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     known = hosts.broadcast_from_first(np.array([seed.number in done for seed in seeds]))
     left = [seed for seed, there in zip(seeds, known) if not there]
     start, before = time.perf_counter(), len(seeds) - len(left)
-    progress = Progress("answers", len(seeds), "seed", before, hosts.first())
+    progress = ProgressBar("answers", len(seeds), "seed", before, hosts.first())
     user_options = dataclasses.replace(
         options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
     )

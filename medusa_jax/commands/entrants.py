@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from medusa_jax.commands.flags import BaseFlags, load_model
-from medusa_jax.console import entries
+from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 
 if TYPE_CHECKING:

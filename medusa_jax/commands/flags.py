@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
-from medusa_jax.console import entries, inform, run_main
+from medusa_jax.commands.entry import run_main
+from medusa_jax.console import inform
+from medusa_jax.devices.launchers import is_alone
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.notation import entries
 
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options
@@ -315,9 +318,12 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
     """`run` in every process of a run over several hosts; process 0 alone prints."""
 
     def in_each(flags: Hosted) -> int:
-        from medusa_jax import hosts  # here, not for --help
+        given = given_hosts(flags)
+        if is_alone(given):
+            return run(flags)
+        from medusa_jax import hosts  # imports JAX
 
-        hosts.join(given_hosts(flags))
+        hosts.join(given)
         with hosts.fail_together(), hosts.one_prints():
             return run(flags)
 

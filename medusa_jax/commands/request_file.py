@@ -6,26 +6,23 @@ import signal
 import sys
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
 from medusa_jax import hosts, typed
 from medusa_jax.api import Options
 from medusa_jax.api.asking import equal_batches
+from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.whole_files import Json, parse_json, read_text
 
-if TYPE_CHECKING:
-    from medusa_jax.commands.decode_run import Job
-
-
-# The type of each form of a prompt. A request has one of them.
+# Prompt fields and their types; a request has exactly one.
 PROMPTS: dict[str, Any] = {"prompt": str, "prompt_ids": tuple[int, ...], "messages": list}
 
 
-def read(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
+def read_file(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options.
 
     Args:
@@ -70,7 +67,7 @@ def _request(record: Any) -> tuple[Any, Json]:
     return typed.read(f"'{name}'", value, PROMPTS[name]), record
 
 
-def answer(job: "Job", batch_size: int, show_drafts: bool) -> int:
+def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
     """All requests of a file in batches; one JSON object a line, in the order of the file.
 
     Args:

@@ -1,7 +1,6 @@
 """Requests of decode.py: a prompt, and the options of the flags."""
 
 import dataclasses
-import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -51,8 +50,9 @@ def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
         raise UserError(NOTHING_ASKED)
     shared = shared_options(flags)
     if flags.prompts_file:
-        file = importlib.import_module("medusa_jax.commands.request_file")
-        return file.read(flags.prompts_file, shared)
+        from medusa_jax.commands.request_file import read_file
+
+        return read_file(flags.prompts_file, shared)
     if flags.prompt == "-":  # without a byte order mark
         return [sys.stdin.read().lstrip("\ufeff")], [shared]
     return [flags.prompt], [shared]

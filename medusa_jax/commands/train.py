@@ -12,17 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.commands.following import following
 from medusa_jax.config import Config, DataConfig, HeadsConfig, fields_of
-from medusa_jax.console import (
-    entries,
-    inform,
-    run_main,
-    use_compilation_cache,
-    warn_if_accelerator_unused,
-)
+from medusa_jax.console import inform
+from medusa_jax.devices.machine import warn_if_accelerator_unused
 from medusa_jax.errors import UserError, did_you_mean, nearest
+from medusa_jax.notation import entries
 
 EXAMPLES = """\
 examples:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from medusa_jax.console import cache_directory
+from medusa_jax.cache_directories import cache_directory
 
 # Lines of history that are kept.
 KEPT_LINES = 1000

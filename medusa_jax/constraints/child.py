@@ -70,7 +70,7 @@ def answer(kind: str, text: str, blanks: str, limits: dict[str, Any]) -> dict[st
 
 
 def bound(seconds: float, most_bytes: int) -> None:
-    """Limit the process's memory, and its CPU time: without a handler the signal ends it."""
+    """Limit the process's memory and CPU time. Without a handler the signal SIGPROF ends it."""
     with contextlib.suppress(
         ImportError, OSError, ValueError
     ):  # unsupported by this system

@@ -5,6 +5,7 @@ outlines-core precompute, which takes seconds and hundreds of megabytes for larg
 """
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -39,10 +40,12 @@ LIMITS = {
 }
 # In place of a message that names an option of llguidance.
 OVERLAP = "its oneOf needs schemas that their types or a constant property tell apart; anyOf takes any"
-# Bounds of the child process that tries to compile a constraint: CPU time, memory, time on the wall.
-SECONDS, MOST_BYTES, PATIENCE = 1.0, 512 << 20, 60.0
+# Memory of the child process that tries to compile a constraint. It bounds the work, so the answer does not
+# depend on the machine's speed: costly expressions grow by about 100 MB in a second.
+MOST_BYTES = 256 << 20
+# The last resort, for what takes time without memory: CPU seconds of the child, and seconds on the clock.
+CPU_SECONDS, PATIENCE = 20.0, 300.0
 CHILD = Path(__file__).with_name("child.py")
-SETTINGS = {"seconds": SECONDS, "most_bytes": MOST_BYTES, "limits": {**LIMITS}}
 
 
 class Grammars:
@@ -91,10 +94,9 @@ class Grammars:
         made, tokens = self._vocabulary(ends)
         what = constraint.kind.replace("_", " ")
         tried = try_to_compile(constraint)
-        if not tried:
-            most = f"{SECONDS:g} s or {MOST_BYTES >> 20} MiB"
+        if "too_costly" in tried:
             raise UserError(
-                f"the {what} is too costly: it takes more than {most} to compile"
+                f"the {what} is too costly: it takes more than {tried['too_costly']} to compile"
             )
         if "unreadable" in tried:
             raise UserError(f"the {what} cannot be read: {first_line(tried['unreadable'])}")
@@ -113,9 +115,19 @@ class Grammars:
 
 
 def try_to_compile(constraint: Constraint) -> Json:
-    """Compile a constraint in a child process with limits; returns its answer, {} if it met one."""
-    request: Json = {"kind": constraint.kind, "text": constraint.text, "blanks": BLANKS}
-    request |= {"paths": [path for path in sys.path if path], **SETTINGS}
+    """Compile a constraint in a child process with limits.
+
+    Returns: the child's answer, or {"too_costly": the limit that it met}.
+    """
+    request: Json = {
+        "kind": constraint.kind,
+        "text": constraint.text,
+        "blanks": BLANKS,
+        "paths": [path for path in sys.path if path],
+        "seconds": CPU_SECONDS,
+        "most_bytes": MOST_BYTES,
+        "limits": LIMITS,
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", str(CHILD)],
@@ -126,10 +138,15 @@ def try_to_compile(constraint: Constraint) -> Json:
             timeout=PATIENCE,
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        found: Json = json.loads(done.stdout.splitlines()[-1])
-        return found
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return {}
+    except subprocess.TimeoutExpired:
+        return {"too_costly": f"{PATIENCE:g} s"}
+    try:
+        answer: Json = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        if -done.returncode == getattr(signal, "SIGPROF", None):
+            return {"too_costly": f"{CPU_SECONDS:g} s"}
+        return {"too_costly": f"{MOST_BYTES >> 20} MiB"}  # or a stack of 4 MiB
+    return answer
 
 
 def _llguidance() -> Any:

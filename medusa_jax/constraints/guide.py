@@ -11,8 +11,9 @@ from medusa_jax.errors import UserError
 
 # Every token is allowed.
 ALL = np.uint32(0xFFFFFFFF)
-# Seconds of processor time: of a mask before it counts as slow, and of all slow masks of a served request.
-SLOW_MASK, SLOW_MASKS = 0.02, 0.5
+# `LIMITS` bound the work for each mask. The last resort is CPU seconds of a mask that counts as slow, and of
+# all slow masks of a served request: far more than a usual mask's 50 us, so that speed does not decide.
+SLOW_MASK, SLOW_MASKS = 0.1, 10.0
 
 
 class MatcherGuide:

@@ -22,7 +22,9 @@ import jax.numpy as jnp
 import jaxlib
 from jax.typing import DTypeLike
 
-from medusa_jax.console import announced, cache_directory, instruction_limit, processor
+from medusa_jax.cache_directories import cache_directory
+from medusa_jax.console import announced
+from medusa_jax.devices.machine import instruction_limit, processor
 from medusa_jax.errors import UserError
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.decoding.acceptance import Drafts, Verified
-from medusa_jax.decoding.generate import Kept, Request, begin, end_rows, end_wanted, grow
+from medusa_jax.decoding.generate import (
+    DecodeRequest,
+    Kept,
+    begin,
+    end_rows,
+    end_wanted,
+    grow,
+)
 from medusa_jax.decoding.guides import Guide, RowWork, Workers
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
@@ -192,7 +199,7 @@ def step(
 
 
 def stream(
-    engine: Engine, variables: Params, request: Request, kept: Kept | None = None
+    engine: Engine, variables: Params, request: DecodeRequest, kept: Kept | None = None
 ) -> Generator[Progress, np.ndarray | None]:
     """As `generate.stream`, one step at a time, for requests with guides.
 
@@ -221,7 +228,7 @@ def stream(
             return
 
 
-def warm_up(engine: Engine, variables: Params, request: Request) -> None:
+def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     """As `generate.warm_up`, for requests with guides."""
     state, ladder = begin(engine, variables, request)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))

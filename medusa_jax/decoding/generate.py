@@ -5,10 +5,8 @@ a few steps at a time and yields the new tokens. The host never waits inside a l
 dispatches the next loop before it reads the previous one's results.
 """
 
-import importlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
@@ -102,7 +100,7 @@ def output_slots(engine: Engine, limit: int) -> int:
 
 
 @dataclass
-class Request:
+class DecodeRequest:
     """Prompts and options of a batch, on the host; one entry per row.
 
     Attributes:
@@ -150,13 +148,13 @@ class Kept(Protocol):
     state: DecodeState | None
 
     def begin(
-        self, engine: Engine, variables: Params, request: Request
+        self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
         """As the function `begin`."""
 
 
 def begin(
-    engine: Engine, variables: Params, request: Request
+    engine: Engine, variables: Params, request: DecodeRequest
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, prompts = prompt_arrays(engine, request)
@@ -164,12 +162,12 @@ def begin(
     return with_gate(engine, state, request), ladder
 
 
-def with_gate(engine: Engine, state: DecodeState, request: Request) -> DecodeState:
+def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
     """The state with the request's gate, placed as the decode loop returns it."""
     return state.replace(gate=placed(engine.llama.mesh, request.gate))
 
 
-def sampling_of(request: Request, vocab_size: int) -> Sampling:
+def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
     """Return the sampling parameters of each row of a request."""
     B = len(request.prompts)
 
@@ -190,7 +188,9 @@ def sampling_of(request: Request, vocab_size: int) -> Sampling:
     )
 
 
-def prompt_arrays(engine: Engine, request: Request) -> tuple[list[int], PromptArrays]:
+def prompt_arrays(
+    engine: Engine, request: DecodeRequest
+) -> tuple[list[int], PromptArrays]:
     """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
     B = len(request.prompts)
     # NumPy's arrays, which `prefill` puts onto the device.
@@ -220,14 +220,12 @@ def prompt_arrays(engine: Engine, request: Request) -> tuple[list[int], PromptAr
     return ladder, prompts
 
 
-def generate(engine: Engine, variables: Params, request: Request) -> Progress:
+def generate(engine: Engine, variables: Params, request: DecodeRequest) -> Progress:
     """Decode every row to its end: one loop per cache size, all dispatched without waiting.
 
-    With guides, the host takes part in every step.
+    Requests with guides are `constrained.stream`'s, as the host takes part in every step.
     """
-    if request.guides is not None:
-        *_, progress = constrained().stream(engine, variables, request)
-        return progress
+    assert request.guides is None, "constrained.stream decodes requests with guides"
     state, ladder = begin(engine, variables, request)
     return finish(engine, variables, request, state, ladder)
 
@@ -235,7 +233,7 @@ def generate(engine: Engine, variables: Params, request: Request) -> Progress:
 def finish(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     state: DecodeState,
     ladder: list[int],
 ) -> Progress:
@@ -257,7 +255,7 @@ def finish(
 def stream(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     chunk_steps: int = 8,
     kept: Kept | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
@@ -267,9 +265,7 @@ def stream(
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
     take no step after the chunk that is already dispatched. `kept` receives the state after each chunk.
     """
-    if request.guides is not None:
-        yield from constrained().stream(engine, variables, request, kept)
-        return
+    assert request.guides is None, "constrained.stream decodes requests with guides"
     state, ladder = (kept.begin if kept else begin)(engine, variables, request)
     yield from chunks(engine, variables, request, state, ladder, chunk_steps, kept)
 
@@ -277,7 +273,7 @@ def stream(
 def chunks(
     engine: Engine,
     variables: Params,
-    request: Request,
+    request: DecodeRequest,
     state: DecodeState,
     ladder: list[int],
     chunk_steps: int,
@@ -323,14 +319,11 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, status_B)
 
 
-def warm_up(engine: Engine, variables: Params, request: Request) -> None:
+def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     """Compile everything that `generate` or `stream` will run for this request, and wait.
 
     Reads the prompts once and takes no decode step.
     """
-    if request.guides is not None:
-        constrained().warm_up(engine, variables, request)
-        return
     state, ladder = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
@@ -339,8 +332,3 @@ def warm_up(engine: Engine, variables: Params, request: Request) -> None:
             state = grow(engine.depth_only, slots, state)
         state, _ = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(state)
-
-
-def constrained() -> ModuleType:
-    """The drivers of requests with guides. A seam: a request's constraint asks for them."""
-    return importlib.import_module("medusa_jax.decoding.constrained")

@@ -58,7 +58,7 @@ class PromptArrays(NamedTuple):
     output_BO: jax.Array
 
 
-class Piece(NamedTuple):
+class PromptPiece(NamedTuple):
     """Consecutive tokens of every prompt.
 
     Attributes:
@@ -87,7 +87,7 @@ def read_piece(
     sampling: Sampling,
     text_BS: jax.Array | None,
     read: PrefillState,
-    piece: Piece,
+    piece: PromptPiece,
     whole: bool = False,
 ) -> PrefillState:
     """Read a piece of every prompt, and choose the first token of rows whose prompt ends in it.
@@ -173,7 +173,7 @@ def prefill(
             for x in (prompt_BT, following_BT)
         )
         begin_B = jnp.full_like(prompt_length_B, begin)
-        here = Piece(tokens_BT, next_BT, begin_B, prompt_length_B)
+        here = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
         return read_piece(
             engine, variables, prompts.sampling, text_BS, read, here, piece == T
         )

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.generate import Request, sampling_of
+from medusa_jax.decoding.generate import DecodeRequest, sampling_of
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.decoding.prefill import Piece, prefill_start, read_piece
+from medusa_jax.decoding.prefill import PromptPiece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import emit, write_tokens
@@ -44,7 +44,7 @@ class Sizes:
 def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeState:
     """A state of rows without text, all ended, with `slots` cache slots each."""
     zero_B = jnp.zeros((rows,), jnp.int32)
-    sampling = sampling_of(Request([[]] * rows, []), engine.llama.config.vocab_size)
+    sampling = sampling_of(DecodeRequest([[]] * rows, []), engine.llama.config.vocab_size)
     tokens_BO = jnp.zeros((rows, sizes.outputs), jnp.int32)
     stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
     state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
@@ -113,7 +113,7 @@ def begin_row(
 
 @program(static_argnums=0, donate_argnums=2)
 def read_row(
-    engine: Engine, variables: Params, row: DecodeState, piece: Piece
+    engine: Engine, variables: Params, row: DecodeState, piece: PromptPiece
 ) -> DecodeState:
     """Read a piece of the prompt; the last piece emits the first token.
 

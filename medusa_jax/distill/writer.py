@@ -12,7 +12,7 @@ from medusa_jax import hosts
 from medusa_jax.console import announced
 from medusa_jax.distill.conversation import Take, continuation, converse, talk
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.progress import Progress
+from medusa_jax.progress import ProgressBar
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Writer:
     batch_size: int
     chat_template: str
     max_turns: int
-    progress: Progress
+    progress: ProgressBar
     tokens: int = 0
     start: float = dataclasses.field(default_factory=time.perf_counter)
 

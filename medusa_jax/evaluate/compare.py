@@ -8,8 +8,7 @@ from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.asking import Prompt
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.divergence import Divergence, find_divergence
-from medusa_jax.evaluate.race import Run, figures, with_median_times
-from medusa_jax.measured import in_rounds
+from medusa_jax.evaluate.race import Run, figures, in_rounds, with_median_times
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 

@@ -23,7 +23,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, own_texts, record
 from medusa_jax.evaluate.timing import StepClock
 from medusa_jax.files.fingerprint import sample_bytes
-from medusa_jax.progress import Progress
+from medusa_jax.progress import ProgressBar
 from medusa_jax.tree import growth
 from medusa_jax.tree.growth import Recorded
 from medusa_jax.tree.tree import Order, Tree
@@ -118,7 +118,7 @@ def rank_texts(
     made_by = (model.drafter.heads, str(model.dtype), model.storage, zlib.crc32(weights))
     marks = repr((asked, options, *made_by))
     found = _kept(keep, marks)
-    with Progress("texts and their ranks", len(prompts), "text", len(found)) as bar:
+    with ProgressBar("texts and their ranks", len(prompts), "text", len(found)) as bar:
         for at in range(len(found), len(prompts), ROWS):
             texts = own_texts(model, asked[at : at + ROWS], options, shown=False)
             found += record(model, texts, options, shown=False)
@@ -168,7 +168,7 @@ def time_sizes(
         batch=rows, temperature=temperature, n_steps=STEPS,
     )  # fmt: skip
     found: list[Round] = []
-    with Progress(f"trees for batch {rows}", len(sizes), "size") as bar:
+    with ProgressBar(f"trees for batch {rows}", len(sizes), "size") as bar:
         for n in sizes:
             for _ in range(rounds):
                 before = clock.seconds(plain)

@@ -6,7 +6,7 @@ once per round, its time is the median over rounds, and sums are over prompts.
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,13 +15,22 @@ from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.errors import UserError
-from medusa_jax.measured import in_rounds
-from medusa_jax.repetition import mean_repeated_ngram_share
+from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # A prompt's token ids, or those of all prompts of a batch.
 Asked = TypeVar("Asked", bound=Sequence[Any])
+T = TypeVar("T")
+
+
+def in_rounds(runs: Sequence[Callable[[], T]], rounds: int) -> Iterator[list[T]]:
+    """Call every run once per round: other work on the machine then favours none of them.
+
+    Yields the results of each round.
+    """
+    for _ in range(rounds):
+        yield [run() for run in runs]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.evaluate.ranks import copied_lengths, rank_tuples
-from medusa_jax.progress import Progress
+from medusa_jax.progress import ProgressBar
 from medusa_jax.tree.growth import Recorded
 
 # Longest chain copied from the text, as in prompt lookup.
@@ -48,7 +48,7 @@ def own_texts(
 ) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
-    with Progress("writing", len(prompts), "prompt", shown=shown) as bar:
+    with ProgressBar("writing", len(prompts), "prompt", shown=shown) as bar:
         for own, rows in equal_batches(len(prompts), ROWS):
             batch = [model.encode(prompts[i]) for i in rows]
             results = model.generate(batch, options, [0] * len(rows), tree="none")
@@ -71,7 +71,7 @@ def record(
         the noise that the verifier will add.
     """
     found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
-    with Progress("ranks", len(texts), "text", shown=shown) as bar:
+    with ProgressBar("ranks", len(texts), "text", shown=shown) as bar:
         for own, rows in equal_batches(len(texts), ROWS):
             noise = None
             if options.temperature > 0:

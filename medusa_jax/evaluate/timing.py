@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.generate import Request, least_slots, power_of_two, prompt_arrays
+from medusa_jax.decoding.generate import (
+    DecodeRequest,
+    least_slots,
+    power_of_two,
+    prompt_arrays,
+)
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of
@@ -55,7 +60,7 @@ class StepClock:
             len(prompt) + self.n_steps * L + n_rows, least_slots(engines[0])
         )
         self.variables = variables
-        self.request = Request(
+        self.request = DecodeRequest(
             prompts=[list(prompt)] * batch,
             limits=[self.n_steps * L + 1] * batch,
             temperature=[temperature] * batch,

@@ -13,15 +13,15 @@ from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import (
     FOREVER,
     MIN_PROMPT,
+    DecodeRequest,
     output_slots,
     power_of_two,
     sampling_of,
 )
-from medusa_jax.decoding.generate import Request as DecodeRequest
 from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import Asked
-from medusa_jax.decoding.prefill import Piece
+from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
@@ -32,6 +32,7 @@ from medusa_jax.decoding.state import (
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
+from medusa_jax.serving.extras import BatchExtras, parts_of
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
 from medusa_jax.sharding import placed
@@ -107,8 +108,8 @@ class Batch:
         """Start with idle rows, placed like programs' results; otherwise JAX would recompile."""
         if hasattr(self, "_state"):
             del self._state  # frees its memory before the next is allocated
-        self._apart = rows.RowExtras()
         self.rows, self.slots = n_rows, slots
+        self._extras = BatchExtras(self._with_logprobs, n_rows, self._sizes.outputs)
         self._state = placed(
             self._engine.llama.mesh, rows.idle(self._engine, self._sizes, n_rows, slots)
         )
@@ -132,39 +133,22 @@ class Batch:
     def _row(self, at: int) -> DecodeState:
         """Copy a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
-        parts = _parts(self._apart).items()
-        own = {
-            name: rows.take_row(self._engine, part, np.int32(at)) for name, part in parts
-        }
-        return rows.with_extras(row, rows.RowExtras(**own))
+        return rows.with_extras(row, self._extras.row(at))
 
     def _put(self, row: DecodeState, at: int) -> None:
         """Overwrite a row."""
-        place = np.int32(at)
-        row, own = rows.split_extras(row)
-        self._state = rows.insert_row(self._engine, self._state, row, place)
-        empty = None
-        for name, part in _parts(own._replace(first_BW=None)).items():
-            room = getattr(self._apart, name)
-            if room is None:
-                empty = empty or self._empty_extras(self.rows)
-                room = getattr(empty, name)
-            room = rows.insert_row(self._engine, room, part, place)
-            self._apart = self._apart._replace(**{name: room})
-
-    def _empty_extras(self, n_rows: int) -> rows.RowExtras:
-        tokens_BO = placed(
-            self._engine.llama.mesh, np.zeros((n_rows, self._sizes.outputs), np.int32)
-        )
-        return rows.empty_extras(self._with_logprobs, tokens_BO)
+        row, extras = rows.split_extras(row)
+        self._state = rows.insert_row(self._engine, self._state, row, np.int32(at))
+        self._extras.put(extras, at)
 
     def _resized(self, row: DecodeState, slots: int) -> DecodeState:
         """Change a row's number of slots, one power of two at a time."""
-        row, own = rows.split_extras(row)
-        while (now := row.cache.slots) != slots:
-            then = 2 * now if now < slots else now // 2
-            row = rows.resized(self._engine, self._sizes, 1, then, row)
-        return rows.with_extras(row, own)
+        row, extras = rows.split_extras(row)
+        while row.cache.slots != slots:
+            now = row.cache.slots
+            size = 2 * now if now < slots else now // 2
+            row = rows.resized(self._engine, self._sizes, 1, size, row)
+        return rows.with_extras(row, extras)
 
     def begin(
         self, request: DecodeRequest, source: int, shared: int, group: Group
@@ -213,7 +197,7 @@ class Batch:
         here = reading.prompt[begin : begin + T + 1]
         tokens[: len(here)] = here
         one: Any = np.array([begin], np.int32), np.array([n], np.int32)
-        piece = Piece(tokens[None, :-1], tokens[None, 1:], *one)
+        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], *one)
         n_best = self._with_logprobs.logprobs
         engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)
@@ -228,16 +212,16 @@ class Batch:
 
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
-        row, own = rows.split_extras(self._resized(reading.row, self.slots))
-        row = rows.with_extras(row, self._of(reading.group, own))
+        row, extras = rows.split_extras(self._resized(reading.row, self.slots))
+        row = rows.with_extras(row, parts_of(extras, reading.group))
         self._put(row, at)
         self._by_drafts[at] = rule_named(_rule(reading.group)).by_drafts
         return progress_of(row)
 
     def take(self, at: int, group: Group) -> Reading:
         """Take a row out of the batch, to be inserted later."""
-        row, own = rows.split_extras(self._row(at))
-        row = rows.with_extras(row, self._of(group, own))
+        row, extras = rows.split_extras(self._row(at))
+        row = rows.with_extras(row, parts_of(extras, group))
         return Reading(row, np.zeros(0, np.int32), 0, group)
 
     def run(
@@ -268,15 +252,15 @@ class Batch:
             self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
         )
         state = self._state.replace(status_B=status_B)
-        state = rows.with_extras(state, self._of(group, self._apart))
+        state = rows.with_extras(state, self._extras.of_group(group))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
             steps = 1 if (wanted_B == PAUSED).any() else few
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
             state, progress = decode_loop(engine, variables, state, max_steps, True)
-        self._state, own = rows.split_extras(state)
-        self._apart = self._apart._replace(**_parts(own))
+        self._state, extras = rows.split_extras(state)
+        self._extras.store(extras)
         return progress, tree.n_nodes
 
     def _guided(
@@ -301,14 +285,6 @@ class Batch:
             state = constrained.step(engine, variables, state, guides, ahead, self.threads)
         return state, copied_progress(engine.depth_only, state)
 
-    @staticmethod
-    def _of(group: Group, apart: rows.RowExtras) -> rows.RowExtras:
-        """Return the parts that a group's programs read."""
-        return rows.RowExtras(
-            apart.logprobs if group.logprobs else None,
-            apart.penalties if group.penalties else None,
-        )
-
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
@@ -330,21 +306,9 @@ class Batch:
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)
-        first = np.int32(0)
-        for name, own in _parts(self._of(group, self._apart)).items():
-            one = rows.take_row(self._engine, own, first)
-            for size in self.trees:  # the row may be moved to a batch of any size
-                room = getattr(self._empty_extras(size), name)
-                for _ in range(2):  # the first run's result may be placed differently
-                    room = rows.insert_row(self._engine, room, one, first)
-                rows.take_row(self._engine, room, first)
+        self._extras.compile(group, self.trees)  # a row may be moved to a batch of any size
         jax.block_until_ready(self._state)
         self.restart()
-
-
-def _parts(extras: rows.RowExtras) -> dict[str, Any]:
-    """Return the parts that exist, by name."""
-    return {name: part for name, part in extras._asdict().items() if part is not None}
 
 
 def _rule(group: Group) -> str:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from medusa_jax.console import log
 from medusa_jax.errors import first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group
-from medusa_jax.serving.log import log
 
 # For this many seconds after a failed compilation, requests that need the program get its error; after that,
 # compile again.

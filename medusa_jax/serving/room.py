@@ -1,65 +1,36 @@
 """The size of the batch: the rows and slots that requests need, as far as programs are ready."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.job import BASE, Group, Job
-from medusa_jax.serving.programs import Compiler, Programs
+from medusa_jax.serving.jobs import Jobs
+from medusa_jax.serving.programs import Compiler, NotCompiled, Programs
 
 # The batch shrinks after this many turns that needed fewer rows or slots.
 PATIENCE = 64
-
-
-@dataclass
-class Row:
-    """The host's view of one row of the batch.
-
-    Attributes:
-      cached: tokens of the text in its cache, also after its request has ended.
-      drafted: number of these that the drafter has read; plain decoding does not advance it.
-      job: the request that occupies the row.
-      used: the turn in which the row last changed hands.
-    """
-
-    cached: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    drafted: int = 0
-    job: Job | None = None
-    used: int = 0
-
-    def keep(self, text: np.ndarray, drafted: int) -> None:
-        """Record the text in the cache, and how many of its tokens the drafter has read."""
-        self.cached, self.drafted = text, min(drafted, len(text))
 
 
 class Room:
     """Decides the size of a batch.
 
     Args:
-      rows: the rows of the largest batch.
+      jobs: the requests, by where they are.
       sizes: allowed numbers of rows, ascending.
       programs: tells which programs are compiled.
     """
 
     def __init__(
-        self, batch: Batch, rows: list[Row], sizes: list[int], programs: Compiler
+        self, batch: Batch, jobs: Jobs, sizes: list[int], programs: Compiler
     ) -> None:
-        self.batch, self.rows, self.sizes, self.programs = batch, rows, sizes, programs
+        self.batch, self.jobs, self.sizes, self.programs = batch, jobs, sizes, programs
         self._roomy = 0  # consecutive turns that needed less
-
-    @property
-    def running(self) -> dict[int, Job]:
-        """By row, the requests whose prompt has been read."""
-        rows = enumerate(self.rows)
-        return {i: r.job for i, r in rows if r.job and r.job.row is not None}
 
     def size_with(self, length: int) -> tuple[int, int]:
         """Return the size for one more text of this length; 0 rows if all are occupied."""
         batch = self.batch
         n_rows = batch.rows
-        if all(row.job for row in self.rows[:n_rows]):
+        if all(row.job for row in self.jobs.rows[:n_rows]):
             n_rows = next((n for n in self.sizes if n > n_rows), 0)
         return n_rows, max(batch.slots, batch.slots_for(length))
 
@@ -81,6 +52,20 @@ class Room:
         ready = [self.programs.ready(each) for each in sorted(wanted)]  # queues all
         return all(ready)
 
+    def fits(self, job: Job, length: int) -> bool:
+        """Return whether a request with a text of this length can have a row now.
+
+        A request for which no row can ever have programs is refused.
+        """
+        n_rows, slots = self.size_with(length)
+        try:
+            return bool(n_rows) and self.ready(job.group, n_rows, slots)
+        except NotCompiled as error:
+            # If only a larger batch fails to compile, the request can wait for an existing row.
+            if n_rows == self.batch.rows or slots > self.batch.slots:
+                self.jobs.refuse([job], error)
+            return False
+
     def known(self, group: Group, n_rows: int, slots: int) -> bool:
         """Return whether programs are ready, without queueing them."""
         return self.programs.known(Programs(group, n_rows, slots))
@@ -88,9 +73,9 @@ class Room:
     def fit(self, n_rows: int, slots: int) -> None:
         """Change the size of the batch; with fewer slots, rows keep less of their texts."""
         if slots < self.batch.slots:
-            for row in self.rows:
+            for row in self.jobs.rows:
                 row.keep(row.cached[: slots - self.batch.widest], row.drafted)
-        for row in self.rows[n_rows:]:
+        for row in self.jobs.rows[n_rows:]:
             row.keep(row.cached[:0], 0)
         self.batch.fit(n_rows, slots)
 
@@ -106,12 +91,11 @@ class Room:
         n_rows = min(batch.rows, next(n for n in self.sizes if n > max(lengths)))
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0
-        groups = {BASE, *(row.job.group for row in self.rows if row.job)}
+        groups = {BASE, *(row.job.group for row in self.jobs.rows if row.job)}
         if self._roomy >= PATIENCE and all(self.known(g, n_rows, slots) for g in groups):
             self.fit(n_rows, slots)
             self._roomy = 0
 
-    def empty(self) -> None:
-        """Forget every row's request and text."""
-        self.rows[:] = [Row() for _ in self.rows]
+    def restart(self) -> None:
+        """Forget the turns that needed less."""
         self._roomy = 0

@@ -5,12 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medusa_jax.api import Model
+from medusa_jax.console import log
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.echo import piece_for
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import LIKELY, SCORING, Group, Job, make_job
-from medusa_jax.serving.log import log
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Busy, Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler

@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 
 from medusa_jax import hosts
-from medusa_jax.console import UNWRITABLE, announced, inform
-from medusa_jax.errors import UserError, first_line
+from medusa_jax.console import announced, inform
+from medusa_jax.errors import UNWRITABLE, UserError, first_line
 from medusa_jax.sharding import PyTree, shapes_with
 from medusa_jax.whole_files import checksum, write_json
 

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from medusa_jax.config import Config, DataConfig, ModelConfig
-from medusa_jax.console import byte_size, entries
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import is_here, resolve
@@ -23,6 +22,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
+from medusa_jax.notation import byte_size, entries
 from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training import checks

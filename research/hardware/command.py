@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import accelerator, entries, inform
+from medusa_jax.console import inform
+from medusa_jax.devices.machine import accelerator
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.notation import entries
 from research.hardware.summary import write_summary
 
 # Seconds of each part at most; together they take about nine minutes.

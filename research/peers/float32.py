@@ -7,7 +7,8 @@ from collections import Counter
 import filelock
 import numpy as np
 
-from medusa_jax.console import announced, cache_directory
+from medusa_jax.cache_directories import cache_directory
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.convert import checksum
 from medusa_jax.files.gguf.reader import read_gguf, split_files

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from children import output_of
 
-from medusa_jax.console import processor
 from medusa_jax.cpu import library
+from medusa_jax.devices.machine import processor
 
 CHILD = """
 import sys

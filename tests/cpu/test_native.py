@@ -190,10 +190,10 @@ def test_texts_are_equal_bit_for_bit(model, rule):
     """With a tree and without, in float32: no mismatch, and none explained. Sampled from all tokens,
     from a nucleus, and through every filter at once."""
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-    request = loop.Request(prompts, [120] * 3)
+    request = loop.DecodeRequest(prompts, [120] * 3)
     if rule == "sampled":
         filters = {"top_p": [1.0, 0.9, 0.8], "top_k": [0, 0, 30], "min_p": [0.0, 0.0, 0.02]}
-        request = loop.Request(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
+        request = loop.DecodeRequest(prompts, [120] * 3, temperature=[1.0] * 3, **filters)
     given = CONFIG, (None, *model), request
     plain = plain_texts(*given, rule)
     tree = random_tree(np.random.default_rng(0), 12, 4)

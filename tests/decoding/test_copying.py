@@ -118,7 +118,7 @@ def check_copied(prompt, tokens, depths):
 def test_copies_save_steps():
     """A small vocabulary, so that much repeats."""
     model = random_model(CONFIG, 3)
-    request = loop.Request([[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33])
+    request = loop.DecodeRequest([[1, 2, 1], [5], [3, 4, 3, 4, 3, 6, 0]], [40, 17, 33])
     known = plain_texts(CONFIG, model, request)
     steps = {}
     for tree in (TREE, SPARED, TREE.drafted):

@@ -21,6 +21,7 @@ from planted import (
     LIMITS,
     PROMPTS,
     SAMPLED,
+    decoded,
     drafted,
     filtered_scores,
     fresh_medusa,
@@ -85,7 +86,7 @@ class Mechanism:
         """A new one: a guide is used once."""
         sampled = SAMPLED | {"seed": [seed, seed + 1, seed]}
         drawn = {} if acceptance == "greedy" else sampled
-        return loop.Request(PROMPTS, LIMITS, **drawn, **self.fields(seed))
+        return loop.DecodeRequest(PROMPTS, LIMITS, **drawn, **self.fields(seed))
 
     def scores(self, request, row, logits_TV, text):
         """What each token of a row's text is the best of [T, V], by the definitions of its options."""
@@ -200,7 +201,7 @@ def test_rules_whose_text_is_another_obey_the_options(acceptance):
         given = m.config, Tree.cartesian([2, 2]), acceptance, seed
         engine, variables = fresh_medusa(*given, **m.engine)
         request = m.request(acceptance, seed)
-        for row, text in enumerate(texts_of(loop.generate(engine, variables, request))):
+        for row, text in enumerate(texts_of(decoded(engine, variables, request))):
             flat = np.zeros((len(text), m.config.vocab_size))
             scores = m.scores(request, row, flat, text)
             assert (scores[np.arange(len(text)), text] > -50).all()  # a bias of -100 bars
@@ -245,7 +246,7 @@ def test_the_forms_for_accelerators_give_the_same_text(
     assert tree.n_nodes in calls
     if kernel == "tree":  # one row: a batch that the plain loop was not traced for
         first = {name: [value[0]] for name, value in vars(request).items() if value}
-        plain = plain_texts(m.config, model, loop.Request(**first), acceptance)
+        plain = plain_texts(m.config, model, loop.DecodeRequest(**first), acceptance)
         assert plain == expected[:1] and 1 in calls
 
 
@@ -257,7 +258,7 @@ def test_a_row_does_not_depend_on_its_slot_or_its_batch_mates(acceptance):
 
     def texts(order, ids=None):
         picked = {name: [column[row] for row in order] for name, column in rows.items()}
-        request = loop.Request(**picked, ids=list(ids or order))
+        request = loop.DecodeRequest(**picked, ids=list(ids or order))
         return texts_of(loop.generate(engine, variables, request))
 
     together = texts([0, 1, 2])
@@ -276,7 +277,7 @@ def test_float32_differs_only_at_ties():
     """
     config, prompt, parted = tiny_arch(vocab_size=60), [1, 2, 3], 0
     for seed in range(4):
-        params, request = random_params(config, seed), loop.Request([prompt], [40])
+        params, request = random_params(config, seed), loop.DecodeRequest([prompt], [40])
         model = params, *decoder(config, params, jnp.float32)
         [expected] = plain_texts(config, model, request)
         progress = drafted(config, model, request, [expected], Tree.cartesian([2, 2]), seed)

@@ -33,7 +33,7 @@ def request_of(limits, stops=()):
     """Sixteen rows of one prompt that differ only in their request ids."""
     rows = len(limits)
     drawn = {"temperature": [1.5] * rows, "seed": [11] * rows}
-    return loop.Request([[1, 2, 3]] * rows, limits, [stops] * rows, **drawn)
+    return loop.DecodeRequest([[1, 2, 3]] * rows, limits, [stops] * rows, **drawn)
 
 
 @cache
@@ -167,7 +167,7 @@ def test_the_cache_grows_under_the_text():
     _, llama, backbone = random_model(CONFIG, 1)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, 100).tolist(), rng.integers(0, VOCAB, 30).tolist()]
-    request = loop.Request(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
+    request = loop.DecodeRequest(prompts, [380, 300], temperature=[1.2, 1.2], seed=[1, 1])
     plain = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
     # The reference has all slots from the start.
@@ -241,7 +241,7 @@ def test_requests_that_cannot_be_are_refused():
     engine, variables = all_accepted()
     for prompts, limits in (([[]], [3]), ([[1], []], [3, 3]), ([[1]], [0])):
         with pytest.raises(ValueError, match="at least one token"):
-            loop.begin(engine, variables, loop.Request(prompts, limits))
+            loop.begin(engine, variables, loop.DecodeRequest(prompts, limits))
 
 
 LOOKAHEAD = Lookahead(LookaheadConfig(window=4, ngram=4, guesses=3), CONFIG)

@@ -101,7 +101,7 @@ def draws(acceptance, setting, tree=TREE, batches=BATCHES, ids=(), baseline=None
     for batch in range(batches):
         own = range(batch * ROWS, (batch + 1) * ROWS)
         fields["seed"] = [other.get("seed", seed) for seed in own]
-        request = loop.Request([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
+        request = loop.DecodeRequest([PROMPT] * ROWS, [4] * ROWS, stops, **fields)
         progress = loop.generate(engine, variables, request)
         tokens.append(np.asarray(progress.tokens_BO)[:, :3])
         histogram = histogram + np.asarray(progress.histogram_BL).sum(0)

@@ -69,7 +69,7 @@ def test_a_hundred_thousand_tokens(dtype):
             prompts = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
             fields = {k: [v] * batch for k, v in mode.items()}
             seeds = rng.integers(0, 2**31, batch).tolist()
-            request = loop.Request(prompts, [NEW] * batch, seed=seeds, **fields)
+            request = loop.DecodeRequest(prompts, [NEW] * batch, seed=seeds, **fields)
             expected = plain_texts(config, model, request, acceptance)
             tree, seed = random_tree(rng, NODES, DEPTH), int(rng.integers(2**31))
             given = config, model, request, expected

@@ -12,7 +12,7 @@ from closeness import assert_close
 from guides import Rule, V, barred_tokens, penalised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import PROMPTS, fresh_medusa, texts_of
+from planted import PROMPTS, decoded, fresh_medusa, texts_of
 from tiny import tiny_arch
 from trees import TreeArrays, trees
 
@@ -101,7 +101,9 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
         Asked(presence=1000.0),
         Asked(bias=tuple((i, -1e4) for i in range(V - 2))),
     ]
-    request = loop.Request(PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked)
+    request = loop.DecodeRequest(
+        PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked
+    )
     progress = loop.generate(engine, variables, request)
     first, second, third = texts_of(progress)
     assert first == [7] * 9 and len(set(second)) == 9 and set(third) <= {V - 2, V - 1}
@@ -114,8 +116,8 @@ def test_a_text_that_is_forced_is_drafted():
     engine, variables = fresh_medusa(CONFIG, Tree.chain(3), n_heads=3)
 
     def lengths(forcing):
-        request = loop.Request([[4]], [41], guides=[Rule(3, forcing=forcing)])
-        return np.asarray(loop.generate(engine, variables, request).histogram_BL)[0]
+        request = loop.DecodeRequest([[4]], [41], guides=[Rule(3, forcing=forcing)])
+        return np.asarray(decoded(engine, variables, request).histogram_BL)[0]
 
     assert lengths(1.0).tolist() == [0, 0, 0, 10]
     assert lengths(0.0)[3] < 5
@@ -125,7 +127,7 @@ def test_guesses_after_each_node():
     """The guesses after a node are scored as its children are; after a copied node, as its depth is."""
     tree = Tree.from_choices([[0], [1], [2], [0, 0], [0, 3], [-1], [-1, -1]])
     engine, variables = fresh_medusa(CONFIG, tree, "sampled")
-    request = loop.Request([[4], [5]], [9, 9], temperature=[1.0, 0.5])
+    request = loop.DecodeRequest([[4], [5]], [9, 9], temperature=[1.0, 0.5])
     state, _ = loop.begin(engine, variables, request)
     ahead = look_ahead(engine, variables, state)
     nodes, guesses = np.asarray(ahead.drafts.nodes_BM), np.asarray(ahead.guesses_BMK)

@@ -8,7 +8,7 @@ from tiny import tiny_arch
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.prefill import Piece
+from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, PAUSED, RUNNING, STOPPED
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
@@ -27,7 +27,7 @@ def test_rows_wait_for_their_turn_and_for_room():
     _, llama, backbone = random_model(CONFIG, 1)
     engine = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
-    request = loop.Request(
+    request = loop.DecodeRequest(
         [[1, 2, 3, 4, 5] * 24, [1, 2, 3]], [30, 20], temperature=[1.5, 1.5], seed=[1, 2]
     )
     whole = loop.generate(engine, variables, request)
@@ -63,7 +63,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
     drafter = make_drafter(PromptLookupConfig(tokens=2), CONFIG)
     engine = Engine(llama, drafter, Tree.chain(2))
     variables = {"backbone": backbone, "heads": {}}
-    request, _ = loop.begin(engine, variables, loop.Request([[0]], [9]))
+    request, _ = loop.begin(engine, variables, loop.DecodeRequest([[0]], [9]))
     state = rows.idle(engine, rows.Sizes(64, (1, 1)), 2, 32)
 
     def read(state, source, prompt, begin):
@@ -74,7 +74,7 @@ def test_a_drafter_goes_on_from_where_texts_part():
         tokens_1T = np.zeros((1, 17), np.int32)
         tokens_1T[0, : len(prompt) - begin] = prompt[begin:]
         places = np.array([begin], np.int32), np.array([len(prompt)], np.int32)
-        piece = Piece(tokens_1T[:, :-1], tokens_1T[:, 1:], *places)
+        piece = PromptPiece(tokens_1T[:, :-1], tokens_1T[:, 1:], *places)
         return rows.read_row(engine, variables, row, piece)
 
     first, second = [1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4, 1, 1]

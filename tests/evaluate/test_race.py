@@ -13,7 +13,7 @@ from medusa_jax.decoding.copying import REPEATS, copied_tokens
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.evaluate import timing
 from medusa_jax.evaluate.race import Contender, Run, figures, race
-from medusa_jax.repetition import mean_repeated_ngram_share, repeated_ngram_share
+from medusa_jax.text.repetition import mean_repeated_ngram_share, repeated_ngram_share
 
 
 def run(n_tokens, steps, seconds, prefill=0.1):

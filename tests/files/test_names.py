@@ -107,9 +107,11 @@ def test_chat_is_the_default_and_can_be_turned_off(tiny):
     tokenizer = load_tokenizer(resolve("tiny"))
     for given, template in [((), ""), (("--chat", "vicuna"), "vicuna"), (("--raw",), None)]:
         assert decode_run.chosen_template(flags(*given), tokenizer) == template
-    assert decode_run.talks(flags()) and decode_run.talks(flags("--chat"))
+    assert decode_run.is_conversation(flags()) and decode_run.is_conversation(
+        flags("--chat")
+    )
     for given in (["--raw"], ["--prompt", "a"]):
-        assert not decode_run.talks(flags(*given))
+        assert not decode_run.is_conversation(flags(*given))
 
 
 def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):

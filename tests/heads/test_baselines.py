@@ -133,7 +133,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(acceptance, tree):
     engine = Engine(llama, drafter, tree, acceptance)
     variables = {"backbone": backbone, "heads": {"model": backbone}}
     steps = 26 if acceptance == "greedy" else 5  # the greedy row outgrows its first cache
-    request = loop.Request(
+    request = loop.DecodeRequest(
         [[1, 2, 3], [4], list(range(40))],
         [1 + 8 * L, 1 + 2 * L, 1 + steps * L],
         temperature=None if acceptance == "greedy" else [1.0, 0.0, 0.7],
@@ -188,7 +188,7 @@ def test_window_and_pool_are_those_of_plain_python_step_by_step():
     drafter, _ = family.baseline_of("lookahead", CONFIG)
     W, N, G = 4, 4, 3
     engine = Engine(llama, drafter, drafter.default_tree)
-    request = loop.Request([[1, 2, 3, 1, 2], [5]], [60, 60])
+    request = loop.DecodeRequest([[1, 2, 3, 1, 2], [5]], [60, 60])
     variables = {"backbone": backbone, "heads": {}}
     state, _ = loop.begin(engine, variables, request)
     start = np.asarray(state.drafter.window_BX)

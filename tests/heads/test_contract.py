@@ -208,7 +208,7 @@ def seven(tied=False):
 
 def request_of(acceptance):
     drawn = {"temperature": [1.0, 0.0, 0.7], "top_p": [1.0, 1.0, 0.9], "seed": [1, 2, 1]}
-    return loop.Request(PROMPTS, LIMITS, **({} if acceptance == "greedy" else drawn))
+    return loop.DecodeRequest(PROMPTS, LIMITS, **({} if acceptance == "greedy" else drawn))
 
 
 @cache
@@ -252,7 +252,7 @@ def prefilled(engine, variables, monkeypatch, piece):
     slots, length = 80, np.array([20, 8, 1, 17])
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 7, n).tolist() for n in length]
-    request = loop.Request(prompts, [30] * 4, temperature=[1.0] * 4)
+    request = loop.DecodeRequest(prompts, [30] * 4, temperature=[1.0] * 4)
     _, arrays = loop.prompt_arrays(engine, request)
     prompt_BT = arrays.prompt_BT
     after_BT = np.arange(prompt_BT.shape[1]) >= length[:, None]

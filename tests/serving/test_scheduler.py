@@ -20,9 +20,9 @@ from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import Request, batch
+from medusa_jax.serving.chunks import FEW_STEPS
 from medusa_jax.serving.job import make_job
 from medusa_jax.serving.request import Handle, TooLong
-from medusa_jax.serving.scheduler import FEW_STEPS
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -15,8 +15,7 @@ from served import NAME, QUEUE, alone, listening, port_of, raw, until
 from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
-from medusa_jax.constraints import Grammars, guide
-from medusa_jax.constraints.grammars import LIMITS
+from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
 from medusa_jax.constraints.guide import MatcherGuide
 from medusa_jax.serving import job
 from medusa_jax.serving.http.app import Limits
@@ -174,7 +173,9 @@ def test_limits_are_errors(port, http, monkeypatch, slow, stream):
         monkeypatch.setattr(guide, "SLOW_MASK", -1)
         monkeypatch.setattr(job, "SLOW_MASKS", 1e-9)
     else:
-        monkeypatch.setitem(LIMITS, "max_items_in_row", 30)
+        tried = grammars.try_to_compile(constraint_of({"grammar": FEW_ITEMS}))
+        monkeypatch.setattr(grammars, "try_to_compile", lambda constraint: tried)
+        monkeypatch.setitem(grammars.LIMITS, "max_items_in_row", 30)
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == (200 if stream else 400)
     assert answer.text.count('"code": "constraint_too_costly"' if stream else "costly") >= 1

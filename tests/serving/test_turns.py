@@ -10,7 +10,7 @@ import turns
 from turns import TREES, Client, Delayed, InPlace, alone, check, finish, run
 
 from medusa_jax import Options, Tree
-from medusa_jax.serving import Request, Stopped, batch, room, scheduler
+from medusa_jax.serving import Request, Stopped, batch, chunks, room
 from medusa_jax.serving.job import BASE, Group
 from medusa_jax.serving.programs import Programs
 
@@ -78,7 +78,7 @@ def test_whatever_comes_and_goes(model, make, pool, seed, monkeypatch):
             rng.choice(clients[-4:])[0].handle.cancel()
         taken.step()
         programs.a_turn_later()
-        answered = [row.job for row in taken._rows if row.job]
+        answered = [row.job for row in taken._jobs.rows if row.job]
         assert not any(job.handle.cancelled for job in answered)
     finish(taken, programs)
     for client, expected in clients:
@@ -108,7 +108,7 @@ def test_nobody_waits_for_another_ones_programs(model, make):
     for _ in range(150):
         taken.step()
     check(model, victims)
-    assert [client.ended for client in others] == [False] * 3 and taken._parked
+    assert [client.ended for client in others] == [False] * 3 and taken._jobs.parked
     programs.most_turns, programs.left = 2, dict.fromkeys(programs.left, 1)
     finish(taken, programs)
     check(model, others)
@@ -133,23 +133,25 @@ def test_a_request_without_programs_is_told(model, make):
 def test_pieces_come_at_a_steady_pace(model, make, step, monkeypatch):
     """Slow steps are shown one by one, fast ones together: no more often than a reader can see."""
     now, came, taken = [1.0], [], make()
-    taken._chunk_steps = 8
+    taken._chunks._most_steps = 8
     clock = SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(scheduler, "time", clock)
-    client, true_look = Client(taken, model, asked(3, 200)), taken._look
+    monkeypatch.setattr(chunks, "time", clock)
+    client = Client(taken, model, asked(3, 200))
+    deliver = taken._chunks.deliver_oldest
 
-    def look(pending):
+    def delayed():
+        pending = taken._chunks.pending[0]
         steps_B = pending.progress.steps_B
         now[0] += step * (int(steps_B[client.job.row]) - client.job.steps_seen)
-        true_look(pending)
+        deliver()
 
-    monkeypatch.setattr(taken, "_look", look)
+    monkeypatch.setattr(taken._chunks, "deliver_oldest", delayed)
     while not client.ended:
         taken.step()
         came += [now[0]] * (len(client.deltas) - len(came))
     gaps = [b - a for a, b in pairwise(came[2:-1])]
-    assert scheduler.PACE / 2 <= max(gaps) <= max(1.5 * scheduler.PACE, 2.01 * step)
-    assert min(gaps) >= min(scheduler.PACE / 2, step) - 1e-6
+    assert chunks.PACE / 2 <= max(gaps) <= max(1.5 * chunks.PACE, 2.01 * step)
+    assert min(gaps) >= min(chunks.PACE / 2, step) - 1e-6
 
 
 def test_as_many_rows_as_are_busy(model, make, monkeypatch):
@@ -239,7 +241,7 @@ def test_everybody_is_told_whatever_raised(model, make, call, number, monkeypatc
             for _ in range(200):
                 taken.step()
         if going_on:
-            lost = len(taken.on_device) + sum(client.stopped for client in clients)
+            lost = len(taken._jobs.on_device) + sum(client.stopped for client in clients)
             taken.restart(Stopped("a step failed"))
             finish(taken)
             assert 0 < sum(client.stopped for client in clients) == lost < len(clients)
@@ -259,5 +261,5 @@ def test_the_smallest_loss_of_text(model, make):
     texts = [[*c.request.prompt, *c.result.token_ids] for c in clients]
     run(taken, {0: [Request([*texts[1], 5], Options(3))]}, model)
     run(taken, {0: [Request([7] * 9, Options(3))]}, model)
-    begins = [row.cached[:1].tolist() for row in taken._rows]
+    begins = [row.cached[:1].tolist() for row in taken._jobs.rows]
     assert begins == [[7], [5], [5]]

@@ -13,6 +13,7 @@ from trees import TreeArrays
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.config import HeadsConfig, LlamaConfig
+from medusa_jax.decoding import constrained
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.sampling import Sampling, filtered, row_keys
 from medusa_jax.decoding.state import Engine, Progress, progress_of
@@ -113,6 +114,14 @@ def decode_traced(engine: Engine, variables, state, tree: TreeArrays) -> Progres
     return progress_of(jax.lax.while_loop(running, step, state))
 
 
+def decoded(engine, variables, request) -> Progress:
+    """The progress at the end of a request, with guides or without."""
+    if request.guides is None:
+        return loop.generate(engine, variables, request)
+    *_, progress = constrained.stream(engine, variables, request)
+    return progress
+
+
 def drafted(
     config, model, request, known, tree, seed, acceptance="greedy", example=None, **fields
 ) -> Progress:
@@ -128,7 +137,7 @@ def drafted(
     heads = planted_params(texts, config.vocab_size, seed)
     variables = {"backbone": backbone, "heads": heads}
     if example is None:
-        progress = loop.generate(engine, variables, request)
+        progress = decoded(engine, variables, request)
     else:
         state, ladder = loop.begin(engine, variables, request)
         if len(ladder) > 1:  # this loop does not grow the cache
@@ -154,7 +163,7 @@ def plain_texts(config, model, request, acceptance="greedy", **fields):
     """What the plain loop emits; `model` as in `drafted`."""
     _, llama, backbone = model
     plain = Engine(llama, planted(config), Tree.none(), acceptance, **fields)
-    return texts_of(loop.generate(plain, {"backbone": backbone, "heads": {}}, request))
+    return texts_of(decoded(plain, {"backbone": backbone, "heads": {}}, request))
 
 
 def texts_of(progress: Progress) -> list[list[int]]:

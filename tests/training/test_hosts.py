@@ -15,6 +15,7 @@ from jax.errors import JaxRuntimeError
 from training_setup import command, records, write_config
 
 from medusa_jax import hosts
+from medusa_jax.devices import launchers
 from medusa_jax.errors import UserError
 
 STEPS = 24
@@ -35,7 +36,7 @@ STEPS = 24
     ],
 )
 def test_launchers_that_start_several_processes_are_recognised(several, environment):
-    assert hosts.launched(environment) == several
+    assert launchers.launched(environment) == several
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_machine_with_tpus_may_be_alone(monkeypatch, left, capsys):
     monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
     hosts.join({})
     assert not asked  # no launcher, no TPU
-    monkeypatch.setattr(hosts, "accelerator", lambda: "tpu")
+    monkeypatch.setattr(launchers, "accelerator", lambda: "tpu")
     for answer in (ValueError("no pod"), ConnectionError("no metadata")):  # noqa: B007
         hosts.join({})
     assert asked == [((None, None, None), {})] * 2
@@ -95,8 +96,9 @@ def test_a_machine_with_tpus_may_be_alone(monkeypatch, left, capsys):
     assert asked[-1] == (("a:1", 2, 1), {})
     monkeypatch.setenv("TPU_PROCESS_ADDRESSES", "local")  # a notebook's: nobody is asked
     hosts.join({})
-    monkeypatch.setattr(hosts, "accelerator", lambda: "")
-    monkeypatch.setattr(hosts, "launched", lambda environment: True)
+    monkeypatch.setattr(launchers, "accelerator", lambda: "")
+    for module in (launchers, hosts):
+        monkeypatch.setattr(module, "launched", lambda environment: True)
     with pytest.raises(UserError, match="no address"):  # one that was launched is not alone
         hosts.join({})
 

@@ -9,7 +9,8 @@ from contextlib import suppress
 
 import filelock
 
-from medusa_jax.console import announced, cache_directory
+from medusa_jax.cache_directories import cache_directory
+from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.architecture import hf_config, hf_tensors
 from medusa_jax.files.gguf.reader import GGUFFile, read_gguf, split_files

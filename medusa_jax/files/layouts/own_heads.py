@@ -22,7 +22,6 @@ from medusa_jax.files.tensor import whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import drafter_class
-from medusa_jax.hosts import on_host
 from medusa_jax.sharding import Params
 from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
@@ -103,6 +102,8 @@ def save_heads(
     Raises:
       UserError: the directory cannot be written.
     """
+    from medusa_jax.hosts import on_host  # here: readers need no hosts
+
     flat = flatten({k: v for k, v in params.items() if k != vocabulary.GROUP})
     arrays = {name: on_host(leaf) for name, leaf in flat.items()}
     if np.dtype(dtype or "float32") == np.int8:

@@ -21,13 +21,13 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medusa_jax.console import log
 from medusa_jax.errors import UserError
 from medusa_jax.serving.http.answering import Answering, Events, Gone, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import ERRORS, Refused, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
-from medusa_jax.serving.log import log
 from medusa_jax.serving.request import Busy, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.text.chat import PLAIN

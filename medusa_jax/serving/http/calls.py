@@ -11,7 +11,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
-from medusa_jax.serving.http.fields import NEUTRAL, Fields, Refused, Values
+from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, Refused, Values
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
@@ -85,7 +85,7 @@ def completion_call(
     Raises:
       Refused: a field that is not understood.
     """
-    fields = Fields(body, {**NEUTRAL, "add_special_tokens": (True,)})
+    fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
     most = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
     options = _options(fields, name, most)
@@ -133,7 +133,7 @@ def chat_call(
     Raises:
       Refused: a field that is not understood, or a conversation that the template refuses.
     """
-    fields = Fields(body, {**NEUTRAL, "add_special_tokens": (False,)})
+    fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     names = ("max_completion_tokens", "max_tokens")
     limits = [fields.whole(name, None, 1, 2**31 - 1) for name in names]
     most = next((n for n in limits if n is not None), most_new)
@@ -161,7 +161,7 @@ def chat_call(
 
 
 def _options(
-    fields: Fields, name: str, most: int, constraint: tuple[str, Json] | None = None
+    fields: BodyFields, name: str, most: int, constraint: tuple[str, Json] | None = None
 ) -> Options:
     """Read the options of both endpoints.
 
@@ -191,7 +191,7 @@ def _options(
 
 
 def _call(
-    fields: Fields, model: Model, prompts: list[Any], options: Options, **more: Any
+    fields: BodyFields, model: Model, prompts: list[Any], options: Options, **more: Any
 ) -> Call:
     """Read the remaining fields; every prompt gets `n` choices."""
     n = fields.whole("n", 1, 1, MOST_CHOICES)
@@ -220,7 +220,7 @@ def _call(
     return Call(requests, stream, usage, options.seed, **more)
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def _stops(fields: BodyFields) -> tuple[str, ...]:
     stop = fields.take("stop", (str, list), "a string or a list of strings", [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MOST_STOPS or any(not isinstance(s, str) or not s for s in stop):
@@ -228,7 +228,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
+def _biases(fields: BodyFields) -> tuple[tuple[int, float], ...]:
     with fields.blamed("logit_bias"):
         given = fields.take("logit_bias", (dict,), "numbers by token id", {})
         biases = Options(logit_bias=given).penalties.bias
@@ -237,7 +237,7 @@ def _biases(fields: Fields) -> tuple[tuple[int, float], ...]:
     return biases
 
 
-def _constraint(fields: Fields, asked: tuple[str, Json] | None) -> Constraint | None:
+def _constraint(fields: BodyFields, asked: tuple[str, Json] | None) -> Constraint | None:
     """Read vLLM's constraints.
 
     Args:
@@ -265,7 +265,7 @@ def _constraint(fields: Fields, asked: tuple[str, Json] | None) -> Constraint | 
     return None
 
 
-def _response_format(fields: Fields) -> tuple[str, Json] | None:
+def _response_format(fields: BodyFields) -> tuple[str, Json] | None:
     """Read OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
     name = "response_format"
     given = fields.inside(name)
@@ -287,7 +287,7 @@ def _response_format(fields: Fields) -> tuple[str, Json] | None:
     return name, {"json_schema": schema}
 
 
-def _variables(fields: Fields, model: Model, template: str, tools: bool) -> Json:
+def _variables(fields: BodyFields, model: Model, template: str, tools: bool) -> Json:
     """Read the variables of the chat template, such as Qwen's `enable_thinking`."""
     name = "chat_template_kwargs"
     given = fields.take(name, (dict,), "an object", {})
@@ -301,7 +301,7 @@ def _variables(fields: Fields, model: Model, template: str, tools: bool) -> Json
 
 
 def _with_tools(
-    fields: Fields, options: Options, tools: Tools | None, model: Model, template: str
+    fields: BodyFields, options: Options, tools: Tools | None, model: Model, template: str
 ) -> tuple[Options, CallForm | None]:
     """Return options whose text may call these tools, and the form of the calls.
 

@@ -90,7 +90,7 @@ def refusal(error: Exception) -> Refused:
     return Refused(status, str(error), code=code, retry_after=wait)
 
 
-class Fields:
+class BodyFields:
     """The fields of an object. `finish` refuses those that were not read, in inner objects too.
 
     Args:
@@ -107,7 +107,7 @@ class Fields:
             raise Refused(400, f"{what} should be a JSON object", where or None)
         self.body, self._where, self._neutral = body, where, neutral
         self._place = f" in {where!r}" if where else ""
-        self._read, self._inside = set() if where else {*IGNORED}, list[Fields]()
+        self._read, self._inside = set() if where else {*IGNORED}, list[BodyFields]()
 
     def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
         """Return a field's value; the default if it is null or absent."""
@@ -141,18 +141,18 @@ class Fields:
         self.take(name, (int,), "a whole number", default)
         return self.number(name, default, low, high)
 
-    def inside(self, name: str, neutral: Values = NOTHING) -> "Fields":
+    def inside(self, name: str, neutral: Values = NOTHING) -> "BodyFields":
         """Return the fields of an inner object; none if it is absent."""
         return self._inner(self.take(name, (dict,), "an object", {}), name, neutral)
 
-    def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["Fields"]:
+    def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["BodyFields"]:
         """Return the fields of each object of a list; [] if it is absent."""
         found = enumerate(self.take(name, (list,), what, []))
         return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
 
-    def _inner(self, value: Any, name: str, neutral: Values) -> "Fields":
+    def _inner(self, value: Any, name: str, neutral: Values) -> "BodyFields":
         where = f"{self._where}.{name}".lstrip(".")
-        self._inside.append(Fields(value, neutral, where))
+        self._inside.append(BodyFields(value, neutral, where))
         return self._inside[-1]
 
     def refused(self, name: str, problem: str) -> Refused:

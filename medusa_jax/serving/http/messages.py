@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from medusa_jax.serving.http.fields import Fields
+from medusa_jax.serving.http.fields import BodyFields
 from medusa_jax.text.chat import MESSAGE_ROLES
 from medusa_jax.whole_files import Json
 
@@ -13,7 +13,7 @@ ROLES = {**MESSAGE_ROLES, "tool": "tool"}
 NEUTRAL: Json = {"annotations": [[]], "audio": [], "function_call": [], "refusal": []}
 
 
-def read_messages(fields: Fields) -> list[Json]:
+def read_messages(fields: BodyFields) -> list[Json]:
     """Return the turns of a body; content is text, and arguments of tool calls are objects.
 
     Raises:
@@ -26,7 +26,7 @@ def read_messages(fields: Fields) -> list[Json]:
     return turns
 
 
-def _turn(fields: Fields) -> Json:
+def _turn(fields: BodyFields) -> Json:
     role = fields.text("role")
     if role not in ROLES:
         raise fields.refused("role", f"is unknown: {role!r}")
@@ -46,7 +46,7 @@ def _turn(fields: Fields) -> Json:
     return turn | ({"tool_calls": calls} if calls else {})
 
 
-def _part(fields: Fields) -> str:
+def _part(fields: BodyFields) -> str:
     kind, text = fields.text("type", "text"), fields.text("text", None)
     if kind != "text":
         raise fields.refused("type", f"is {kind!r}: the model reads text alone")
@@ -55,7 +55,7 @@ def _part(fields: Fields) -> str:
     return str(text)
 
 
-def _call(fields: Fields) -> Json:
+def _call(fields: BodyFields) -> Json:
     """Return a tool call. Missing or blank arguments become {}, since templates print an object."""
     function = fields.inside("function")
     name = function.text("name")

@@ -12,7 +12,7 @@ from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.fields import Fields, Refused
+from medusa_jax.serving.http.fields import BodyFields, Refused
 from medusa_jax.text.tool_chat import CallForm
 from medusa_jax.whole_files import Json
 
@@ -79,7 +79,7 @@ class Tools:
         return Constraint("tools", "\n".join([start, *rules, ""]))
 
 
-def asked_tools(fields: Fields) -> Tools | None:
+def asked_tools(fields: BodyFields) -> Tools | None:
     """Read the tools of a body; None if none may be called.
 
     Raises:
@@ -107,7 +107,7 @@ def asked_tools(fields: Fields) -> Tools | None:
     return Tools(given, callable_, choice != "auto", many and choice != "function")
 
 
-def _name(tool: Fields) -> tuple[Fields, str]:
+def _name(tool: BodyFields) -> tuple[BodyFields, str]:
     """Return the function of a tool, and its name.
 
     Raises:
@@ -121,7 +121,7 @@ def _name(tool: Fields) -> tuple[Fields, str]:
     return function, name
 
 
-def _tool(tool: Fields) -> tuple[str, Any]:
+def _tool(tool: BodyFields) -> tuple[str, Any]:
     """Return the name of a tool and the schema of its arguments."""
     function, name = _name(tool)
     what = f"a JSON schema (the 'parameters' of {name!r})"
@@ -135,7 +135,7 @@ def _tool(tool: Fields) -> tuple[str, Any]:
     return name, schema
 
 
-def _chosen(choice: Fields) -> tuple[str, list[str]]:
+def _chosen(choice: BodyFields) -> tuple[str, list[str]]:
     """Return the mode of a `tool_choice` that names tools ("function": this one), and their names."""
     if choice.body.get("type") != "allowed_tools":
         return "function", [_name(choice)[1]]

@@ -32,9 +32,10 @@ from jax.sharding import Mesh
 
 from medusa_jax import hosts
 from medusa_jax.config import DataConfig
-from medusa_jax.console import byte_size, inform
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.progress import Progress
+from medusa_jax.notation import byte_size
+from medusa_jax.progress import ProgressBar
 from medusa_jax.sharding import PyTree, local_rows
 from medusa_jax.training.data.hidden_store import STORED, encode, stored_width
 from medusa_jax.training.data.rows import Rows, TokenRows
@@ -185,7 +186,7 @@ class Cache:
         assert hidden is not None
         encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
         done = (len(found.shards) - len(missing)) * found.shard_rows
-        with Progress("hidden states", found.rows, "row", done, hosts.first()) as bar:
+        with ProgressBar("hidden states", found.rows, "row", done, hosts.first()) as bar:
 
             def passes(shard: int) -> Iterator[tuple[jax.Array, int]]:
                 first = shard * found.shard_rows

@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 
 from medusa_jax import hosts
 from medusa_jax.config import DataConfig, ModelConfig
-from medusa_jax.console import entries
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.files.hub import TOKENIZER_FILES
+from medusa_jax.notation import entries
 from medusa_jax.training.data.rows import TokenRows, write_tokens
 from medusa_jax.whole_files import decode_text, read_text, replacing, write_json
 

@@ -10,8 +10,8 @@ import numpy as np
 from medusa_jax.config import DataConfig
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
-from medusa_jax.repetition import repeated_ngram_share
 from medusa_jax.text import answers, chat
+from medusa_jax.text.repetition import repeated_ngram_share
 from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.whole_files import Json

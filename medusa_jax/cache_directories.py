@@ -1,0 +1,53 @@
+"""Directories for what later processes reuse: kernels, compiled programs, measurements."""
+
+import atexit
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from functools import cache
+
+
+def cache_directory(name: str) -> str:
+    """The user's cache directory for one kind of files of this project; made, and closed to other users.
+
+    Kernels and programs in it are run. Where the home directory has no place for it, it is under the directory
+    of temporary files; where that is another user's, a new one of this process.
+    """
+    given, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    with suppress(OSError):
+        root = os.path.join(given if os.path.isabs(given) else home, "medusa_jax")
+        if os.path.isabs(root) and (path := _private(root, name)):
+            return path
+        shared = os.path.join(tempfile.gettempdir(), f"medusa_jax-{os.geteuid()}")
+        return _private(shared, name) or _private(_scratch(), name)
+    return os.path.join(os.devnull, name)  # no place: nothing is found or written
+
+
+def _private(root: str, name: str) -> str:
+    """A directory in `root`, made if it is missing and closed to others; "" if it cannot be this user's."""
+    path = os.path.join(root, name)
+    with suppress(OSError):
+        for folder in (root, path):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            if os.stat(folder).st_uid != os.geteuid():
+                return ""
+            os.chmod(folder, 0o700)
+        return path
+    return ""
+
+
+@cache
+def _scratch() -> str:
+    path = tempfile.mkdtemp(prefix="medusa_jax-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def use_compilation_cache() -> None:
+    """Cache compiled programs on disk, unless the user has configured a directory."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)

@@ -1,0 +1,164 @@
+"""Chunks of steps: which group of rows steps next, for how long, and what its results are."""
+
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from medusa_jax.decoding.state import Progress
+from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
+from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.guide_threads import GuideThreads
+from medusa_jax.serving.job import Group, Job
+from medusa_jax.serving.jobs import Jobs, tell
+from medusa_jax.serving.programs import NotCompiled, Programs
+from medusa_jax.serving.request import TooCostly
+from medusa_jax.serving.room import Room
+
+# Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
+PACE = 0.04
+# Steps of a chunk before the time of a step is known, and most steps if one of its rows had already ended.
+FEW_STEPS = 2
+
+
+@dataclass
+class Pending:
+    """The pending result of a dispatched program.
+
+    Attributes:
+      jobs: the requests that took part, by row of `progress`.
+      slots: the cache's slots at that time.
+      tree_nodes: nodes of its steps' tree; 0 if it took no steps.
+      group, rows: its steps' group, and rows of the batch.
+      dispatched: when it was.
+    """
+
+    progress: Progress
+    jobs: dict[int, Job]
+    slots: int
+    tree_nodes: int
+    group: Group | None = None
+    rows: int = 0
+    dispatched: float = 0.0
+
+
+class Chunks:
+    """Dispatches chunks of steps, and delivers their results.
+
+    Args:
+      most_steps: of a chunk.
+      threads: run the host's work on constraints; by default the caller's thread does.
+
+    Attributes:
+      pending: results of dispatched programs, the oldest first.
+      finished: number of finished chunks.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        jobs: Jobs,
+        room: Room,
+        most_steps: int,
+        threads: GuideThreads | None,
+    ) -> None:
+        self._batch, self._jobs, self._room = batch, jobs, room
+        self._most_steps, self._threads = most_steps, threads
+        self.pending: deque[Pending] = deque()
+        self.finished = 0
+        self._group = Group(False, "")
+        self._seconds: dict[tuple[Group, int], float] = {}  # of a step, by group and rows
+        self._ended_at = 0.0  # when the last chunk was seen to end
+
+    @property
+    def unseen_tokens(self) -> int:
+        """Most tokens by which a text has grown since the last result, on the device."""
+        chunks = sum(pending.tree_nodes > 0 for pending in self.pending)
+        return chunks * self._most_steps * self._batch.longest
+
+    def insert(self, job: Job, reading: Reading, at: int) -> None:
+        """Put a row that was read or parked into the batch."""
+        progress = self._batch.insert(reading, at)
+        self._jobs.rows[at].job, job.row = job, at
+        job.length = max(job.length, len(job.prompt))
+        self.pending.append(Pending(progress, {0: job}, self._batch.slots, 0))
+
+    def run(self) -> bool:
+        """Dispatch a chunk for the next group of rows; returns whether one can step."""
+        running = self._jobs.running
+        # A row whose masks are late skips the chunk.
+        ready = {i: job for i, job in running.items() if not self._is_late(job)}
+        groups = sorted({job.group for job in ready.values()})
+        groups = [group for group in groups if self._can_step(group)]
+        if not groups:
+            return False
+        self._group = next((g for g in groups if g > self._group), groups[0])
+        chosen = {i: job for i, job in ready.items() if job.group == self._group}
+        wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
+        wanted_B[list(self._jobs.running)] = PAUSED
+        wanted_B[list(chosen)] = RUNNING
+        kind = self._group, self._batch.rows
+        seconds, start = self._seconds.get(kind, PACE / FEW_STEPS), time.perf_counter()
+        steps = max(1, min(self._most_steps, int(PACE / seconds)))
+        guides = {row: job.guide for row, job in chosen.items() if job.guide}
+        few = min(FEW_STEPS, steps)
+        progress, nodes = self._batch.run(wanted_B, self._group, steps, few, guides)
+        self.pending.append(
+            Pending(progress, chosen, self._batch.slots, nodes, *kind, start)
+        )
+        return True
+
+    def _is_late(self, job: Job) -> bool:
+        return bool(job.guide and self._threads and self._threads.late(job.guide))
+
+    def _can_step(self, group: Group) -> bool:
+        """Return whether a group's programs are ready; fail its requests if they cannot be compiled."""
+        batch = self._batch
+        try:
+            return self._room.programs.ready(Programs(group, batch.rows, batch.slots))
+        except NotCompiled as error:
+            jobs = self._jobs.running.values()
+            self._jobs.refuse([job for job in jobs if job.group == group], error)
+            return False
+
+    def deliver_oldest(self) -> None:
+        """Wait for a program; deliver finished answers and first tokens at once, other parts at `PACE`."""
+        pending = self.pending.popleft()
+        pending.progress = jax.tree.map(np.asarray, pending.progress)
+        self._note_time(pending)
+        self.finished += pending.tree_nodes > 0
+        for at, job in pending.jobs.items():
+            if job.row is None:
+                continue  # it ended before
+            job.tree_nodes = pending.tree_nodes or job.tree_nodes
+            job.length = int(pending.progress.length_B[at])
+            job.steps_seen = int(pending.progress.steps_B[at])
+            ended = pending.progress.status_B[at] not in (RUNNING, PAUSED)
+            if ended or time.perf_counter() - job.delivered_at > PACE / 2:
+                self._deliver(job, pending, at)
+
+    def _note_time(self, pending: Pending) -> None:
+        """Note how long its steps took: since the chunk before it ended, or since it was dispatched."""
+        now = time.perf_counter()
+        steps_B, running = pending.progress.steps_B, pending.jobs.items()
+        steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
+        if pending.group and steps > 0:
+            kind = pending.group, pending.rows
+            seconds = max(1e-6, now - max(pending.dispatched, self._ended_at)) / steps
+            self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
+        self._ended_at = now
+
+    def _deliver(self, job: Job, pending: Pending, at: int) -> None:
+        """Deliver the new part of a request's answer, and free its row at the end."""
+        delta = job.take(pending.progress, at)
+        if delta.ending:
+            self._jobs.free(job, pending.slots)
+            if job.guide and job.guide.error:
+                job.deliver(replace(delta, ending=None))
+                tell([job], TooCostly(job.guide.error))
+                return
+        if delta.token_ids or delta.parts or delta.ending:
+            job.delivered_at = time.perf_counter()
+            job.deliver(delta)

@@ -1,0 +1,71 @@
+"""Texts that outgrow the slots: the batch grows, or their rows wait outside it."""
+
+from collections.abc import Mapping
+
+from medusa_jax.serving.batch import Batch
+from medusa_jax.serving.chunks import Chunks
+from medusa_jax.serving.job import Job
+from medusa_jax.serving.jobs import Jobs
+from medusa_jax.serving.programs import NotCompiled
+from medusa_jax.serving.prompts import Begun
+from medusa_jax.serving.room import Room
+
+
+class Parking:
+    """Grows the batch for long texts, or takes their rows out until larger programs exist."""
+
+    def __init__(self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks) -> None:
+        self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
+
+    def make_room(self, begun: Begun | None) -> None:
+        """Grow to the slots that the longest text needs; shrink after a while.
+
+        Args:
+          begun: the request whose prompt is being read.
+        """
+        batch, jobs = self._batch, self._jobs
+        full = {
+            at: job
+            for at, job in jobs.running.items()
+            if batch.slots_for(job.length) > batch.slots
+        }
+        if full:
+            self._grow(full)
+        lengths = {at: job.length for at, job in jobs.running.items()}
+        if begun:
+            lengths[begun.at] = len(begun.job.prompt)
+        if lengths:
+            self._room.shrink(lengths, self._chunks.unseen_tokens)
+
+    def _grow(self, full: Mapping[int, Job]) -> None:
+        """Grow the batch for these rows, or park them until it can."""
+        batch = self._batch
+        slots = max(batch.slots_for(job.length) for job in full.values())
+        groups = {job.group for job in full.values()}
+        try:
+            ready = [self._room.ready(group, batch.rows, slots) for group in groups]
+        except NotCompiled as error:
+            self._jobs.refuse(full.values(), error)
+            return
+        if all(ready):
+            self._room.fit(batch.rows, slots)
+        else:
+            self._park(full)
+
+    def _park(self, full: Mapping[int, Job]) -> None:
+        """Take these rows out of the batch, so that others can step."""
+        for at, job in full.items():
+            self._jobs.parked.append((job, self._batch.take(at, job.group)))
+            self._jobs.free(job, self._batch.slots)
+
+    def return_rows(self) -> bool:
+        """Put parked rows back that fit now; returns whether any did."""
+        jobs, n_parked = self._jobs, len(self._jobs.parked)
+        for job, reading in list(jobs.parked):
+            if self._room.fits(job, job.length):
+                self._room.fit(*self._room.size_with(job.length))
+                at = jobs.free_row([0] * self._batch.rows)
+                self._chunks.insert(job, reading, at)
+                jobs.rows[at].keep(*job.cached(self._batch.slots))
+                jobs.unpark(job)
+        return len(jobs.parked) < n_parked

@@ -1,0 +1,99 @@
+"""Reading prompts: a row for the next request, and its prompt piece by piece."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from medusa_jax.api.dialogue import shared_start
+from medusa_jax.errors import first_line
+from medusa_jax.serving.batch import Batch, Reading
+from medusa_jax.serving.chunks import Chunks
+from medusa_jax.serving.job import Job
+from medusa_jax.serving.jobs import Jobs, tell
+from medusa_jax.serving.request import Stopped
+from medusa_jax.serving.room import Room
+
+
+class Begun(NamedTuple):
+    """A request whose prompt is being read, and its row `at`."""
+
+    job: Job
+    reading: Reading
+    at: int
+
+
+class PromptReader:
+    """Reads prompts into rows, one request after the other.
+
+    Args:
+      piece: most tokens of a turn.
+
+    Attributes:
+      begun: the request whose prompt is being read.
+    """
+
+    def __init__(
+        self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks, piece: int
+    ) -> None:
+        self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
+        self._piece = piece
+        self.begun: Begun | None = None
+
+    def read(self) -> bool:
+        """Read the next piece of a prompt, or as many short prompts; returns whether any was read."""
+        tokens_left, any_read = self._piece, False
+        while True:
+            self.begun = self.begun or self._begin()
+            if self.begun is None:
+                return any_read
+            job, reading, at = self.begun
+            if not self._room.known(job.group, self._batch.rows, self._batch.slots):
+                # The batch has grown for others meanwhile: read the prompt again later.
+                self._jobs.waiting.appendleft(job)
+                self._jobs.rows[at].job = self.begun = None
+                return any_read
+            tokens_left -= self._batch.next_tokens(reading)
+            if tokens_left < 0:
+                return True
+            self._batch.read(reading)
+            any_read = True
+            if reading.done:
+                self._chunks.insert(job, reading, at)
+                self._jobs.rows[at].keep(reading.prompt, job.drafted)
+                self.begun = None
+
+    def drop_cancelled(self) -> None:
+        """Stop reading a prompt whose client has cancelled."""
+        if self.begun and self.begun.job.handle.cancelled:
+            self._jobs.rows[self.begun.at].job = None
+            self.begun = None
+
+    def _begin(self) -> Begun | None:
+        """Give a row to the first request of the queue that can have one."""
+        if not self._room.size_with(0)[0]:
+            return None
+        waiting = list(self._jobs.waiting)  # `fits` may refuse some
+        fitting = (job for job in waiting if self._room.fits(job, len(job.prompt)))
+        job = next(fitting, None)
+        if job is None:
+            return None
+        self._jobs.waiting.remove(job)
+        try:
+            return self._begin_in_row(job)
+        except Exception as error:  # the job is in no queue, so report the error here
+            tell([job], Stopped(f"a step failed: {first_line(error)}"))
+            raise
+
+    def _begin_in_row(self, job: Job) -> Begun:
+        """Give a request the row that loses least, and the start that its prompt shares with any row."""
+        batch, prompt = self._batch, np.array(job.prompt, np.int32)
+        self._room.fit(*self._room.size_with(len(prompt)))
+        rows = self._jobs.rows[: batch.rows]
+        # With drafts, the drafter must have read the shared start too.
+        known = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
+        shared = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, known)]
+        at, source = self._jobs.free_row(shared), int(np.argmax(shared))
+        reading = batch.begin(job.decode, source, shared[source], job.group)
+        job.begin(reading.position, rows[source].drafted)
+        rows[at].job = job
+        return Begun(job, reading, at)
