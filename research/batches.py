@@ -7,14 +7,8 @@ from functools import partial
 from medusa_jax.api import Model, Options
 from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.commands.bench import RaceFlags, names_of, out_directory
-from medusa_jax.commands.flags import (
-    Program,
-    at_least,
-    flag,
-    generation_options,
-    load_model,
-    numbers,
-)
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import generation_options, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.fitting import figures_of, rung_of, time_sizes
 from medusa_jax.evaluate.race import Contender, Run, race

@@ -17,15 +17,12 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.asking import equal_batches
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import (
     GenerationFlags,
     ModelFlags,
-    Program,
-    at_least,
-    flag,
     generation_options,
     load_model,
-    numbers,
 )
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.decoding.generate import power_of_two

@@ -22,7 +22,8 @@ from medusa_jax.commands.bench import (
     names_of,
     out_directory,
 )
-from medusa_jax.commands.flags import Program, generation_options
+from medusa_jax.commands.flags import Program
+from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.evaluate.race import Run
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.whole_files import Json, write_text

@@ -11,15 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import (
     BaseFlags,
     GenerationFlags,
-    Program,
-    at_least,
-    flag,
     generation_options,
     load_model,
-    numbers,
 )
 from medusa_jax.console import entries, inform
 from medusa_jax.errors import UserError

@@ -22,7 +22,8 @@ import numpy as np
 from jax import lax
 from tqdm import tqdm
 
-from medusa_jax.commands.flags import DTYPES, Program, at_least, flag, numbers
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import DTYPES
 from medusa_jax.config import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.devices.platforms import platform

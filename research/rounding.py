@@ -12,10 +12,10 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.arch import ACTIVATIONS
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program
+from medusa_jax.commands.model_flags import (
     BaseFlags,
     GenerationFlags,
-    Program,
     generation_options,
     load_model,
 )

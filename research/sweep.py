@@ -13,15 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import (
-    GenerationFlags,
-    ModelFlags,
-    Program,
-    at_least,
-    flag,
-    load_model,
-    numbers,
-)
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import GenerationFlags, ModelFlags, load_model
 from medusa_jax.console import announced, entries, inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of

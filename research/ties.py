@@ -8,13 +8,10 @@ rounding does not explain would be a defect; the exit status is then 1.
 
 import dataclasses
 
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, file_to_write, flag
+from medusa_jax.commands.model_flags import (
     GenerationFlags,
     ModelFlags,
-    Program,
-    at_least,
-    file_to_write,
-    flag,
     generation_options,
     load_model,
 )

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps, token_labels
-from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
+from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.plots import draw_mask, draw_step, draw_tree

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.model_flags import (
     BaseFlags,
     GenerationFlags,
-    Program,
-    at_least,
-    flag,
     generation_options,
     load_model,
 )

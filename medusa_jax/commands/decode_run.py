@@ -13,8 +13,8 @@ from medusa_jax.api import Model, Options, Result, find_model
 from medusa_jax.api.asking import Prompt, ending_turns
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_report import LEGEND, coloured, describe, summary
-from medusa_jax.commands.flags import load_model
 from medusa_jax.commands.following import following
+from medusa_jax.commands.model_flags import load_model
 from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
 from medusa_jax.console import (
     announced,

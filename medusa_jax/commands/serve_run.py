@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from medusa_jax.api import Model
-from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.model_flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import (
     give_memory_back,
