@@ -60,7 +60,7 @@ def training_bytes(cfg: Config, shapes: Shapes) -> dict[str, int]:
 
 def has_temporaries(cfg: Config) -> bool:
     """Whether `training_bytes` counts the temporaries of a step."""
-    trained = trained_groups(cfg.train, cfg.lora)
+    trained = trained_groups(cfg.train.stage, cfg.lora.rank)
     return "heads" in trained and (trained.keys() == {"heads"} or cfg.train.remat)
 
 
@@ -68,7 +68,7 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     mesh, arch, t = shapes.mesh, cfg.model.arch, cfg.train
     A, B, T = shapes.batch["tokens"].shape
     rows, tensor, fsdp = B // row_shards(mesh), mesh.shape["tensor"], mesh.shape["fsdp"]
-    joint = not trained_groups(t, cfg.lora).keys() <= {"heads"}
+    joint = not trained_groups(t.stage, cfg.lora.rank).keys() <= {"heads"}
     wide = jnp.dtype(t.dtype).itemsize
     drafter = make_drafter(cfg.heads, arch).loss_view(t.levels)
     K, shared = drafter.n_heads, cfg.heads.lm_head == "shared"

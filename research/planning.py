@@ -31,7 +31,11 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
     Args:
       params: the trained groups, or their shapes.
     """
-    arch, t, groups = cfg.model.arch, cfg.train, trained_groups(cfg.train, cfg.lora)
+    arch, t, groups = (
+        cfg.model.arch,
+        cfg.train,
+        trained_groups(cfg.train.stage, cfg.lora.rank),
+    )
     # Scores and weighted values, 2 FLOPs each; a position sees half of the row on average.
     attention = 2 * arch.n_layers * arch.n_heads * arch.head_dim * cfg.data.seq_len
     forward = 2.0 * layer_weights(arch) + attention

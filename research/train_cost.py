@@ -32,14 +32,15 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
-from medusa_jax.training import checks, dry, losses
+from medusa_jax.training import dry, losses
 from medusa_jax.training.data.hidden_store import encode
+from medusa_jax.training.draft_tokens import with_draft_vocab
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
-from medusa_jax.training.setup import load_setup, with_draft_vocab
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.setup import load_setup
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.trainer import TrainState, init_state, make_step
+from medusa_jax.training.step import TrainState, init_state, make_step
 from research.equation_1 import equation_1
 
 MEMORY = ("temporary_bytes", "argument_bytes", "peak_bytes")
@@ -62,7 +63,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
         backbone = Backbone(llama, frozen["backbone"])
         return equation_1(params["heads"], backbone, view, cfg.train, inputs.batch), empty
 
-    return dataclasses.replace(stage, loss=loss, ranks=None)
+    return dataclasses.replace(stage, loss=loss)
 
 
 class Ready(NamedTuple):
@@ -85,24 +86,23 @@ def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
     if is_here(cfg.model.path):
         arch = read_config(resolve(cfg.model.path, ["config.json"]))
     cfg.model.path = ""  # shapes and random weights
-    cfg = checks.settle(cfg, arch, mesh)
-    groups = trained_groups(cfg.train, cfg.lora)
-    setup = load_setup(cfg.model, cfg.heads, cfg.train, groups, mesh)
+    plan = RunPlan.of(cfg, arch, mesh)
+    train = plan.train
+    setup = load_setup(plan)
     if n := cfg.heads.draft_vocab:
         if naive:
             raise UserError("the naive loss scores all tokens: set heads.draft_vocab to 0")
         setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
-    stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
+    stage = make_stage(train, arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
     if naive:
         stage = naive_stage(stage, cfg)
-    optimizer = make_optimizer(cfg.optim, groups, steps)
+    optimizer = make_optimizer(cfg.optim, plan.groups, steps)
     state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
     schedule = make_schedule(cfg.optim, steps)
     step_fn = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
     rows = random_rows(cfg, stage.width)
-    accumulation = cfg.train.accumulation
-    micro, row = cfg.train.batch_size // accumulation, {k: x[0] for k, x in rows.items()}
-    shapes = batch_shapes(mesh, row, micro, accumulation)
+    accumulation, row = train.accumulation, {k: x[0] for k, x in rows.items()}
+    shapes = batch_shapes(mesh, row, plan.microbatch, accumulation)
     compiled = compile_step(step_fn, state, setup.frozen, shapes, mesh)
     batch = microbatches(mesh, rows, accumulation)
     return Ready(compiled, state, setup.frozen, jax.block_until_ready(batch))

@@ -14,6 +14,7 @@ import medusa_jax
 PACKAGE = Path(medusa_jax.__file__).parent
 # A room may import the rooms before it; rooms of one line do not import each other.
 FLOORS = [
+    {"bounds"},
     {"arch", "errors"},
     {"config", "typed"},
     {"console", "devices", "hlo", "repetition", "sharding", "whole_files"},

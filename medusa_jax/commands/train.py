@@ -14,7 +14,7 @@ from typing import Any
 
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.commands.following import following
-from medusa_jax.config import Config, DataConfig, HeadsConfig, fields_of
+from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
 from medusa_jax.console import (
     entries,
     inform,
@@ -23,6 +23,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError, did_you_mean, nearest
+from medusa_jax.typed import field_value
 
 EXAMPLES = """\
 examples:
@@ -91,45 +92,54 @@ def run(cfg: Config) -> int:
 
     Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
     """
-    from medusa_jax.training import checks, dry
-    from medusa_jax.training.trainer import train
+    from medusa_jax.training.plan import plan_run
 
-    checks.check(cfg)
+    plan = plan_run(cfg, dry=cfg.dry_run)
     warn_if_accelerator_unused()
-    tell_engines(cfg)
+    if plan.drafter:
+        tell_engines(plan.heads, plan.model.path, plan.arch)
     if cfg.dry_run:
-        dry.dry_run(cfg)
+        from medusa_jax.training.dry import dry_run
+
+        dry_run(plan)
         return 0
+    from medusa_jax.training.trainer import train_plan
+
     use_compilation_cache()  # a resumed run starts at once
-    if stopped := train(cfg).get("stopped"):
+    if stopped := train_plan(plan).get("stopped"):
         return int(128 + stopped)
-    model, heads = cfg.model.path or None, os.path.join(cfg.workdir, "export")
-    if os.path.isdir(inside := os.path.join(heads, "heads")):
-        model, heads = heads, inside  # a trained backbone
-    if os.path.isfile(os.path.join(heads, "heads.json")):
-        tree = os.path.join(heads, "tree.json")
-        prompts = prompts_in(cfg.data)
-        following("calibrate", model=model, drafter=heads, prompts=prompts, out=tree)
+    tell_calibration(plan.workdir, plan.model.path, plan.data)
     return 0
 
 
-def tell_engines(cfg: Config) -> None:
-    """Say which engines can run the heads of this run, and why some run only others of the family."""
+def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
+    """Say which engines can run these heads, and why some run only others of the family."""
     from medusa_jax import hosts
-    from medusa_jax.files.hf import model_shape
-    from medusa_jax.files.hub import is_here, resolve
+    from medusa_jax.files.hub import is_here
     from medusa_jax.files.layouts.engines import engines_for
-    from medusa_jax.training.partition import trained_groups
 
-    if "heads" not in trained_groups(cfg.train, cfg.lora) or not hosts.first():
+    if not hosts.first():
         return
-    here = is_here(cfg.model.path)
-    arch = model_shape(resolve(cfg.model.path, ["config.json"])) if here else None
-    able, unable = engines_for(cfg.heads, arch)
+    able, unable = engines_for(heads, arch if is_here(model) else None)
     targets = [f"{engine} ({target})" for engine, target in able.items()]
     inform(f"engines for these heads (convert --to): {', '.join(targets)}")
     for engine, why in unable.items():
         inform(f"not {engine}: {why}")
+
+
+def tell_calibration(workdir: str, model: str, data: DataConfig) -> None:
+    """Say how to calibrate the exported heads, if there are any."""
+    export = os.path.join(workdir, "export")
+    heads = os.path.join(export, "heads")
+    if os.path.isdir(heads):  # inside a trained backbone
+        model = export
+    else:
+        heads = export
+    if os.path.isfile(os.path.join(heads, "heads.json")):
+        tree, prompts = os.path.join(heads, "tree.json"), prompts_in(data)
+        following(
+            "calibrate", model=model or None, drafter=heads, prompts=prompts, out=tree
+        )
 
 
 def prompts_in(data: DataConfig) -> str:
@@ -259,9 +269,10 @@ def override(cfg: Config, path: str, value: Any) -> None:
 
     Raises:
       KeyError: the configuration has no such field.
+      UserError: a value outside the field's bounds.
     """
     owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
-    setattr(owner, name, value)
+    setattr(owner, name, field_value(owner, name, value, path))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Optimizers per group of variables, and schedules."""
 
-import importlib
 import re
 from collections.abc import Callable
 
@@ -115,12 +114,10 @@ def make_rule(
             schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=first,
             weight_decay=cfg.weight_decay, mask=matrices,
         )  # fmt: skip
-    if name == "adamw8bit":  # seam: chosen by `optim.name` and `optim.heads_name`
-        packed = importlib.import_module("medusa_jax.training.optim.adamw8bit")
-        rule: optax.GradientTransformation = packed.adamw8bit(
-            schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices
-        )
-        return rule
+    if name == "adamw8bit":
+        from medusa_jax.training.optim.adamw8bit import adamw8bit
+
+        return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
     muon = optax.contrib.muon(
         schedule, eps=cfg.eps, mu_dtype=first, weight_decay=cfg.weight_decay, consistent_rms=0.2,
         adam_b1=cfg.b1, adam_b2=cfg.b2, adam_weight_decay=cfg.weight_decay,
