@@ -64,18 +64,18 @@ class LlamaConfig:
 
 @dataclass(unsafe_hash=True)
 class HeadsConfig:
-    """A set of draft heads.
+    """A set of draft heads."""
 
-    `lm_head` is where a head's logits come from: "own" (a full D x V matrix per head, as in the
-    paper), "shared" (the backbone's LM head) or "low_rank" (D x rank x V per head).
-
-    `draft_vocab` is how many tokens a head scores, the most frequent ones (`heads/vocabulary.py`);
-    0 is all of them.
-    """
-
+    # The family; each adds its own fields (`medusa_jax/heads/`).
     drafter: str = "medusa"
+    # Heads: the number of tokens that are guessed after the next one.
     n_heads: int = 5
+    # Layers of each head, or of the layers that all heads share.
     n_layers: int = 1
+    # Where a head's logits come from: "own" (a full D x V matrix per head, as in the paper), "shared" (the backbone's
+    # LM head) or "low_rank" (D x rank x V per head).
     lm_head: str = "own"
+    # Rank of low-rank LM heads.
     rank: int = 256
+    # How many tokens a head scores, the most frequent ones (`heads/vocabulary.py`); 0 = all.
     draft_vocab: int = 0
