@@ -86,7 +86,7 @@ def ready(cfg: Config, steps: int, naive: bool = False) -> Ready:
     if is_here(cfg.model.path):
         arch = read_config(resolve(cfg.model.path, ["config.json"]))
     cfg.model.path = ""  # shapes and random weights
-    plan = RunPlan.of(cfg, arch, mesh)
+    plan = RunPlan(cfg, mesh, arch, dry=True)
     train = plan.train
     setup = load_setup(plan)
     if n := cfg.heads.draft_vocab:

@@ -92,9 +92,9 @@ def run(cfg: Config) -> int:
 
     Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
     """
-    from medusa_jax.training.plan import plan_run
+    from medusa_jax.training.plan import RunPlan
 
-    plan = plan_run(cfg, dry=cfg.dry_run)
+    plan = RunPlan(cfg, dry=cfg.dry_run)
     warn_if_accelerator_unused()
     if plan.drafter:
         tell_engines(plan.heads, plan.model.path, plan.arch)

@@ -23,7 +23,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.quantise import quantise_backbone
-from medusa_jax.sharding import PyTree, bytes_on_device
+from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import encode
@@ -31,7 +31,7 @@ from medusa_jax.training.data.rows import ROW
 from medusa_jax.training.data.tokenise import encoder_for, tokenizer_for
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step, placed_shapes
-from medusa_jax.training.plan import RunPlan, plan_run
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.stage import Stage, make_stage
 from medusa_jax.training.step import TrainState, init_state, make_step
 from medusa_jax.whole_files import Json
@@ -89,8 +89,15 @@ def dry_run(plan: RunPlan) -> Json:
 
 
 def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Shapes:
-    """The step of a run, nothing read and nothing computed; arguments and errors as for `plan_run`."""
-    return shapes_of(plan_run(cfg, devices, dry=True))
+    """The step of a run, nothing read and nothing computed.
+
+    Args:
+      devices: as for `make_mesh`.
+
+    Raises:
+      UserError: inconsistent sizes.
+    """
+    return shapes_of(RunPlan(cfg, make_mesh(cfg.mesh, devices), dry=True))
 
 
 def shapes_of(plan: RunPlan) -> Shapes:

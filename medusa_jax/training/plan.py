@@ -1,21 +1,11 @@
 """What a run does, resolved once from its configuration, the model's shape and the devices."""
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
 
-import jax
 from jax.sharding import Mesh
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.config import (
-    Config,
-    DataConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    TrainConfig,
-)
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import Config, ModelConfig
 from medusa_jax.errors import UserError, between
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import is_here, resolve
@@ -24,11 +14,10 @@ from medusa_jax.heads.registry import make_drafter
 from medusa_jax.sharding import make_mesh, row_shards
 from medusa_jax.training import checks
 from medusa_jax.training.data import sources
-from medusa_jax.training.partition import Trains, trained_groups
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.whole_files import Json
 
 
-@dataclass(frozen=True)
 class RunPlan:
     """A training run.
 
@@ -44,56 +33,52 @@ class RunPlan:
       microbatch: rows of one microbatch over the whole mesh.
     """
 
-    model: ModelConfig
-    heads: HeadsConfig
-    data: DataConfig
-    optim: OptimConfig
-    lora: LoraConfig
-    train: TrainConfig
-    workdir: str
-    record: Json
-    arch: LlamaConfig
-    groups: dict[str, Trains]
-    drafter: Drafter | None
-    mesh: Mesh
-    microbatch: int
-
-    @classmethod
-    def of(cls, cfg: Config, arch: LlamaConfig, mesh: Mesh) -> "RunPlan":
-        """The plan for a backbone of this shape on these devices.
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh | None = None,
+        arch: LlamaConfig | None = None,
+        dry: bool = False,
+    ):
+        """Args:
+          mesh: default: the devices of this machine.
+          arch: default: the shape of the model's files.
+          dry: download nothing: a model that is not on this machine has the shape `model.arch`. The data may be
+            missing.
 
         Raises:
-          UserError: sizes that do not fit together.
+          UserError: a problem with the configuration, the names of the data, the model's files or the machine;
+            sizes that do not fit together.
         """
-        model = dataclasses.replace(cfg.model, arch=arch)
-        accumulation = microbatches_on(mesh, cfg.train.batch_size, cfg.train.accumulation)
-        train = dataclasses.replace(cfg.train, accumulation=accumulation)
-        cfg = dataclasses.replace(cfg, model=model, train=train)
         checks.check(cfg)
-        shards = row_shards(mesh)
-        if train.batch_size % (accumulation * shards):
+        if not dry:
+            sources.check_all_exist(cfg.data)
+        self.mesh = mesh or make_mesh(cfg.mesh)
+        self.arch = arch or backbone_shape(cfg.model, dry)
+        self.groups = trained_groups(cfg.train.stage, cfg.lora.rank)
+
+        self.model = dataclasses.replace(cfg.model, arch=self.arch)
+        rows, accumulation = cfg.train.batch_size, cfg.train.accumulation
+        accumulation = microbatches_on(self.mesh, rows, accumulation)
+        self.train = dataclasses.replace(cfg.train, accumulation=accumulation)
+        self.heads, self.data, self.optim = cfg.heads, cfg.data, cfg.optim
+        self.lora, self.workdir = cfg.lora, cfg.workdir
+        settled = dataclasses.replace(cfg, model=self.model, train=self.train)
+        checks.check(settled)
+        self.record: Json = dataclasses.asdict(settled)
+
+        shards = row_shards(self.mesh)
+        if rows % (accumulation * shards):
             raise UserError(
-                f"train.batch_size {train.batch_size} is not a multiple of accumulation x data x fsdp "
+                f"train.batch_size {rows} is not a multiple of accumulation x data x fsdp "
                 f"= {accumulation} x {shards}"
             )
+        self.microbatch = rows // accumulation
         positions = "data.seq_len (positions of the model)"
-        between(positions, cfg.data.seq_len, 3, arch.max_position)
-        groups = trained_groups(train.stage, cfg.lora.rank)
-        return cls(
-            model=model,
-            heads=cfg.heads,
-            data=cfg.data,
-            optim=cfg.optim,
-            lora=cfg.lora,
-            train=train,
-            workdir=cfg.workdir,
-            record=dataclasses.asdict(cfg),
-            arch=arch,
-            groups=groups,
-            drafter=make_drafter(cfg.heads, arch) if "heads" in groups else None,
-            mesh=mesh,
-            microbatch=train.batch_size // accumulation,
-        )
+        between(positions, cfg.data.seq_len, 3, self.arch.max_position)
+        self.drafter: Drafter | None = None
+        if "heads" in self.groups:
+            self.drafter = make_drafter(cfg.heads, self.arch)
 
     def steps(self, rows: int) -> int:
         """Number of updates, for an epoch of that many rows."""
@@ -101,30 +86,11 @@ class RunPlan:
         return self.train.steps or max(epochs, 1)
 
 
-def plan_run(
-    cfg: Config, devices: Sequence[jax.Device] | None = None, dry: bool = False
-) -> RunPlan:
-    """The plan of a run on this machine.
-
-    Args:
-      devices: as for `make_mesh`.
-      dry: download nothing: a model that is not on this machine has the shape `model.arch`. The data may be missing.
-
-    Raises:
-      UserError: a problem with the configuration, the names of the data, the model's files or the machine.
-    """
-    checks.check(cfg)
-    if not dry:
-        sources.check_all_exist(cfg.data)
-    arch = cfg.model.arch
-    if cfg.model.path:
-        arch = backbone_shape(cfg.model, dry)
-    return RunPlan.of(cfg, arch, make_mesh(cfg.mesh, devices))
-
-
 def backbone_shape(model: ModelConfig, dry: bool = False) -> LlamaConfig:
-    """The shape of `model.path` with its added layers."""
+    """The shape of `model.path` with its added layers, else `model.arch`."""
     arch = model.arch
+    if not model.path:
+        return arch
     if not dry or is_here(model.path):
         arch = model_shape(resolve(model.path, ["config.json"] if dry else None))
     return dataclasses.replace(arch, n_layers=arch.n_layers + model.add_layers)

@@ -35,7 +35,7 @@ from medusa_jax.training.placement import (
     microbatches,
     placed_shapes,
 )
-from medusa_jax.training.plan import RunPlan, plan_run
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.run_log import RunLog
 from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
@@ -45,7 +45,8 @@ from medusa_jax.whole_files import Json, replacing
 
 def train(cfg: Config) -> Json:
     """Start or resume the training run `cfg`; as `train_plan`."""
-    return train_plan(plan_run(cfg))
+    plan = RunPlan(cfg)
+    return train_plan(plan)
 
 
 def train_plan(plan: RunPlan) -> Json:

@@ -25,7 +25,7 @@ from medusa_jax.training.data.rows import ROW, TokenRows
 from medusa_jax.training.data.texts import read_texts
 from medusa_jax.training.partition import Trains, trained_groups
 from medusa_jax.training.placement import batch_shapes
-from medusa_jax.training.plan import RunPlan, backbone_shape
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
 
@@ -101,8 +101,7 @@ def groups_of(cfg: Config) -> dict[str, Trains]:
 
 def setup_of(cfg: Config, mesh: Any) -> Setup:
     """The loaded models of a configuration."""
-    arch = backbone_shape(cfg.model) if cfg.model.path else cfg.model.arch
-    return load_setup(RunPlan.of(cfg, arch, mesh))
+    return load_setup(RunPlan(cfg, mesh))
 
 
 def texts_of(cfg: Config) -> list[TokenRows]:

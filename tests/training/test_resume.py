@@ -20,7 +20,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.plan import RunPlan, plan_run
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.step import TrainState
 from medusa_jax.training.trainer import Run
 from medusa_jax.whole_files import write_json
@@ -115,7 +115,7 @@ def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatc
     look()
     monkeypatch.setattr(Checkpoints, "restore", look)
     checkpoints = Checkpoints(cfg.workdir, 1)
-    resumed = Run(plan_run(cfg), checkpoints)
+    resumed = Run(RunPlan(cfg), checkpoints)
     look()
     assert found == [found[0], found[0], found[0] + 3]  # the embedding, its two moments
     assert resumed.state is not None
@@ -165,8 +165,8 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
 def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, best):
     """With more levels the score is the sum of more losses."""
     run, one = object.__new__(Run), np.int32(1)
-    cfg, run.mesh = begun(tmp_path), make_mesh()
-    run.plan = RunPlan.of(cfg, cfg.model.arch, run.mesh)
+    run.mesh = make_mesh()
+    run.plan = RunPlan(begun(tmp_path), run.mesh, dry=True)
     run.content, run.steps, run.best = {}, 4, np.inf
     meta = {"step": 2, "updates": 2, "best": 1.5}
     saved = ({}, {}, {"step": 2}, meta)

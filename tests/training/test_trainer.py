@@ -50,7 +50,7 @@ def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
     own = types.SimpleNamespace(heads_recipe=None, params={})
     cfg = tiny_config("", "medusa1")
     cfg.workdir = str(tmp_path)
-    plan = RunPlan.of(cfg, cfg.model.arch, make_mesh())
+    plan = RunPlan(cfg, dry=True)
     run = types.SimpleNamespace(plan=plan, setup=own, state=own, steps=1, figures={})
     with pytest.raises(UserError, match=r"export could not.*No space left"):
         trainer.Run.export(run, "export", 1)
