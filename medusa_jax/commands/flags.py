@@ -32,13 +32,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of `args`."""
-        found, rest = self.parse_known_args(args, namespace)
-        if flag := next((word for word in rest if word.startswith("-")), ""):
-            name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{self.near(name)}")
-        if rest:
-            self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
-        return found
+        values, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                self.error(f"unknown flag {name}{self.near(name)}")
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}: values follow a flag's name")
+        return values
 
     def near(self, name: str) -> str:
         """The end of the message about an unknown flag: the one that was meant, if any is near."""
@@ -88,8 +89,9 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
             how["default"] = field.default
         else:
             how["required"] = True
-        own = how.get("default")
-        if own is not False and own not in (None, "", []) and "default" not in how["help"]:
+        default = how.get("default")
+        shown = default is not False and default not in (None, "", [])
+        if shown and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
         groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
@@ -143,9 +145,10 @@ def at_least(
     """The type of a flag with numbers from `least` to `most`."""
 
     def number(text: str) -> Any:
-        if not least <= (given := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"from {least} to {most}, not {given}")
-        return given
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"from {least} to {most}, not {value}")
+        return value
 
     number.__name__ = kind.__name__  # argparse's word for it where the text is not a number
     return number
@@ -160,8 +163,9 @@ def numbers(
         if text == "none":
             return ()
         with suppress(ValueError):
-            if found := tuple(map(at_least(least, kind, most), entries(text))):
-                return found
+            values = tuple(map(at_least(least, kind, most), entries(text)))
+            if values:
+                return values
         raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}")
 
     return read
@@ -215,5 +219,5 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
 
 def given_hosts(flags: HostFlags) -> dict[str, str]:
     """The `HostFlags` that were given."""
-    given = values_of(flags, HostFlags)
-    return {name: value for name, value in given.items() if value is not None}
+    values = values_of(flags, HostFlags)
+    return {name: value for name, value in values.items() if value is not None}

@@ -169,18 +169,19 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    found, rest = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
-    flags = Flags(**vars(found))
+    parsed, field_args = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
+    flags = Flags(**vars(parsed))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
-    known, _ = fields_parser(cfg).parse_known_args(rest)
-    if (name := vars(known).get("heads.drafter")) and type(cfg.heads) is HeadsConfig:
+    known_fields, _ = fields_parser(cfg).parse_known_args(field_args)
+    drafter = vars(known_fields).get("heads.drafter")
+    if drafter and type(cfg.heads) is HeadsConfig:
         from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
 
         # With the fields of this drafter, which the command line may set, too.
-        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=name))
-    given = vars(fields_parser(cfg).parse_args(rest))
-    for path, value in given.items():
+        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=drafter))
+    values = vars(fields_parser(cfg).parse_args(field_args))
+    for path, value in values.items():
         override(cfg, path, value)
     if module is None:
         raise UserError(
@@ -191,7 +192,7 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
     complete = getattr(module, "complete", lambda cfg, _: cfg)
-    return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
+    return flags, cfg, lambda cfg: complete(cfg, frozenset(values))
 
 
 def load_config(path: str) -> Config:
@@ -238,11 +239,11 @@ def fields_parser(cfg: Config) -> Parser:
         parser.add_argument(f"--config.{path}", dest=path, type=reader(kind), **switch)  # type: ignore[arg-type]
 
     def near(flag: str) -> str:
-        asked = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
-        last = asked.split(".")[-1]
-        found = by_last.get(last) or nearest(asked, by_last.values())
-        found = found or by_last.get(nearest(last, by_last), "")
-        return found and f"; did you mean --config.{found}?"
+        name = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
+        last = name.split(".")[-1]
+        path = by_last.get(last) or nearest(name, by_last.values())
+        path = path or by_last.get(nearest(last, by_last), "")
+        return f"; did you mean --config.{path}?" if path else ""
 
     parser.near = near  # type: ignore[assignment, method-assign]
     return parser

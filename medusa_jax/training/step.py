@@ -30,9 +30,9 @@ def init_state(
 ) -> TrainState:  # fmt: skip
     """The state of step 0; groups that are not in `start` are initialised on their devices."""
     start = start or {}
-    key, given = jax.random.key(seed), frozen | start
-    shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, given))
-    params = start | jax.jit(stage.init, out_shardings=shardings)(key, given)
+    key, existing = jax.random.key(seed), frozen | start
+    shardings = param_shardings(mesh, jax.eval_shape(stage.init, key, existing))
+    params = start | jax.jit(stage.init, out_shardings=shardings)(key, existing)
     shapes = jax.eval_shape(optimizer.init, params)
     opt = jax.jit(optimizer.init, out_shardings=param_shardings(mesh, shapes))(params)
     zero, updates = (jax.device_put(np.int32(0), replicated(mesh)) for _ in range(2))

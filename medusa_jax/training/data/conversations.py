@@ -79,16 +79,16 @@ def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
     record = {"messages": record} if isinstance(record, list) else record
     fields: dict[str, object] = record if isinstance(record, dict) else {}
     if name := field_of(fields, TURNS):
-        found = fields[name]
-        if isinstance(found, dict) and all(isinstance(x, list) for x in found.values()):
+        value = fields[name]
+        if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
             # A list of structs, as `datasets` keeps some: a list of each field.
-            found = [dict(zip(found, row)) for row in zip(*found.values())]
-        turns = list(found) if isinstance(found, list) else []
+            value = [dict(zip(value, row)) for row in zip(*value.values())]
+        turns = list(value) if isinstance(value, list) else []
         first = next((turn for turn in turns if isinstance(turn, dict)), {})
-        keys = [field_of(first, known) for known in (ROLES_IN, TEXTS_IN)]
+        keys = [field_of(first, names) for names in (ROLES_IN, TEXTS_IN)]
         form = f"{name} ({', '.join(filter(None, keys))})"
     else:
-        keys = [field_of(fields, known) for known in (QUESTIONS, ABOUT, ANSWERS)]
+        keys = [field_of(fields, names) for names in (QUESTIONS, ABOUT, ANSWERS)]
         question, about, answer = (fields.get(key) for key in keys)
         if not keys[0] or (answered and not keys[2]):
             return "", []
@@ -123,19 +123,19 @@ def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
             return [], problem
         messages.append(message)
     system = messages[:1] if messages and messages[0]["role"] == "system" else []
-    rest = messages[len(system) :]
-    while rest and rest[0]["role"] == "assistant":
-        rest = rest[1:]
-    while rest and rest[-1]["role"] == "user":
-        rest = rest[:-1]
-    if not rest:
+    talk = messages[len(system) :]
+    while talk and talk[0]["role"] == "assistant":
+        talk = talk[1:]
+    while talk and talk[-1]["role"] == "user":
+        talk = talk[:-1]
+    if not talk:
         return [], "no answered user turn"
-    for i, message in enumerate(rest):
+    for i, message in enumerate(talk):
         if message["role"] != ("user", "assistant")[i % 2]:
             return [], "roles do not alternate"
         if not message["content"].strip():
             return [], f"an empty {message['role']} turn"
-    return system + rest, ""
+    return system + talk, ""
 
 
 def parse_turn(turn: object) -> tuple[chat.Message, str]:
@@ -150,6 +150,6 @@ def parse_turn(turn: object) -> tuple[chat.Message, str]:
     return message | {name: fields[name] for name in thoughts}, problem
 
 
-def field_of(record: Json, known: Sequence[str]) -> str:
+def field_of(record: Json, names: Sequence[str]) -> str:
     """The first of these fields that a record has, "" if none; data sets fill others with None."""
-    return next((name for name in known if record.get(name) is not None), "")
+    return next((name for name in names if record.get(name) is not None), "")

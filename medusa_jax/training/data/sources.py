@@ -31,10 +31,10 @@ def names(source: str) -> list[str]:
     Raises:
       UserError: there is none.
     """
-    found = entries(source)
-    if not found:
+    entered = entries(source)
+    if not entered:
         raise UserError("data.source is empty: name a file, a directory or a dataset id")
-    return found
+    return entered
 
 
 def read_records(source: str, pack: DataConfig) -> Sequence[object]:

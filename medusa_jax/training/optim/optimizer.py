@@ -47,12 +47,14 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     end = cfg.lr * cfg.final_lr_ratio
     first = cfg.lr / max(warmup, 1)
     ramp = optax.linear_schedule(first, cfg.lr, max(warmup - 1, 1))
-    rest = max(steps - warmup, 1)
+    steps_left = max(steps - warmup, 1)
     if cfg.schedule == "cosine":
-        body = optax.cosine_decay_schedule(cfg.lr, rest, cfg.final_lr_ratio)
+        body = optax.cosine_decay_schedule(cfg.lr, steps_left, cfg.final_lr_ratio)
     elif cfg.schedule == "wsd":
-        decay = max(int(rest * WSD_DECAY), 1)
-        body = optax.linear_schedule(cfg.lr, end, decay, transition_begin=rest - decay)
+        decay = max(int(steps_left * WSD_DECAY), 1)
+        body = optax.linear_schedule(
+            cfg.lr, end, decay, transition_begin=steps_left - decay
+        )
     else:
         body = optax.constant_schedule(cfg.lr)
     return optax.join_schedules([ramp, body], [warmup]) if warmup else body
