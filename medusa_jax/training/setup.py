@@ -17,6 +17,7 @@ from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
 from medusa_jax.files.layouts import own_heads
 from medusa_jax.files.layouts.heads_io import load_heads
+from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.model.layers import zero_output
 from medusa_jax.model.llama import init_params
@@ -49,6 +50,12 @@ class Setup(NamedTuple):
     def fingerprint(self) -> str | None:
         """Of the loaded backbone."""
         return None if self.base is None else self.base["fingerprint"]
+
+    @property
+    def draft_ids(self) -> jax.Array | None:
+        """The tokens that heads score; None: all."""
+        ids: jax.Array | None = self.frozen.get(vocabulary.GROUP, {}).get("ids")
+        return ids
 
 
 class LoadedBackbone(NamedTuple):

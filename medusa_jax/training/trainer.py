@@ -7,7 +7,6 @@
 import os
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,29 +16,16 @@ from medusa_jax.config import Config
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import refuse_model
-from medusa_jax.heads import vocabulary
 from medusa_jax.sharding import PyTree, replicated
 from medusa_jax.training import resume
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.data.features import Cache
-from medusa_jax.training.data.rows import Rows, batches, mix
-from medusa_jax.training.data.texts import Texts, read_texts
-from medusa_jax.training.draft_tokens import draft_vocab, with_draft_vocab
-from medusa_jax.training.evaluation import Evaluator
+from medusa_jax.training.data.rows import batches
 from medusa_jax.training.export import export
-from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.placement import (
-    batch_shapes,
-    compile_step,
-    local_numbers,
-    microbatches,
-    placed_shapes,
-)
+from medusa_jax.training.placement import local_numbers, microbatches, placed_shapes
 from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.prepare import compiled, evaluator_of, load, prepare
 from medusa_jax.training.run_log import RunLog
-from medusa_jax.training.setup import Setup, load_setup
-from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.step import TrainState, init_state, make_step
+from medusa_jax.training.step import TrainState, init_state
 from medusa_jax.whole_files import Json, replacing
 
 
@@ -66,52 +52,6 @@ def train_plan(plan: RunPlan) -> Json:
         return Run(plan, checkpoints).loop()
 
 
-class Inputs(NamedTuple):
-    """Models and texts of a run."""
-
-    setup: Setup
-    texts: Texts
-
-
-def load(plan: RunPlan) -> Inputs:
-    """Read the models and the texts, and choose the tokens that heads score."""
-    setup, data = load_setup(plan), plan.data
-    vocab_size = plan.arch.vocab_size
-    texts = read_texts(data, plan.model.tokenizer_path, plan.workdir, vocab_size)
-    if plan.drafter and plan.drafter.heads.draft_vocab:
-        choose = partial(
-            draft_vocab,
-            plan.drafter.heads,
-            vocab_size,
-            mix(texts.train),
-            plan.workdir,
-            data.draft_vocab_from,
-        )
-        setup = with_draft_vocab(setup, plan.mesh, choose)
-    return Inputs(setup, texts)
-
-
-class StageRows(NamedTuple):
-    """The rows that a stage reads; `held_out` is None if nothing is evaluated."""
-
-    train: Rows
-    held_out: Rows | None
-
-
-def rows_of(plan: RunPlan, stage: Stage, inputs: Inputs) -> StageRows:
-    """The rows of all texts, with hidden states if `data.cache_features` is set."""
-    texts, data, size = inputs.texts, plan.data, plan.microbatch
-    train: list[Rows] = [*texts.train]
-    held_out: list[Rows] = [*texts.held_out]
-    if data.cache_features:
-        setup = inputs.setup
-        made_by = [plan.train.dtype, plan.record["model"], setup.fingerprint]
-        cache = Cache(data, plan.workdir, made_by, stage, setup.frozen, plan.mesh)
-        train = [cache.rows(text, size) for text in texts.train]
-        held_out = [cache.rows(text, size, data.eval_samples) for text in texts.held_out]
-    return StageRows(mix(train), mix(held_out) if held_out else None)
-
-
 class Run:
     """A run: its state and compiled step; then the loop, evaluation, checkpoints and export.
 
@@ -120,59 +60,42 @@ class Run:
       content: describes text and frozen weights in checkpoints.
       best: the lowest held-out score so far.
       figures: of the last evaluation, for recipes.
+      bad, bad_in_row: steps that were skipped, in all and since the last good one.
     """
 
     def __init__(self, plan: RunPlan, checkpoints: Checkpoints):
         """Load and compile everything, and restore the newest checkpoint if there is one."""
         self.plan, self.checkpoints, self.mesh = plan, checkpoints, plan.mesh
-        train = plan.train
-        resumed = checkpoints.latest is not None
-        changed = resume.changes(plan.workdir, plan.record) if resumed else {}
-        inputs = load(plan)
-        self.steps = plan.steps(mix(inputs.texts.train).rows)
-        stage = make_stage(
-            train, plan.arch, plan.groups, plan.drafter, plan.lora, self.steps, self.mesh
-        )
-        rows = rows_of(plan, stage, inputs)
-        self.rows = rows.train
-        ids = inputs.setup.frozen.get(vocabulary.GROUP, {}).get("ids")
-        self.content = resume.contents(
-            train.batch_size, rows.train, inputs.setup.fingerprint, ids
-        )
         self.bad_in_row = self.bad = 0
         self.best, self.figures = float("inf"), dict[str, Json]()
+        resumed = checkpoints.latest is not None
+        changed = resume.changes(plan.workdir, plan.record) if resumed else {}
 
-        # The state, fresh or restored; then the compiled step and the evaluation.
-        optimizer = make_optimizer(plan.optim, plan.groups, self.steps)
-        begin = partial(init_state, stage, optimizer, self.mesh, seed=train.seed)
+        inputs = load(plan)
+        job = prepare(plan, inputs)
         self.setup = inputs.setup._replace(start={})
+        frozen, start = self.setup.frozen, inputs.setup.start
+        self.steps, self.rows = job.steps, job.rows
+        self.content = resume.contents(
+            plan.train.batch_size, job.rows, self.setup.fingerprint, self.setup.draft_ids
+        )
+        begin = partial(
+            init_state, job.stage, job.optimizer, self.mesh, seed=plan.train.seed
+        )
         if resumed:
-            shapes = placed_shapes(
-                self.mesh,
-                jax.eval_shape(begin, self.setup.frozen, start=inputs.setup.start),
-            )
+            shapes = placed_shapes(self.mesh, jax.eval_shape(begin, frozen, start=start))
             # The initial weights are freed first: devices may not hold them and the state.
-            del inputs
+            del inputs, start
             self.state = self.restore(shapes, changed)
         else:
             with announced("initialising"):
-                self.state = begin(self.setup.frozen, start=inputs.setup.start)
+                self.state = begin(frozen, start=start)
         resume.record(plan.workdir, plan.record)
-        schedule = make_schedule(plan.optim, self.steps)
-        step = make_step(stage, optimizer, schedule, train.seed, self.mesh)
-        batch = batch_shapes(
-            self.mesh, rows.train.row(0), plan.microbatch, train.accumulation
-        )
-        self.step_fn = compile_step(step, self.state, self.setup.frozen, batch, self.mesh)
-        self.evaluator: Evaluator | None = None
-        if rows.held_out:
-            total = min(plan.data.eval_samples, rows.held_out.rows)
-            self.evaluator = Evaluator(
-                stage, self.mesh, rows.held_out, plan.microbatch, total, train.loss_chunk
-            )
-        start = int(np.asarray(self.state.step))
-        tokens = train.batch_size * plan.data.seq_len
-        self.log = RunLog(plan.workdir, start, self.steps, tokens)
+        self.step_fn = compiled(plan, job, self.state, frozen)
+        self.evaluator = evaluator_of(plan, job)
+        tokens = plan.train.batch_size * plan.data.seq_len
+        at = int(np.asarray(self.state.step))
+        self.log = RunLog(plan.workdir, at, self.steps, tokens)
 
     def restore(self, shapes: TrainState, changed: dict[str, str]) -> TrainState:
         """The newest checkpoint, placed like `shapes`; `changed` lists fields that differ from the last start."""
