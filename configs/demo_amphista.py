@@ -7,16 +7,18 @@ backbone: 2.2 M parameters, 4.3 MB in bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config
+from configs.own import in_family
 from medusa_jax.config import Config
-from medusa_jax.heads.amphista import AmphistaConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
-    cfg = medusa_config()
-    cfg.heads = AmphistaConfig(n_heads=4, lm_head="shared", stage_d_ff=640)
-    cfg.optim.lr = 2e-3
-    cfg.train.lambda_decay = 1.0
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.1, 1.0
-    cfg.train.steps = 1200
-    return cfg
+    fields = {
+        "heads.n_layers": 1,
+        "heads.stage_d_ff": 640,
+        "train.lambda_decay": 1.0,
+        "train.label_weight": 0.1,
+        "train.teacher_weight": 1.0,
+        "train.steps": 1200,
+    }
+    return in_family(medusa_config(), "amphista", fields)

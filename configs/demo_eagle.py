@@ -7,19 +7,21 @@ bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config
+from configs.own import in_family
 from medusa_jax.config import Config
-from medusa_jax.heads.eagle import EagleConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen demo backbone, with the loss weights of vicuna7b_eagle.py."""
-    cfg = medusa_config()
-    cfg.heads = EagleConfig(n_heads=4, n_layers=1)
-    cfg.optim.lr = 2e-3
-    cfg.train.lambda_decay = 1.0
-    cfg.train.feature_weight = 1.0
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 0.1
-    cfg.train.steps = 1200
-    # U(-0.1, 0.1) on rows of 640 hidden states 256 wide.
-    cfg.train.hidden_noise = 0.1 * (cfg.data.seq_len * 256) ** 0.5
-    return cfg
+    fields = {
+        "heads.n_layers": 1,
+        "heads.fc_bias": True,
+        "optim.lr": 2e-3,
+        "train.lambda_decay": 1.0,
+        "train.label_weight": 0.0,
+        "train.teacher_weight": 0.1,
+        "train.steps": 1200,
+        # U(-0.1, 0.1) on rows of 640 hidden states 256 wide.
+        "train.hidden_noise": 0.1 * (640 * 256) ** 0.5,
+    }
+    return in_family(medusa_config(), "eagle", fields)

@@ -7,16 +7,16 @@ which helps a small model more than the paper's L - 3 (configs/smollm2_eagle3.py
 """
 
 from configs.demo_medusa import get_config as medusa_config
+from configs.own import in_family
 from medusa_jax.config import Config
-from medusa_jax.heads.eagle3 import Eagle3Config
 
 
 def get_config() -> Config:
     """The layer on the frozen demo backbone; it learns the backbone's distribution over four levels."""
-    cfg = medusa_config()
-    cfg.heads = Eagle3Config(n_heads=4, tap_layers="2,5,8")
-    cfg.data.cache_features = "float8"
-    cfg.optim.lr = 2e-3
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
-    cfg.train.levels, cfg.train.lambda_decay = 4, 0.8
-    return cfg
+    fields = {
+        "heads.n_layers": 1,
+        "heads.tap_layers": "2,5,8",
+        "data.cache_features": "float8",
+        "train.teacher_weight": 1.0,
+    }
+    return in_family(medusa_config(), "eagle3", fields)

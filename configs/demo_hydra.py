@@ -8,18 +8,18 @@ distribution as the target: for use, not for a comparison with other drafters. L
 """
 
 from configs.demo_medusa import get_config as medusa_config
+from configs.own import in_family
 from medusa_jax.config import Config
-from medusa_jax.heads.hydra import HydraConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
-    cfg = medusa_config()
-    cfg.heads = HydraConfig(
-        n_heads=4, n_layers=2, lm_head="low_rank", rank=64, skip="fixed"
-    )
-    cfg.optim.lr = 2e-3
-    cfg.train.lambda_decay = 1.0
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.1, 1.0
-    cfg.train.steps = 1800
-    return cfg
+    fields = {
+        "heads.lm_head": "low_rank",
+        "heads.rank": 64,
+        "train.lambda_decay": 1.0,
+        "train.label_weight": 0.1,
+        "train.teacher_weight": 1.0,
+        "train.steps": 1800,
+    }
+    return in_family(medusa_config(), "hydra", fields)

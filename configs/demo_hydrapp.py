@@ -8,18 +8,19 @@ weights: 2.4 M parameters, 4.9 MB in bfloat16.
 """
 
 from configs.demo_medusa import get_config as medusa_config
+from configs.own import in_family
 from medusa_jax.config import Config
-from medusa_jax.heads.hydrapp import HydraPPConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen demo backbone."""
-    cfg = medusa_config()
-    cfg.heads = HydraPPConfig(
-        n_heads=4, n_layers=4, dropout=0.1, lm_head="shared", skip="fixed"
-    )
-    cfg.optim.lr, cfg.optim.weight_decay = 2e-3, 0.1
-    cfg.train.lambda_decay = 1.0
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
-    cfg.train.steps = 1200
-    return cfg
+    fields = {
+        "heads.n_layers": 4,
+        "heads.dropout": 0.1,
+        "optim.weight_decay": 0.1,
+        "train.lambda_decay": 1.0,
+        "train.label_weight": 0.0,
+        "train.teacher_weight": 1.0,
+        "train.steps": 1200,
+    }
+    return in_family(medusa_config(), "hydrapp", fields)

@@ -10,6 +10,9 @@ samples is held out. On a CPU the defaults are a trial of minutes for a model be
 parameters.
 """
 
+import dataclasses
+from collections.abc import Mapping
+
 import jax
 
 from medusa_jax.commands.train import override
@@ -24,15 +27,15 @@ from medusa_jax.config import (
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
-from medusa_jax.heads.registry import DRAFTERS, drafter_class
+from medusa_jax.heads.registry import DRAFTERS, drafter_class, whole_config
 
 # DFlash and DSpark.
 BLOCKS = {
     "heads.draft_vocab": 0, "optim.lr": 2e-3, "train.label_weight": 0.1, "train.teacher_weight": 0.0,
     "train.distance_weight": 0.9, "train.lambda_decay": 0.7788,
 }  # fmt: skip
-# Family -> fields that differ from those in `get_config`, as in configs/smollm2_*.py.
-FAMILIES = {
+# Family -> fields that differ from a recipe for Medusa heads: from `get_config`, and in smollm2_*.py and demo_*.py.
+FAMILIES: dict[str, dict[str, object]] = {
     "hydra": {"heads.skip": "fixed", "optim.lr": 2e-3},
     "hydrapp": {"heads.skip": "fixed", "heads.dropout": 0.0, "optim.lr": 2e-3},
     "amphista": {"optim.lr": 2e-3},
@@ -78,6 +81,14 @@ def get_config() -> Config:
         ),
         workdir="runs/own",
     )
+
+
+def in_family(cfg: Config, family: str, fields: Mapping[str, object]) -> Config:
+    """A recipe for Medusa heads, changed to another family: its `FAMILIES`, then these fields."""
+    cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=family))
+    for name, value in (FAMILIES[family] | fields).items():
+        override(cfg, name, value)
+    return cfg
 
 
 def complete(cfg: Config, given: frozenset[str]) -> Config:

@@ -6,16 +6,12 @@ Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 
 parameters.
 """
 
+from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
-from medusa_jax.heads.amphista import AmphistaConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen model."""
-    cfg = medusa_config()
-    cfg.heads = AmphistaConfig(
-        n_heads=4, lm_head="shared", draft_vocab=8192, stage_d_ff=512
-    )
-    cfg.optim.lr = 2e-3
-    return cfg
+    fields = {"heads.stage_d_ff": 512}
+    return in_family(medusa_config(), "amphista", fields)

@@ -6,15 +6,12 @@ Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 
 parameters.
 """
 
-from configs.smollm2_amphista import get_config as amphista_config
+from configs.own import in_family
+from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
-from medusa_jax.heads.amphista import AmphistaAlphaConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen model."""
-    cfg = amphista_config()
-    cfg.heads = AmphistaAlphaConfig(
-        n_heads=4, lm_head="shared", draft_vocab=8192, stage_d_ff=512
-    )
-    return cfg
+    fields = {"heads.stage_d_ff": 512}
+    return in_family(medusa_config(), "amphista_alpha", fields)

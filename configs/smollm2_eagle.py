@@ -5,18 +5,17 @@
 Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 4.2 M parameters.
 """
 
+from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
-from medusa_jax.heads.eagle import EagleConfig
 
 
 def get_config() -> Config:
     """The layer on the frozen model; it learns the next hidden state and its distribution."""
-    cfg = medusa_config()
-    cfg.heads = EagleConfig(n_heads=4, n_layers=1, lm_head="shared", draft_vocab=8192)
-    cfg.optim.lr = 1e-3
-    cfg.train.feature_weight = 1.0
-    # Attention learns to copy what the text repeats, and needs text that does.
-    cfg.train.induction_weight = 0.5
-    cfg.data.max_repeats = 1.0
-    return cfg
+    fields = {
+        "heads.fc_bias": True,
+        # Attention learns to copy what the text repeats, and needs text that does.
+        "train.induction_weight": 0.5,
+        "data.max_repeats": 1.0,
+    }
+    return in_family(medusa_config(), "eagle", fields)

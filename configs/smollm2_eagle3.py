@@ -14,23 +14,19 @@ conversations the first level's held-out top-1 was 0.364 with the paper's layers
 with 2, 15 and 30, 0.395 with these four, and 0.399 with seven.
 """
 
+from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
-from medusa_jax.heads.eagle3 import Eagle3Config
 
 
 def get_config() -> Config:
     """The layer on the frozen model; it learns the model's distribution over four levels."""
-    cfg = medusa_config()
-    cfg.heads = Eagle3Config(
-        n_heads=4, lm_head="shared", draft_vocab=8192, tap_layers="2,15,27,30"
-    )
-    names = ("answers.jsonl", "answers_2.jsonl")
-    cfg.data.source = ",".join(f"research/smollm2/{name}" for name in names)
-    cfg.data.eval_source = ""
-    cfg.data.cache_features = "float8"
-    cfg.optim.lr = 2e-3
-    cfg.train.steps = 750
-    cfg.train.label_weight, cfg.train.teacher_weight = 0.0, 1.0
-    cfg.train.levels, cfg.train.lambda_decay = 4, 0.8
-    return cfg
+    fields = {
+        "heads.lm_head": "shared",
+        "heads.tap_layers": "2,15,27,30",
+        "data.source": "research/smollm2/answers.jsonl,research/smollm2/answers_2.jsonl",
+        "data.eval_source": "",
+        "data.cache_features": "float8",
+        "train.steps": 750,
+    }
+    return in_family(medusa_config(), "eagle3", fields)

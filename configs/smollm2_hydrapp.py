@@ -6,16 +6,11 @@ Text, draft vocabulary and cached hidden states are those of smollm2_medusa.py. 
 parameters.
 """
 
+from configs.own import in_family
 from configs.smollm2_medusa import get_config as medusa_config
 from medusa_jax.config import Config
-from medusa_jax.heads.hydrapp import HydraPPConfig
 
 
 def get_config() -> Config:
     """Heads on the frozen model."""
-    cfg = medusa_config()
-    cfg.heads = HydraPPConfig(
-        n_heads=4, n_layers=1, dropout=0.0, lm_head="shared", draft_vocab=8192, skip="fixed"
-    )
-    cfg.optim.lr = 2e-3
-    return cfg
+    return in_family(medusa_config(), "hydrapp", {})

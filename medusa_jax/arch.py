@@ -6,6 +6,9 @@ else may assign to them.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from medusa_jax.bounds import AtLeast, OneOf
 
 # Thresholds of typical acceptance: hard, and of entropy (Medusa 2.3.1).
 EPSILON, DELTA = 0.09, 0.3
@@ -26,18 +29,20 @@ class LlamaConfig:
     Fields have the meaning of the Hugging Face config they are read from.
     """
 
-    vocab_size: int = 32000
-    d_model: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    n_kv_heads: int = 32
-    head_dim: int = 128
-    d_ff: int = 11008
-    max_position: int = 4096
+    vocab_size: Annotated[int, AtLeast(1)] = 32000
+    d_model: Annotated[int, AtLeast(1)] = 4096
+    n_layers: Annotated[int, AtLeast(1)] = 32
+    n_heads: Annotated[int, AtLeast(1)] = 32
+    n_kv_heads: Annotated[int, AtLeast(1)] = 32
+    head_dim: Annotated[int, AtLeast(1)] = 128
+    d_ff: Annotated[int, AtLeast(1)] = 11008
+    max_position: Annotated[int, AtLeast(1)] = 4096
     rms_eps: float = 1e-5
-    rope_theta: float = 10000.0
+    rope_theta: Annotated[float, AtLeast(1)] = 10000.0
     # "none", "linear", "dynamic" (none within the context), "llama3" or "yarn"; the fields below matter for these.
-    rope_scaling: str = "none"
+    rope_scaling: Annotated[str, OneOf(("none", "linear", "dynamic", "llama3", "yarn"))] = (
+        "none"
+    )
     rope_factor: float = 1.0
     # Turns in the original context: planes with fewer are divided, with more kept (YaRN's beta_slow, beta_fast).
     rope_low_freq_factor: float = 1.0
@@ -59,18 +64,18 @@ class LlamaConfig:
 
 @dataclass(unsafe_hash=True)
 class HeadsConfig:
-    """A set of draft heads.
+    """A set of draft heads."""
 
-    `lm_head` is where a head's logits come from: "own" (a full D x V matrix per head, as in the
-    paper), "shared" (the backbone's LM head) or "low_rank" (D x rank x V per head).
-
-    `draft_vocab` is how many tokens a head scores, the most frequent ones (`heads/vocabulary.py`);
-    0 is all of them.
-    """
-
+    # The family; each adds its own fields (`medusa_jax/heads/`).
     drafter: str = "medusa"
+    # Heads: the number of tokens that are guessed after the next one.
     n_heads: int = 5
+    # Layers of each head, or of the layers that all heads share.
     n_layers: int = 1
+    # Where a head's logits come from: "own" (a full D x V matrix per head, as in the paper), "shared" (the backbone's
+    # LM head) or "low_rank" (D x rank x V per head).
     lm_head: str = "own"
+    # Rank of low-rank LM heads.
     rank: int = 256
+    # How many tokens a head scores, the most frequent ones (`heads/vocabulary.py`); 0 = all.
     draft_vocab: int = 0

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from medusa_jax.errors import UserError, between
+from medusa_jax.bounds import AtLeast, AtMost, OneOf
+from medusa_jax.errors import UserError, between, one_of
 
 NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
 WRONG = (TypeError, ValueError, OverflowError)
@@ -27,6 +28,8 @@ def as_type(value: Any, kind: Any) -> Any:
     """
     if type(value) is kind:
         return value
+    if typing.get_origin(kind) is typing.Annotated:
+        return as_type(value, kind.__origin__)
     parts, kind = typing.get_args(kind), typing.get_origin(kind) or kind
     if kind is types.UnionType:
         for one in parts:
@@ -64,6 +67,40 @@ def read(name: str, value: Any, kind: Any) -> Any:
     except WRONG:
         wanted = re.sub(r"[\w.]+\.", "", inspect.formatannotation(kind))
         raise UserError(f"{name} should be {wanted}, not {repr(value)[:80]}") from None
+
+
+# Highest values of numbers without `AtMost`.
+HIGHEST: dict[Any, float] = {int: 2**31 - 1, float: 1e30}
+
+
+def field_value(owner: object, name: str, value: Any, path: str) -> Any:
+    """A value for a field of a dataclass, as its type, within the bounds beside it (`bounds.py`).
+
+    Numbers are at least 0 unless the field says otherwise.
+
+    Args:
+      path: the field's name for messages.
+
+    Raises:
+      UserError: another type, or outside the bounds; names field and value.
+    """
+    hint = typing.get_type_hints(type(owner), include_extras=True)[name]
+    kind, bounds = hint, getattr(hint, "__metadata__", ())
+    if bounds:
+        kind = hint.__origin__
+    value = read(path, value, kind)
+    lowest: float = 0
+    highest = HIGHEST.get(kind)
+    for bound in bounds:
+        if isinstance(bound, OneOf):
+            one_of(path, value, bound.names, bound.aliases)
+        elif isinstance(bound, AtLeast):
+            lowest = bound.value
+        elif isinstance(bound, AtMost):
+            highest = bound.value
+    if highest is not None:
+        between(path, value, lowest, highest)
+    return value
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,15 @@ from pathlib import Path
 
 from medusa_jax.api import Model, Options, default_drafter
 from medusa_jax.api.asking import ending_turns
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.bench import TemplateFlags
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import (
     BaseFlags,
     GenerationFlags,
-    Program,
-    at_least,
-    flag,
     generation_options,
     load_model,
-    numbers,
 )
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.fitting import GROWTH, rank_texts

@@ -9,7 +9,8 @@ import dataclasses
 from pathlib import Path
 
 from medusa_jax.api import Model
-from medusa_jax.commands.flags import ModelFlags, Program, flag, load_model
+from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.model_flags import ModelFlags, load_model
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.one_step import take_steps, token_labels
 from medusa_jax.evaluate.tables import markdown_table

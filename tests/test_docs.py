@@ -1,5 +1,7 @@
 """Documents name commands, flags, files, anchors and objects that exist."""
 
+import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -7,6 +9,9 @@ import pytest
 
 from medusa_jax.__main__ import COMMANDS, main
 from medusa_jax.commands.by_name import run_named
+from medusa_jax.config import Config, fields_of
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class
 from research.__main__ import COMMANDS as RESEARCH
 
 ROOT = Path(__file__).parents[1]
@@ -95,3 +100,22 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{page.name} links {link}"
         assert not anchor or anchor in anchors_of(target), f"{page.name} links {link}"
+
+
+def test_every_field_of_a_configuration_is_on_its_page():
+    """With its comment; the drafters' fields, too."""
+    path = ROOT / "docs" / "fields.py"
+    spec = importlib.util.spec_from_file_location("fields", path)
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    shown = hook.on_page_markdown(page)
+    assert hook.MARK in page and hook.MARK not in shown
+    for name, _, _ in fields_of(Config()):
+        assert f"| `{name}` |" in shown, name
+    for drafter in DRAFTERS:
+        for field in dataclasses.fields(drafter_class(drafter).Config):
+            assert f"| `heads.{field.name}` |" in shown, field.name
+    assert (
+        "warmup_steps` | `40` | int, at least -1 | -1: a twentieth of the steps. |" in shown
+    )

@@ -20,10 +20,11 @@ jax.config.update("jax_enable_x64", True)
 from medusa_jax.heads.registry import drafter_class
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import init_sharded, make_mesh, param_shardings
-from medusa_jax.training import checks, trainer
+from medusa_jax.training import step
 from medusa_jax.training.data.rows import TokenRows
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import compile_step, microbatches
+from medusa_jax.training.plan import RunPlan
 from test_meshes import MESHES
 from training_setup import abstract_batch, groups_of, stage_of, tiny_config, training_arch
 
@@ -66,7 +67,7 @@ def run(cfg, shape):
 
     mesh = make_mesh(shape)
     cfg.train.dtype = "float64"
-    cfg = checks.settle(cfg, ARCH, mesh)
+    cfg = RunPlan(cfg, mesh, ARCH)
     backbone = init_sharded(mesh, lambda k: init_params(ARCH, k), jax.random.key(0))
     backbone = placed(jax.tree.map(moved, backbone))
     trained = groups_of(cfg)
@@ -74,10 +75,10 @@ def run(cfg, shape):
     start = {"backbone": backbone} if "backbone" in trained else {}
     stage = stage_of(cfg, STEPS, mesh)
     optimizer = make_optimizer(cfg.optim, trained, STEPS)
-    state = trainer.init_state(stage, optimizer, mesh, frozen, 0, start)
+    state = step.init_state(stage, optimizer, mesh, frozen, 0, start)
     params = placed(jax.tree.map(moved, state.params))
     state = state._replace(params=params, opt=placed(jax.jit(optimizer.init)(params)))
-    fn = trainer.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0, mesh)
+    fn = step.make_step(stage, optimizer, make_schedule(cfg.optim, STEPS), 0, mesh)
     compiled = compile_step(fn, state, frozen, abstract_batch(cfg, mesh), mesh)
     rows = TokenRows(cfg.data.source, cfg.data, ARCH.vocab_size)
     losses = []

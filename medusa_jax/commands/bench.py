@@ -19,15 +19,8 @@ from medusa_jax.commands.entrants import (
     default_names,
     load_entrants,
 )
-from medusa_jax.commands.flags import (
-    BaseFlags,
-    GenerationFlags,
-    Program,
-    at_least,
-    flag,
-    generation_options,
-    numbers,
-)
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread

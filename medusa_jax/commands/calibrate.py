@@ -7,19 +7,15 @@ number of rows; decoding uses the one next to the heads.
 import dataclasses
 from pathlib import Path
 
-from medusa_jax.commands.flags import (
+from medusa_jax.commands.flags import Program, at_least, file_to_write, flag, numbers
+from medusa_jax.commands.following import following
+from medusa_jax.commands.model_flags import (
     GenerationFlags,
     MeshFlags,
     ModelFlags,
-    Program,
-    at_least,
-    file_to_write,
-    flag,
     generation_options,
     load_model,
-    numbers,
 )
-from medusa_jax.commands.following import following
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, table_of

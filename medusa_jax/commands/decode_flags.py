@@ -3,15 +3,8 @@
 import dataclasses
 
 from medusa_jax.arch import DELTA, EPSILON
-from medusa_jax.commands.flags import (
-    GenerationFlags,
-    HostFlags,
-    MeshFlags,
-    ModelFlags,
-    at_least,
-    flag,
-    numbers,
-)
+from medusa_jax.commands.flags import HostFlags, at_least, flag, numbers
+from medusa_jax.commands.model_flags import GenerationFlags, MeshFlags, ModelFlags
 from medusa_jax.notation import entries
 
 EXAMPLES = """examples:

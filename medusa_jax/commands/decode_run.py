@@ -12,7 +12,7 @@ from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
-from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.model_flags import load_model
 from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
 from medusa_jax.console import inform, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused

@@ -29,17 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.commands.flags import (
-    HostFlags,
-    MeshFlags,
-    ModelFlags,
-    Program,
-    at_least,
-    flag,
-    load_model,
-    on_hosts,
-)
+from medusa_jax.commands.flags import HostFlags, Program, at_least, flag, on_hosts
 from medusa_jax.commands.following import following
+from medusa_jax.commands.model_flags import MeshFlags, ModelFlags, load_model
 from medusa_jax.console import inform
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from medusa_jax.commands.flags import BaseFlags, load_model
+from medusa_jax.commands.model_flags import BaseFlags, load_model
 from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 

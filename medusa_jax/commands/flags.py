@@ -11,17 +11,12 @@ import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
-from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
 from medusa_jax.commands.entry import run_main
-from medusa_jax.console import inform
 from medusa_jax.devices.launchers import is_alone
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.notation import entries
-
-if TYPE_CHECKING:  # commands import JAX when they run, not for --help
-    from medusa_jax.api import Model, Options
 
 FIELDS = "__dataclass_fields__"
 # A command's flags: a frozen dataclass.
@@ -39,13 +34,14 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse all of `args`."""
-        found, rest = self.parse_known_args(args, namespace)
-        if flag := next((word for word in rest if word.startswith("-")), ""):
-            name = flag.partition("=")[0]
-            self.error(f"unknown flag {name}{self.near(name)}")
-        if rest:
-            self.error(f"unexpected argument {rest[0]!r}: values follow a flag's name")
-        return found
+        values, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-"):
+                name = word.partition("=")[0]
+                self.error(f"unknown flag {name}{self.near(name)}")
+        if unknown:
+            self.error(f"unexpected argument {unknown[0]!r}: values follow a flag's name")
+        return values
 
     def near(self, name: str) -> str:
         """The end of the message about an unknown flag: the one that was meant, if any is near."""
@@ -95,8 +91,9 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
             how["default"] = field.default
         else:
             how["required"] = True
-        own = how.get("default")
-        if own is not False and own not in (None, "", []) and "default" not in how["help"]:
+        default = how.get("default")
+        shown = default is not False and default not in (None, "", [])
+        if shown and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
         groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
@@ -150,9 +147,10 @@ def at_least(
     """The type of a flag with numbers from `least` to `most`."""
 
     def number(text: str) -> Any:
-        if not least <= (given := kind(text)) <= most:
-            raise argparse.ArgumentTypeError(f"from {least} to {most}, not {given}")
-        return given
+        value = kind(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"from {least} to {most}, not {value}")
+        return value
 
     number.__name__ = kind.__name__  # argparse's word for it where the text is not a number
     return number
@@ -167,82 +165,12 @@ def numbers(
         if text == "none":
             return ()
         with suppress(ValueError):
-            if found := tuple(map(at_least(least, kind, most), entries(text))):
-                return found
+            values = tuple(map(at_least(least, kind, most), entries(text)))
+            if values:
+                return values
         raise argparse.ArgumentTypeError(f"a list like 1,4,8, not {text!r}")
 
     return read
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BaseFlags:
-    """The model."""
-
-    model: str | None = flag(
-        "directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
-        None,
-    )
-    dtype: str | None = flag(
-        "type to compute in (default: float32 on CPU, bfloat16 elsewhere)",
-        None,
-        choices=DTYPES,
-    )
-    weights: str | None = flag(
-        "type to read kernels in: those of a GGUF file as stored, multiplied by integers (see "
-        "--activations), or unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF file on a "
-        "CPU with native products, else the dtype)",
-        None,
-        choices=WEIGHTS,
-    )
-    draft_weights: str | None = flag(
-        "type to store kernels of draft heads in (default: int8 on a CPU with native products while "
-        "only speed depends on it; else, and for typical and rejection, as --weights)",
-        None,
-        choices=DRAFT_WEIGHTS,
-    )
-    activations: int = flag(
-        "bits of the activations that stored and int8 weights are multiplied by on a CPU; 8 is "
-        "llama.cpp's precision",
-        16,
-        choices=ACTIVATIONS,
-    )
-    allow_other_base: bool = flag(
-        "use heads that were trained on another model of the same sizes", False
-    )
-    no_repeat_ngram_size: int | None = flag(
-        "no N tokens in a row twice in prompt and text; 0 is off (default: that of the model's "
-        "generation_config.json)",
-        None,
-        metavar="N",
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFlags(BaseFlags):
-    """The model and its drafter."""
-
-    drafter: str | None = flag(
-        "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
-        "draft_model:PATH, or none (default: hydra for the demo, heads that come with a name, none for another "
-        "model)",
-        None,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshFlags:
-    """The devices that a model is spread over."""
-
-    mesh: tuple[int, ...] = flag("devices along data,fsdp,tensor", "1,1,1", type=numbers())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationFlags:
-    """The length of a text, and how it is drawn."""
-
-    max_new_tokens: int = flag("most tokens of a text", 200)
-    temperature: float = flag("0 is greedy", 0.0)
-    seed: int = flag("of the draws", 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,43 +182,7 @@ class HostFlags:
     process_id: str | None = flag("from 0", None, metavar="I")
 
 
-def load_model(
-    flags: BaseFlags, drafter: str | None = None, *, needs_heads: bool = False, **more: Any
-) -> "Model":
-    """The model that the flags ask for, with --drafter if no other is given.
-
-    Args:
-      needs_heads: refuse plain decoding.
-      more: further arguments of `load`, such as `tree`.
-    """
-    import jax  # here, not for --help
-
-    from medusa_jax.api import default_drafter, load
-
-    wanted = drafter or (flags.drafter if isinstance(flags, ModelFlags) else None)
-    name = wanted or default_drafter(flags.model)
-    if needs_heads and name == "none":
-        whose = flags.model or "the demo"
-        raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
-    if flags.dtype == "float64":  # a switch of the whole process
-        jax.config.update("jax_enable_x64", True)
-    given = _part(flags, BaseFlags)
-    if isinstance(flags, MeshFlags):
-        given["mesh"] = flags.mesh
-    model = load(given.pop("model"), name, **given | more)
-    if wanted is None and name == "none":
-        inform("no --drafter is given: plain decoding, without drafts")
-    return model
-
-
-def generation_options(flags: GenerationFlags, **more: Any) -> "Options":
-    """The `Options` that the flags ask for, and `more` of its fields."""
-    from medusa_jax.api import Options
-
-    return Options(**_part(flags, GenerationFlags), **more)
-
-
-def _part(flags: Any, kind: type) -> dict[str, Any]:
+def values_of(flags: Any, kind: type) -> dict[str, Any]:
     """The values of the fields of `kind`, a base class of the flags."""
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(kind)}
 
@@ -332,5 +224,5 @@ def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
 
 def given_hosts(flags: HostFlags) -> dict[str, str]:
     """The `HostFlags` that were given."""
-    given = _part(flags, HostFlags)
-    return {name: value for name, value in given.items() if value is not None}
+    values = values_of(flags, HostFlags)
+    return {name: value for name, value in values.items() if value is not None}

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from medusa_jax.commands.flags import MeshFlags, ModelFlags, at_least, flag
+from medusa_jax.commands.flags import at_least, flag
+from medusa_jax.commands.model_flags import MeshFlags, ModelFlags
 
 EXAMPLES = """examples:
   python -m medusa_jax serve

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from medusa_jax.api import Model
 from medusa_jax.cache_directories import use_compilation_cache
-from medusa_jax.commands.flags import load_model
+from medusa_jax.commands.model_flags import load_model
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import log
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused

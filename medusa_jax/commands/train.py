@@ -16,11 +16,12 @@ from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
 from medusa_jax.commands.following import following
-from medusa_jax.config import Config, DataConfig, HeadsConfig, fields_of
+from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import warn_if_accelerator_unused
 from medusa_jax.errors import UserError, did_you_mean, nearest
 from medusa_jax.notation import entries
+from medusa_jax.typed import field_value
 
 EXAMPLES = """\
 examples:
@@ -89,45 +90,54 @@ def run(cfg: Config) -> int:
 
     Returns: the exit status; of a training that a signal stopped, 128 + the signal's number.
     """
-    from medusa_jax.training import checks, dry
-    from medusa_jax.training.trainer import train
+    from medusa_jax.training.plan import RunPlan
 
-    checks.check(cfg)
+    plan = RunPlan(cfg, dry=cfg.dry_run)
     warn_if_accelerator_unused()
-    tell_engines(cfg)
+    if plan.drafter:
+        tell_engines(plan.heads, plan.model.path, plan.arch)
     if cfg.dry_run:
-        dry.dry_run(cfg)
+        from medusa_jax.training.dry import dry_run
+
+        dry_run(plan)
         return 0
+    from medusa_jax.training.trainer import train_plan
+
     use_compilation_cache()  # a resumed run starts at once
-    if stopped := train(cfg).get("stopped"):
+    if stopped := train_plan(plan).get("stopped"):
         return int(128 + stopped)
-    model, heads = cfg.model.path or None, os.path.join(cfg.workdir, "export")
-    if os.path.isdir(inside := os.path.join(heads, "heads")):
-        model, heads = heads, inside  # a trained backbone
-    if os.path.isfile(os.path.join(heads, "heads.json")):
-        tree = os.path.join(heads, "tree.json")
-        prompts = prompts_in(cfg.data)
-        following("calibrate", model=model, drafter=heads, prompts=prompts, out=tree)
+    tell_calibration(plan.workdir, plan.model.path, plan.data)
     return 0
 
 
-def tell_engines(cfg: Config) -> None:
-    """Say which engines can run the heads of this run, and why some run only others of the family."""
+def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
+    """Say which engines can run these heads, and why some run only others of the family."""
     from medusa_jax import hosts
-    from medusa_jax.files.hf import model_shape
-    from medusa_jax.files.hub import is_here, resolve
+    from medusa_jax.files.hub import is_here
     from medusa_jax.files.layouts.engines import engines_for
-    from medusa_jax.training.partition import trained_groups
 
-    if "heads" not in trained_groups(cfg.train, cfg.lora) or not hosts.first():
+    if not hosts.first():
         return
-    here = is_here(cfg.model.path)
-    arch = model_shape(resolve(cfg.model.path, ["config.json"])) if here else None
-    able, unable = engines_for(cfg.heads, arch)
+    able, unable = engines_for(heads, arch if is_here(model) else None)
     targets = [f"{engine} ({target})" for engine, target in able.items()]
     inform(f"engines for these heads (convert --to): {', '.join(targets)}")
     for engine, why in unable.items():
         inform(f"not {engine}: {why}")
+
+
+def tell_calibration(workdir: str, model: str, data: DataConfig) -> None:
+    """Say how to calibrate the exported heads, if there are any."""
+    export = os.path.join(workdir, "export")
+    heads = os.path.join(export, "heads")
+    if os.path.isdir(heads):  # inside a trained backbone
+        model = export
+    else:
+        heads = export
+    if os.path.isfile(os.path.join(heads, "heads.json")):
+        tree, prompts = os.path.join(heads, "tree.json"), prompts_in(data)
+        following(
+            "calibrate", model=model or None, drafter=heads, prompts=prompts, out=tree
+        )
 
 
 def prompts_in(data: DataConfig) -> str:
@@ -157,18 +167,19 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    found, rest = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
-    flags = Flags(**vars(found))
+    parsed, field_args = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
+    flags = Flags(**vars(parsed))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
-    known, _ = fields_parser(cfg).parse_known_args(rest)
-    if (name := vars(known).get("heads.drafter")) and type(cfg.heads) is HeadsConfig:
+    known_fields, _ = fields_parser(cfg).parse_known_args(field_args)
+    drafter = vars(known_fields).get("heads.drafter")
+    if drafter and type(cfg.heads) is HeadsConfig:
         from medusa_jax.heads.registry import whole_config  # imports JAX: not for --help
 
         # With the fields of this drafter, which the command line may set, too.
-        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=name))
-    given = vars(fields_parser(cfg).parse_args(rest))
-    for path, value in given.items():
+        cfg.heads = whole_config(dataclasses.replace(cfg.heads, drafter=drafter))
+    values = vars(fields_parser(cfg).parse_args(field_args))
+    for path, value in values.items():
         override(cfg, path, value)
     if module is None:
         raise UserError(
@@ -179,7 +190,7 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
         raise UserError("--workdir=DIR is missing: where checkpoints and results go")
     cfg.workdir = os.path.abspath(cfg.workdir)
     complete = getattr(module, "complete", lambda cfg, _: cfg)
-    return flags, cfg, lambda cfg: complete(cfg, frozenset(given))
+    return flags, cfg, lambda cfg: complete(cfg, frozenset(values))
 
 
 def load_config(path: str) -> Config:
@@ -226,11 +237,11 @@ def fields_parser(cfg: Config) -> Parser:
         parser.add_argument(f"--config.{path}", dest=path, type=reader(kind), **switch)  # type: ignore[arg-type]
 
     def near(flag: str) -> str:
-        asked = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
-        last = asked.split(".")[-1]
-        found = by_last.get(last) or nearest(asked, by_last.values())
-        found = found or by_last.get(nearest(last, by_last), "")
-        return found and f"; did you mean --config.{found}?"
+        name = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
+        last = name.split(".")[-1]
+        path = by_last.get(last) or nearest(name, by_last.values())
+        path = path or by_last.get(nearest(last, by_last), "")
+        return f"; did you mean --config.{path}?" if path else ""
 
     parser.near = near  # type: ignore[assignment, method-assign]
     return parser
@@ -257,9 +268,10 @@ def override(cfg: Config, path: str, value: Any) -> None:
 
     Raises:
       KeyError: the configuration has no such field.
+      UserError: a value outside the field's bounds.
     """
     owner, name = {p: (owner, name) for p, owner, name in fields_of(cfg)}[path]
-    setattr(owner, name, value)
+    setattr(owner, name, field_value(owner, name, value, path))
 
 
 if __name__ == "__main__":

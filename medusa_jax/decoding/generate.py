@@ -188,9 +188,7 @@ def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
     )
 
 
-def prompt_arrays(
-    engine: Engine, request: DecodeRequest
-) -> tuple[list[int], PromptArrays]:
+def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], PromptArrays]:
     """Successive cache sizes of a request, and its arrays for `prefill` with the first size."""
     B = len(request.prompts)
     # NumPy's arrays, which `prefill` puts onto the device.

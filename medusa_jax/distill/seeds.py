@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from medusa_jax import hosts
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.training.data import sources, tokenise
+from medusa_jax.training.data import conversations, sources
 
 MODES = ("continue", "multi_turn", "self_talk")
 
@@ -43,20 +43,20 @@ def read_seed(number: int, record: object) -> Seed:
     """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
-    (`training/data/tokenise.py`).
+    (`training/data/conversations.py`).
     """
     if not isinstance(record, dict):
         return Seed(number)
     if isinstance(record.get("turns"), list):
         turns = tuple(t for t in record["turns"] if isinstance(t, str) and t.strip())
         return Seed(number, turns=turns)
-    name = tokenise.field_of(record, (*tokenise.TURNS, "prompt_ids", "prompt"))
+    name = conversations.field_of(record, (*conversations.TURNS, "prompt_ids", "prompt"))
     prompt = record.get(name)
     if name == "prompt_ids" and isinstance(prompt, list):
         return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-    for turn in tokenise.turns_of(record, answered=False)[1]:
-        message, _ = tokenise.parse_turn(turn)
+    for turn in conversations.turns_of(record, answered=False)[1]:
+        message, _ = conversations.parse_turn(turn)
         if message and message["content"].strip():
             texts[message["role"]].append(message["content"])
     text, system = prompt if isinstance(prompt, str) else "", (texts["system"] or [""])[0]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
-from medusa_jax.training.data import sources, tokenise
+from medusa_jax.training.data import conversations, sources
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ def as_asked(record: Json) -> Json:
         return record
     if isinstance(text := record.get("text"), str):
         return record | {"prompt": text[:BEGINNING]}
-    _, turns = tokenise.turns_of(record, answered=False)
-    messages = [message for turn in turns if (message := tokenise.parse_turn(turn)[0])]
+    _, turns = conversations.turns_of(record, answered=False)
+    messages = [message for turn in turns if (message := conversations.parse_turn(turn)[0])]
     return record | {"messages": messages} if messages else record
 
 

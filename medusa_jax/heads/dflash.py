@@ -21,6 +21,7 @@ to t.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
+from medusa_jax.bounds import AtLeast
 from medusa_jax.errors import between
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -67,7 +69,7 @@ class DFlashConfig(HeadsConfig):
     n_layers: int = 5
     lm_head: str = "shared"
     # The token whose embedding fills the slots after the root; -1: the last of the vocabulary.
-    mask_token: int = -1
+    mask_token: Annotated[int, AtLeast(-1)] = -1
     # Number of layers that are read, if `tap_layers` does not name them.
     n_taps: int = 5
     tap_layers: str = ""

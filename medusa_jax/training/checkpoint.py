@@ -123,7 +123,7 @@ class Checkpoints:
             write_json(path / SUMS, checksums(path, names))
 
     def restore(self, params: PyTree, opt: PyTree) -> tuple[PyTree, PyTree, dict, dict]:
-        """Read the newest undamaged checkpoint, placed like the given trees.
+        """Read the newest undamaged checkpoint, placed like these trees.
 
         Damaged ones are reported and set aside as `<step>.damaged`.
 
@@ -149,9 +149,9 @@ class Checkpoints:
                 f"no checkpoint in {self.directory} can be read ({reasons}); restore them from a copy, "
                 "or use another --workdir"
             )
-        found = self._read(step, params, opt)
+        checkpoint = self._read(step, params, opt)
         self._set_aside(damaged, step)
-        return found
+        return checkpoint
 
     def _read(
         self, step: int, params: PyTree, opt: PyTree
@@ -211,8 +211,8 @@ def damage(path: Path) -> str:
     sums = path / SUMS
     try:
         stored = json.loads(sums.read_text()) if sums.exists() else {}
-        found = checksums(path, list(stored))
+        current = checksums(path, list(stored))
     except (OSError, ValueError, TypeError) as error:
         return f"{SUMS}: {first_line(error)}"
-    wrong = [name for name in stored if found[name] != stored[name]]
+    wrong = [name for name in stored if current[name] != stored[name]]
     return f"{wrong[0]} has another checksum" if wrong else ""

@@ -17,7 +17,7 @@ from jax.stages import Compiled
 from medusa_jax.config import Config, DataConfig, ModelConfig
 from medusa_jax.devices.chips import CHIPS
 from medusa_jax.errors import UserError
-from medusa_jax.files.hub import is_here, resolve
+from medusa_jax.files.hub import is_here
 from medusa_jax.heads import vocabulary
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
 from medusa_jax.model.llama import init_params
@@ -25,15 +25,15 @@ from medusa_jax.model.quantise import quantise_backbone
 from medusa_jax.notation import byte_size, entries
 from medusa_jax.sharding import PyTree, bytes_on_device, make_mesh
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.training import checks
 from medusa_jax.training.data import sources
 from medusa_jax.training.data.hidden_store import encode
 from medusa_jax.training.data.rows import ROW
-from medusa_jax.training.data.tokenise import Encoder, tokenizer_for
+from medusa_jax.training.data.tokenise import encoder_for, tokenizer_for
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import batch_shapes, compile_step, placed_shapes
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.stage import Stage, make_stage
-from medusa_jax.training.trainer import TrainState, init_state, make_step
+from medusa_jax.training.step import TrainState, init_state, make_step
 from medusa_jax.whole_files import Json
 
 
@@ -51,22 +51,18 @@ class Shapes(NamedTuple):
     mesh: Mesh
 
 
-def dry_run(cfg: Config) -> Json:
+def dry_run(plan: RunPlan) -> Json:
     """Print and return the requirements of a run: `sizes`, then `measure`.
 
-    The shape is that of a local `model.path`, else `cfg.model.arch`; nothing is downloaded. With local text
-    and a local tokenizer it prints a sample, its counted tokens marked.
-
-    Raises:
-      UserError: inconsistent sizes.
+    With local text and a local tokenizer it prints a sample, its counted tokens marked.
     """
-    tokenizer = cfg.model.tokenizer or cfg.model.path
-    if any(map(os.path.exists, entries(cfg.data.source)[:1])) and is_here(tokenizer):
-        print(preview(cfg.data, tokenizer))
-    shapes = step_shapes(cfg)
+    tokenizer = plan.model.tokenizer_path
+    if any(map(os.path.exists, entries(plan.data.source)[:1])) and is_here(tokenizer):
+        print(preview(plan.data, tokenizer))
+    shapes = shapes_of(plan)
     report = sizes(shapes)
     mesh = ", ".join(f"{name} {n}" for name, n in report["mesh"].items())
-    print(f"stage {cfg.train.stage} in {cfg.train.dtype}, devices: {mesh}")
+    print(f"stage {plan.train.stage} in {plan.train.dtype}, devices: {mesh}")
     for kind, groups in (("frozen", shapes.frozen), ("trained", shapes.state.params)):
         for name, group in groups.items():
             print(f"{kind + ' ' + name:21} {byte_size(stored_bytes(group))}")
@@ -78,7 +74,7 @@ def dry_run(cfg: Config) -> Json:
     # Flushed, since compiling may take long.
     print(f"stored per device     {stored} = {total}", flush=True)
     begin = time.monotonic()
-    report = measure(cfg, shapes)
+    report = measure(plan, shapes)
     sent = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]
     fits = [c.title for c in CHIPS.values() if report["total_bytes"] <= c.memory]
     print(
@@ -101,32 +97,39 @@ def step_shapes(cfg: Config, devices: Sequence[jax.Device] | None = None) -> Sha
     Raises:
       UserError: inconsistent sizes.
     """
-    checks.check(cfg)
-    arch = cfg.model.arch
-    if is_here(cfg.model.path):
-        from medusa_jax.files.hf import model_shape
+    return shapes_of(RunPlan(cfg, make_mesh(cfg.mesh, devices), dry=True))
 
-        arch = model_shape(resolve(cfg.model.path, ["config.json"]))
-    mesh = make_mesh(cfg.mesh, devices)
-    cfg = checks.settle(cfg, arch, mesh)
-    steps = cfg.train.steps or 1000
-    stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
-    optimizer = make_optimizer(cfg.optim, stage.groups, steps)
-    kl = cfg.train.backbone_loss == "kl"
-    frozen = placed_shapes(mesh, frozen_shapes(stage, cfg.model, kl))
-    begin = partial(init_state, stage, optimizer, mesh, seed=cfg.train.seed)
+
+def shapes_of(plan: RunPlan) -> Shapes:
+    """The step of a plan, with `plan.train.steps` or 1000 updates."""
+    train, data, mesh = plan.train, plan.data, plan.mesh
+    steps = train.steps or 1000
+    stage = make_stage(train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
+    optimizer = make_optimizer(plan.optim, plan.groups, steps)
+    frozen = placed_shapes(
+        mesh, frozen_shapes(stage, plan.model, train.backbone_loss == "kl")
+    )
+    begin = partial(init_state, stage, optimizer, mesh, seed=train.seed)
     state = placed_shapes(mesh, jax.eval_shape(begin, frozen))
-    schedule = make_schedule(cfg.optim, steps)
-    step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
-    T = cfg.data.seq_len
-    row = {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
-    if kind := cfg.data.cache_features:
-        states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
-        stored = jax.eval_shape(partial(encode, kind, D=arch.d_model), states)
-        row["hidden"] = jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
-    micro = cfg.train.batch_size // cfg.train.accumulation
-    batch = batch_shapes(mesh, row, micro, cfg.train.accumulation)
+    schedule = make_schedule(plan.optim, steps)
+    step = make_step(stage, optimizer, schedule, train.seed, mesh)
+    row = row_shapes(data.seq_len)
+    if data.cache_features:
+        row["hidden"] = hidden_shape(data.cache_features, data.seq_len, stage)
+    batch = batch_shapes(mesh, row, plan.microbatch, train.accumulation)
     return Shapes(step, state, frozen, batch, mesh)
+
+
+def row_shapes(T: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays of a row of T tokens."""
+    return {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
+
+
+def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:
+    """The hidden states of a row, as `data.cache_features` stores them."""
+    states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
+    stored = jax.eval_shape(partial(encode, kind, D=stage.arch.d_model), states)
+    return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
 
 
 def frozen_shapes(stage: Stage, model: ModelConfig, kl: bool) -> PyTree:
@@ -169,7 +172,7 @@ def sizes(shapes: Shapes) -> Json:
     }
 
 
-def measure(cfg: Config, shapes: Shapes) -> Json:
+def measure(cfg: Config | RunPlan, shapes: Shapes) -> Json:
     """Compile the step; return `sizes`, memory and traffic per device.
 
     Raises:
@@ -178,7 +181,7 @@ def measure(cfg: Config, shapes: Shapes) -> Json:
     return sizes(shapes) | figures(cfg, compile_step(*shapes))
 
 
-def figures(cfg: Config, compiled: Compiled) -> Json:
+def figures(cfg: Config | RunPlan, compiled: Compiled) -> Json:
     """Memory and traffic of each device, from the compiled step."""
     # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
     chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
@@ -230,20 +233,21 @@ def preview(data: DataConfig, tokenizer: str) -> str:
     source = sources.names(data.source)[0]
     if os.path.isfile(os.path.join(source, "tokens.npy")):
         return ""
-    encode = Encoder(tokenizer_for(source, tokenizer), data)
+    loaded = tokenizer_for(source, tokenizer)
     samples = sources.read_records(source, data)
+    encode = encoder_for(samples, loaded, data)
     problems = {}
     for number, record in enumerate(samples):
-        found = encode(record)
-        if not found.pieces:
-            problems[number] = found.problem
+        sample = encode(record)
+        if not sample.pieces:
+            problems[number] = sample.problem
             continue
-        ids, counts = found.pieces[0]
+        ids, counts = sample.pieces[0]
         kept = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
         counted = [c > 0 for c in counts[:kept]]
         return (
             f"{mark_counted(encode.tokenizer, ids[:kept], counted)}\n{'-' * 60}\n"
-            f"sample {number + 1} of {len(samples)} in {source} ({found.form}): {kept} of {len(ids)} tokens, "
+            f"sample {number + 1} of {len(samples)} in {source} ({sample.form}): {kept} of {len(ids)} tokens, "
             f"{sum(counted)} of them counted (the loss is computed on these): ⟦like this⟧"
         )
     raise UserError(

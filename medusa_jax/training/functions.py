@@ -28,9 +28,9 @@ from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
-from medusa_jax.training.stage import GroupedBackbone, make_stage
+from medusa_jax.training.partition import trained_groups
+from medusa_jax.training.stage import make_stage
 from medusa_jax.whole_files import replacing
 
 
@@ -58,12 +58,12 @@ class HeadFunctions:
             raise UserError(
                 f"the backbone is frozen: train.stage medusa1, not {train.stage}"
             )
-        self._stage = make_stage(train, arch, heads, LoraConfig(), 1)
-        drafter = make_drafter(heads, arch)
+        drafter, lora = make_drafter(heads, arch), LoraConfig()
+        groups = trained_groups(train.stage, lora.rank)
+        self._stage = make_stage(train, arch, groups, drafter, lora, 1)
         self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
         self._levels = drafter.loss_view(train.levels)
-        llama = Llama(arch, jnp.dtype(train.dtype))
-        self._grouped = GroupedBackbone(llama, LoraConfig())
+        self._grouped = self._stage.backbone
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
         """Fresh float32 parameters, as docs/formats.md lists them, in nested dictionaries."""

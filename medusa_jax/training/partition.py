@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 
 
@@ -31,15 +30,15 @@ TABLE: dict[str, dict[str, Trains]] = {
 }
 
 
-def trained_groups(train: TrainConfig, lora: LoraConfig) -> dict[str, Trains]:
-    """The row of `TABLE` for this run.
+def trained_groups(stage: str, lora_rank: int) -> dict[str, Trains]:
+    """The row of `TABLE` for a run.
 
     Raises:
       UserError: an unknown stage, or adapters in a stage without them.
     """
-    row = train.stage + ("/lora" if lora.rank else "")
-    if train.stage not in TABLE:
-        raise UserError(f"train.stage is one of {', '.join(TABLE)}, not {train.stage!r}")
+    row = stage + ("/lora" if lora_rank else "")
+    if stage not in TABLE:
+        raise UserError(f"train.stage is one of {', '.join(TABLE)}, not {stage!r}")
     if row not in TABLE:
-        raise UserError(f"stage {train.stage} has no adapters: set lora.rank to 0")
+        raise UserError(f"stage {stage} has no adapters: set lora.rank to 0")
     return TABLE[row]

@@ -4,7 +4,6 @@
 and frozen weights.
 """
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,12 +18,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from medusa_jax import hosts
-from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.heads import vocabulary
 from medusa_jax.training.data.rows import Rows
-from medusa_jax.training.setup import Setup
 from medusa_jax.whole_files import Json, write_json
 
 FILE = "config.json"
@@ -50,53 +46,62 @@ CONTENT = {
 }  # fmt: skip
 
 
-def record(cfg: Config) -> None:
+def record(workdir: str, config: Json) -> None:
     """Write the configuration for the next start."""
     if hosts.first():
-        write_json(os.path.join(cfg.workdir, FILE), dataclasses.asdict(cfg))
+        write_json(os.path.join(workdir, FILE), config)
 
 
-def changes(cfg: Config) -> dict[str, str]:
+def changes(workdir: str, config: Json) -> dict[str, str]:
     """Fields that differ from the last start: {"optim.lr": "0.001 -> 0.0005"}.
+
+    Args:
+      config: all fields, as `dataclasses.asdict` returns them.
 
     Raises:
       UserError: fields of `FIXED` differ; names all of them.
     """
     try:
-        with open(os.path.join(cfg.workdir, FILE), encoding="utf-8") as file:
+        with open(os.path.join(workdir, FILE), encoding="utf-8") as file:
             before = flatten_dict(json.load(file), sep=".")
     except (OSError, ValueError) as error:
         if hosts.first():
             inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
-    now = flatten_dict(json.loads(json.dumps(dataclasses.asdict(cfg))), sep=".")
+    now = flatten_dict(json.loads(json.dumps(config)), sep=".")
     # Fields that another version does not have are ignored.
-    found = {
+    changed = {
         name: f"{before[name]!r} -> {now[name]!r}"
         for name in now
         if name in before and before[name] != now[name] and name not in FREE
     }
     fixed = [
         f"{name}: {change}"
-        for name, change in found.items()
+        for name, change in changed.items()
         if any(f"{name}.".startswith(f"{field}.") for field in FIXED)
     ]
     if fixed:
         raise UserError(
-            f"the run in {cfg.workdir} was started with another configuration "
+            f"the run in {workdir} was started with another configuration "
             f"({', '.join(fixed)}): set it back, or use another --workdir"
         )
-    return found
+    return changed
 
 
-def contents(batch_size: int, rows: Rows, setup: Setup) -> Json:
-    """Description of the text and frozen weights, stored in checkpoints."""
-    ids = setup.frozen.get(vocabulary.GROUP, {}).get("ids")
+def contents(
+    batch_size: int, rows: Rows, fingerprint: str | None, ids: jax.Array | None
+) -> Json:
+    """Description of the text and frozen weights, stored in checkpoints.
+
+    Args:
+      fingerprint: of the loaded backbone.
+      ids: the draft vocabulary.
+    """
     return {
         "rows": rows.rows,
         "batch_size": batch_size,
         "text": rows.crc,
-        "backbone": setup.fingerprint,
+        "backbone": fingerprint,
         "draft_vocab": None if ids is None else zlib.crc32(np.asarray(ids).data),
     }
 

@@ -14,19 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
-from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
-from medusa_jax.training import estimate, losses
+from medusa_jax.training import losses
 from medusa_jax.training.losses import StepInputs, Sums, objectives
 from medusa_jax.training.optim.optimizer import heads_weight
-from medusa_jax.training.partition import Trains, trained_groups
+from medusa_jax.training.partition import Trains
 
 # (trained, frozen, inputs of the step) -> (loss, sums for the log).
 LossFn = Callable[[PyTree, PyTree, StepInputs], tuple[jax.Array, Sums]]
@@ -45,10 +44,11 @@ class Stage:
       loss: the minimised function.
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
+      backbone: builds the backbone from its groups.
+      view: the heads as their loss reads them (`Drafter.loss_view`); None without heads.
       taps: layers of the backbone that the heads read (`Drafter.taps`).
       hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
         they are cached.
-      ranks: (params, frozen, batch) -> rank of each head's label [B, T, K]; None without heads.
       draft_vocab: number of tokens that the heads score, 0: all.
       anchors: number of positions of a row that a step trains, 0: all.
     """
@@ -59,9 +59,10 @@ class Stage:
     loss: LossFn
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
+    backbone: "GroupedBackbone"
+    view: Drafter | None = None
     taps: tuple[int, ...] = ()
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
-    ranks: Callable[[PyTree, PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
     anchors: int = 0
 
@@ -93,15 +94,17 @@ class Stage:
 
 
 def make_stage(
-    train: TrainConfig, arch: LlamaConfig, heads: HeadsConfig, lora: LoraConfig, steps: int,
-    mesh: Mesh | None = None,
+    train: TrainConfig, arch: LlamaConfig, groups: dict[str, Trains], drafter: Drafter | None,
+    lora: LoraConfig, steps: int, mesh: Mesh | None = None,
 ) -> Stage:  # fmt: skip
     """The stage `train.stage` of `steps` updates for a backbone of shape `arch`.
 
     With a mesh the rows of a microbatch stay split over its devices throughout the step.
+
+    Args:
+      groups: `partition.trained_groups`.
+      drafter: the heads, if "heads" are trained.
     """
-    groups = trained_groups(train, lora)
-    drafter = make_drafter(heads, arch) if "heads" in groups else None
     taps = drafter.taps if drafter else ()
     trains_backbone = groups.keys() != {"heads"}
     # Without gradients through the backbone there is nothing to recompute.
@@ -111,30 +114,35 @@ def make_stage(
     init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)
     offsets: tuple[int, ...] = (1,) if trains_backbone else ()
-    if drafter is None:
-        loss = stage_loss(backbone, train, None, trains_backbone)
-        return Stage(groups, arch, offsets, loss, init, lambda_0)
+    view = None
+    if drafter is not None:
+        check_terms(train, drafter)
+        view = drafter.loss_view(train.levels)
+        offsets += tuple(k + 2 for k in range(view.n_heads))
+    return Stage(
+        groups,
+        arch,
+        offsets,
+        loss=stage_loss(backbone, train, view, trains_backbone),
+        init=init,
+        lambda_0=lambda_0,
+        backbone=backbone,
+        view=view,
+        taps=taps,
+        hidden=None if trains_backbone else backbone.hidden_states,
+        draft_vocab=drafter.heads.draft_vocab if drafter else 0,
+        anchors=train.anchors if drafter else 0,
+    )
+
+
+def check_terms(train: TrainConfig, drafter: Drafter) -> None:
+    """Refuse terms of the loss that these heads do not have."""
     if train.induction_weight:
         objectives.induction().check(drafter)
     if train.anchors and not drafter.anchored:
         raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
     if bool(train.confidence_weight) != getattr(drafter.heads, "confidence", False):
         raise UserError("train.confidence_weight and heads.confidence need each other")
-    view = drafter.loss_view(train.levels)
-    offsets += tuple(k + 2 for k in range(view.n_heads))
-    loss = stage_loss(backbone, train, view, trains_backbone)
-    hidden = None if trains_backbone else backbone.hidden_states
-
-    def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
-        given = backbone.drafting(frozen | backbone.with_adapters(params))
-        hidden_BTE = objectives.hidden_states(given, batch)
-        model = (params["heads"], drafter, given)
-        return estimate.head_ranks(*model, hidden_BTE, batch, train.loss_chunk)
-
-    return Stage(
-        groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
-        train.anchors,
-    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

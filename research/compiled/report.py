@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from medusa_jax.console import byte_size
 from medusa_jax.devices.chips import Chip
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.heads.drafter import Drafter, NoDrafter
+from medusa_jax.notation import byte_size
 from medusa_jax.tree.tree import Tree
 from research.compiled.costs import Cost, bytes_read, kernels, of_all_layers, step_costs
 from research.compiled.labelled import Program, read_program

@@ -16,7 +16,7 @@ from medusa_jax.api import default_dtype
 from medusa_jax.devices import platforms
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training.placement import compile_step
-from medusa_jax.training.trainer import TrainState
+from medusa_jax.training.step import TrainState
 
 DECODING = Path(medusa_jax.__file__).parent / "decoding"
 

@@ -20,8 +20,8 @@ from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, sile
 from medusa_jax.distill.writer import Writer
 from medusa_jax.text import answers
 from medusa_jax.text.tokenizer import load_tokenizer
+from medusa_jax.training.data.conversations import RecordEncoder
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.data.tokenise import Encoder
 
 SAID = [("System", "s"), ("gpt", "cut"), ("human", "a"), ("gpt", "b"), ("human", "c")]
 SAID = [{"from": who, "value": text} for who, text in SAID]
@@ -192,7 +192,7 @@ def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
 
 def test_an_answer_that_was_cut_does_not_teach_to_stop(tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    encode = Encoder(tokenizer, DataConfig())
+    encode = RecordEncoder(tokenizer, DataConfig())
     ids, whole = encode({"messages": messages}).pieces[0]
     _, cut = encode({"messages": messages, "cut": True}).pieces[0]
     at = [i for i, (a, b) in enumerate(zip(whole, cut)) if a != b]
@@ -233,7 +233,7 @@ def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, caps
     said = capsys.readouterr().err
     assert "1 seeds gave no sample: the seed has no user turn" in said
     # What training makes of it: every usable line is a sample.
-    encode = Encoder(load_tokenizer(str(model)), DataConfig(format="messages"))
+    encode = RecordEncoder(load_tokenizer(str(model)), DataConfig(format="messages"))
     used = [not encode(line).problem for line in lines]
     assert used == [bool(line["answers"]) for line in lines]
     # And which tokens it counts are those that a draft vocabulary is chosen by.

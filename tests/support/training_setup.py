@@ -1,5 +1,6 @@
 """What the training tests share: a tiny backbone's shape and token arrays for it."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -18,11 +19,13 @@ from medusa_jax.config import (
     OptimConfig,
     TrainConfig,
 )
-from medusa_jax.training import trainer
-from medusa_jax.training.data import sources
+from medusa_jax.heads.registry import make_drafter
+from medusa_jax.training import resume, trainer
 from medusa_jax.training.data.rows import ROW, TokenRows
+from medusa_jax.training.data.texts import read_texts
 from medusa_jax.training.partition import Trains, trained_groups
 from medusa_jax.training.placement import batch_shapes
+from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.setup import Setup, load_setup
 from medusa_jax.training.stage import Stage, make_stage
 
@@ -86,22 +89,30 @@ def command(*args: str) -> list[str]:
 
 def stage_of(cfg: Config, steps: int = 16, mesh: Any = None) -> Stage:
     """The stage of a configuration."""
-    return make_stage(cfg.train, cfg.model.arch, cfg.heads, cfg.lora, steps, mesh)
+    groups, arch = groups_of(cfg), cfg.model.arch
+    drafter = make_drafter(cfg.heads, arch) if "heads" in groups else None
+    return make_stage(cfg.train, arch, groups, drafter, cfg.lora, steps, mesh)
 
 
 def groups_of(cfg: Config) -> dict[str, Trains]:
     """The trained groups of a configuration."""
-    return trained_groups(cfg.train, cfg.lora)
+    return trained_groups(cfg.train.stage, cfg.lora.rank)
 
 
 def setup_of(cfg: Config, mesh: Any) -> Setup:
     """The loaded models of a configuration."""
-    return load_setup(cfg.model, cfg.heads, cfg.train, groups_of(cfg), mesh)
+    return load_setup(RunPlan(cfg, mesh))
 
 
 def texts_of(cfg: Config) -> list[TokenRows]:
     """The texts of a configuration."""
-    return sources.texts(cfg.data, cfg.model, cfg.workdir, cfg.model.arch.vocab_size)
+    size = cfg.model.arch.vocab_size
+    return read_texts(cfg.data, cfg.model.tokenizer_path, cfg.workdir, size).train
+
+
+def changes(cfg: Config) -> dict[str, str]:
+    """What changed since the last start."""
+    return resume.changes(cfg.workdir, dataclasses.asdict(cfg))
 
 
 def run(cfg: Config, workdir: pathlib.Path) -> None:

@@ -10,7 +10,7 @@ from training_setup import training_arch, write_tokens
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.model.llama import init_params
 from medusa_jax.text.tokenizer import load_tokenizer
-from medusa_jax.training import trainer
+from medusa_jax.training import prepare
 
 TALK = [
     ("What is a tree?", "A tree is a graph without cycles."),
@@ -49,14 +49,14 @@ def vicuna(tmp_path_factory):
 @pytest.fixture
 def compiled_once(monkeypatch):
     """All runs of a test are of one program."""
-    compile_step, made = trainer.compile_step, []
+    compile_step, made = prepare.compile_step, []
 
     def once(*args):
         if not made:
             made.append(compile_step(*args))
         return made[0]
 
-    monkeypatch.setattr(trainer, "compile_step", once)
+    monkeypatch.setattr(prepare, "compile_step", once)
 
 
 def conversation(*turns: int) -> dict:

@@ -19,10 +19,10 @@ CHILD = r"""
 import json, os, sys
 import jax
 from test_devices import MESHES, configurations
-from medusa_jax.training import trainer
+from medusa_jax.training import prepare, trainer
 
 tokens, model, workdir = sys.argv[1:]
-COMPILE = trainer.compile_step
+COMPILE = prepare.compile_step
 products = {}
 for name, cfg in configurations(tokens, model).items():
     compile_step = COMPILE
@@ -32,7 +32,7 @@ for name, cfg in configurations(tokens, model).items():
         products[name] = compiled.as_text()
         return compiled
 
-    trainer.compile_step = watched
+    prepare.compile_step = watched
     cfg.mesh, cfg.workdir = MESHES[name], os.path.join(workdir, name)
     os.makedirs(cfg.workdir)
     trainer.train(cfg)

@@ -22,10 +22,10 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import losses
+from medusa_jax.training import estimate, losses
 from medusa_jax.training.data import features, hidden_store
 from medusa_jax.training.data.rows import TokenRows
-from medusa_jax.training.trainer import Evaluator
+from medusa_jax.training.evaluation import Evaluator
 
 ROW = 16 * 16 * 4  # bytes of a row of 16 tokens, 16 wide, in float32
 
@@ -109,7 +109,9 @@ def test_every_batch_of_every_epoch_has_its_own_states(
     assert sum(name.startswith(found.directory) for name in opened) <= 1
 
 
-def test_passes_without_gradient_are_split_like_a_step(tokens, tmp_path, frozen):
+def test_passes_without_gradient_are_split_like_a_step(
+    tokens, tmp_path, frozen, monkeypatch
+):
     """The mesh is in sight where attention is traced, or devices would not use their kernels."""
     cfg, seen = config(tokens, tmp_path), []
     stage = stage_of(cfg)
@@ -121,11 +123,12 @@ def test_passes_without_gradient_are_split_like_a_step(tokens, tmp_path, frozen)
 
         return run
 
-    names = ("hidden", "loss", "ranks")
+    names = ("hidden", "loss")
     stage = dataclasses.replace(stage, **{x: watched(getattr(stage, x)) for x in names})
+    monkeypatch.setattr(estimate, "head_ranks", watched(estimate.head_ranks))
     made = dataclasses.replace(cache(cfg, frozen), stage=stage)
     heads = stage.init(jax.random.key(0), frozen)
-    Evaluator(stage, make_mesh(), rows_of(cfg, shuffle=False), 8, 8)(heads, frozen)
+    Evaluator(stage, make_mesh(), rows_of(cfg, shuffle=False), 8, 8, 8)(heads, frozen)
     made.rows(rows_of(cfg), 8)
     assert len(seen) >= 3 and not any(seen)
 

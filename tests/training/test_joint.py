@@ -35,7 +35,7 @@ from medusa_jax.training.optim.optimizer import heads_weight, make_optimizer
 from medusa_jax.training.partition import TABLE
 from medusa_jax.training.placement import microbatches
 from medusa_jax.training.setup import more_layers
-from medusa_jax.training.trainer import init_state
+from medusa_jax.training.step import init_state
 
 
 def test_lambda_0_rises_as_a_sine():

@@ -20,6 +20,7 @@ from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
 from medusa_jax.training.losses.objectives import heads_loss
 from medusa_jax.training.losses.streamed import heads_cross_entropy
+from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 
 U, A = 0, 1
@@ -257,7 +258,8 @@ def test_joint_loss_is_equation_2(kl):
     params, original = {"backbone": moved, "heads": heads}, backbone if kl else None
     kind = "kl" if kl else "labels"
     train = TrainConfig("medusa2", dtype="float32", loss_chunk=5, backbone_loss=kind)
-    stage = make_stage(train, arch, drafter.heads, LoraConfig(), 1)
+    groups = trained_groups(train.stage, 0)
+    stage = make_stage(train, arch, groups, drafter, LoraConfig(), 1)
     counts = losses.pair_counts(batch, stage.offsets)
 
     def streamed(params):

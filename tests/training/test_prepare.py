@@ -12,8 +12,8 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.tokenizer import load_tokenizer
-from medusa_jax.training.data import sources
-from medusa_jax.training.data.tokenise import Encoder, parse_turns
+from medusa_jax.training.data.conversations import RecordEncoder, parse_turns
+from medusa_jax.training.data.texts import token_directory
 
 
 def text_config(vicuna, workdir, source, **data):
@@ -25,7 +25,8 @@ def text_config(vicuna, workdir, source, **data):
 
 
 def directory_of(cfg):
-    return sources.token_directory(cfg.data.source, cfg.data, cfg.model, cfg.workdir)
+    tokenizer = cfg.model.tokenizer_path
+    return token_directory(cfg.data.source, tokenizer, cfg.data, cfg.workdir)
 
 
 def samples_of(directory):
@@ -77,7 +78,7 @@ FORMS = [
 def test_forms_of_conversations(vicuna, record, form):
     """Ids and counted tokens of the same conversation as messages, and its form in words."""
     tokenizer = load_tokenizer(vicuna)
-    encode = Encoder(tokenizer, DataConfig(chat_template="vicuna"))
+    encode = RecordEncoder(tokenizer, DataConfig(chat_template="vicuna"))
     want = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}]
     if form == "instruction, input, output" and record["input"]:
         want[0]["content"] = "What is\n\na tree?"
@@ -209,7 +210,7 @@ def test_text_lines_and_files(vicuna, tmp_path):
 def test_tokenised_once(vicuna, sharegpt, tmp_path, monkeypatch):
     cfg = text_config(vicuna, tmp_path, sharegpt, chat_template="vicuna", seq_len=256)
     first = directory_of(cfg)
-    monkeypatch.setattr("medusa_jax.training.data.tokenise.tokenise", None)
+    monkeypatch.setattr("medusa_jax.training.data.texts.tokenise", None)
     assert directory_of(cfg) == first
 
 

@@ -21,6 +21,7 @@ from medusa_jax.training import checks, dry
 from medusa_jax.training.data import sources
 from medusa_jax.training.dry import preview
 from medusa_jax.training.optim.optimizer import make_optimizer
+from medusa_jax.training.plan import RunPlan
 
 FILES = sorted(path.stem for path in (ROOT / "configs").glob("[!o]*.py"))
 # Of published models, for machines with accelerators; the others are ours, for any machine.
@@ -37,7 +38,7 @@ def load(name, *more):
 def test_recipes_are_sound_and_say_how_they_are_run(name):
     cfg = load(name)
     assert isinstance(cfg, Config)
-    checks.settle(cfg, cfg.model.arch, make_mesh())
+    RunPlan(cfg, make_mesh(), cfg.model.arch, dry=True)
     said = ast.get_docstring(ast.parse((ROOT / "configs" / f"{name}.py").read_text())) or ""
     assert f"python train.py --config=configs/{name}.py" in said
     if name in RECIPES:
@@ -70,7 +71,7 @@ def test_a_recipe_s_own_mesh_spreads_it_over_eight_devices(name):
     assert wanted == (1, -1, 1)
     mesh = AbstractMesh((1, 8, 1), AXES)
     rows = cfg.train.batch_size // cfg.train.accumulation
-    cfg = checks.settle(cfg, cfg.model.arch, mesh)
+    cfg = RunPlan(cfg, mesh, cfg.model.arch, dry=True)
     batch = cfg.train.batch_size
     assert batch // cfg.train.accumulation == min(8 * rows, batch)
     stage = stage_of(cfg, 100, mesh)
@@ -115,7 +116,8 @@ def test_recipes_have_the_sizes_of_their_models(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_passes_the_dry_run(name, capsys):
-    report = dry.dry_run(load(name, "--config.dry_run"))
+    plan = RunPlan(load(name, "--config.dry_run"), dry=True)
+    report = dry.dry_run(plan)
     assert report["total_bytes"] > 0
     assert "memory per device" in capsys.readouterr().out
 
@@ -149,5 +151,5 @@ def test_what_is_refused(stage, fields, words):
         setattr(getattr(cfg, group), name, value)
     with pytest.raises(UserError, match=words) as error:
         checks.check(cfg)
-        checks.settle(cfg, cfg.model.arch, make_mesh())
+        RunPlan(cfg, make_mesh(), cfg.model.arch, dry=True)
     assert "\n" not in str(error.value)

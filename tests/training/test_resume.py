@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import tensorstore
 from cases import thinned
-from training_setup import VOCAB, records, run, tiny_config, training_arch
+from training_setup import VOCAB, changes, records, run, tiny_config, training_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import resume, trainer
 from medusa_jax.training.checkpoint import Checkpoints
-from medusa_jax.training.trainer import Run, TrainState
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.step import TrainState
+from medusa_jax.training.trainer import Run
 from medusa_jax.whole_files import write_json
 
 STAGES = ("backbone", "medusa1", "medusa2", "lora", "native", "packed moments")
@@ -112,10 +114,12 @@ def test_a_resumed_run_holds_its_state_alone(tokens, model, tmp_path, monkeypatc
     run(cfg, tmp_path)
     look()
     monkeypatch.setattr(Checkpoints, "restore", look)
-    resumed = Run(cfg)
+    checkpoints = Checkpoints(cfg.workdir, 1)
+    resumed = Run(RunPlan(cfg), checkpoints)
     look()
     assert found == [found[0], found[0], found[0] + 3]  # the embedding, its two moments
-    resumed.checkpoints.manager.close()
+    assert resumed.state is not None
+    checkpoints.manager.close()
 
 
 def begun(workdir):
@@ -144,12 +148,12 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
             continue
         setattr(owner, field, other)
         try:
-            said[name] = "logged" if resume.changes(cfg) else "free"
+            said[name] = "logged" if changes(cfg) else "free"
         except UserError as error:
             said[name] = "refused"
             assert f"({name}: " in str(error) and "\n" not in str(error)
         setattr(owner, field, value)
-    assert resume.changes(cfg) == {}
+    assert changes(cfg) == {}
     assert {name for name in said if said[name] == "free"} == {"dry_run"}
     refused = {"data.seed", "data.seq_len", "train.batch_size", "heads.n_heads"}
     refused |= {"optim.name", "model.arch.d_ff"}
@@ -161,8 +165,9 @@ def test_every_field_is_refused_or_logged_or_free(tmp_path):
 def test_the_best_score_counts_while_scores_are_comparable(tmp_path, name, best):
     """With more levels the score is the sum of more losses."""
     run, one = object.__new__(Run), np.int32(1)
-    run.cfg, run.content, run.steps = begun(tmp_path), {}, 4
-    run.mesh, run.best = make_mesh(), np.inf
+    run.mesh = make_mesh()
+    run.plan = RunPlan(begun(tmp_path), run.mesh, dry=True)
+    run.content, run.steps, run.best = {}, 4, np.inf
     meta = {"step": 2, "updates": 2, "best": 1.5}
     saved = ({}, {}, {"step": 2}, meta)
     run.checkpoints = SimpleNamespace(restore=lambda params, opt: saved)
@@ -176,9 +181,9 @@ def test_configurations_of_other_versions_and_damaged_ones(tmp_path, capsys):
     del stored["optim"]["lr"]
     stored["optim"]["new"] = 1
     write_json(tmp_path / "config.json", stored)
-    assert resume.changes(cfg) == {} and not capsys.readouterr().err
+    assert changes(cfg) == {} and not capsys.readouterr().err
     (tmp_path / "config.json").write_text("{")
-    assert resume.changes(cfg) == {}
+    assert changes(cfg) == {}
     assert "are not checked: config.json" in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from closeness import assert_close
 from training_setup import (
     VOCAB,
     abstract_batch,
+    changes,
     groups_of,
     records,
     run,
@@ -31,12 +32,13 @@ from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh
-from medusa_jax.training import resume, trainer
+from medusa_jax.training import trainer
 from medusa_jax.training.data.rows import TokenRows
+from medusa_jax.training.draft_tokens import draft_vocab
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
 from medusa_jax.training.placement import compile_step, microbatches
-from medusa_jax.training.setup import draft_vocab
-from medusa_jax.training.trainer import init_state, make_step
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.step import init_state, make_step
 
 
 def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
@@ -48,9 +50,10 @@ def test_an_export_that_fails_leaves_no_directory(tmp_path, monkeypatch):
     own = types.SimpleNamespace(heads_recipe=None, params={})
     cfg = tiny_config("", "medusa1")
     cfg.workdir = str(tmp_path)
-    run = types.SimpleNamespace(cfg=cfg, setup=own, steps=1, figures={})
+    plan = RunPlan(cfg, dry=True)
+    run = types.SimpleNamespace(plan=plan, setup=own, state=own, steps=1, figures={})
     with pytest.raises(UserError, match=r"export could not.*No space left"):
-        trainer.Run.export(run, "export", 1, own)
+        trainer.Run.export(run, "export", 1)
     assert not os.listdir(tmp_path)
 
 
@@ -200,7 +203,7 @@ def test_a_run_goes_on_with_what_it_may_change(tokens, tmp_path, capsys):
     said = [line for line in capsys.readouterr().err.splitlines() if "changed" in line]
     assert [line.split(": ")[1] for line in said] == ["data.source", "train.eval_every"]
     assert said[1].endswith("train.eval_every: 8 -> 2")
-    assert resume.changes(other) == {}  # what the next start is compared with
+    assert changes(other) == {}  # what the next start is compared with
     np.save(tmp_path / "moved" / "tokens.npy", np.load(f"{tokens}/tokens.npy")[::-1].copy())
     with pytest.raises(UserError, match="made with another text"):
         run(other, tmp_path / "run")

@@ -17,12 +17,10 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +46,8 @@ SHARD_BYTES = 256 * 2**20
 OPEN_SHARDS = 256
 # Disk space left free for checkpoints.
 SPARE_BYTES = 2**30
+# The arrays of a row that the backbone reads.
+INPUTS = ("tokens", "positions", "segment_ids")
 
 
 class CachedRows(Rows):
@@ -154,20 +154,20 @@ class Cache:
         directory = os.path.join(home, digest[:12])
         kind = self.data.cache_features
         width = stored_width(kind, self.stage.arch.d_model, self.stage.width)
-        found = CachedRows(text, count, directory, width, kind)
-        if not found.missing:
+        cached = CachedRows(text, count, directory, width, kind)
+        if not cached.missing:
             if hosts.first():
-                inform(f"hidden states: {byte_size(found.bytes)} read from {directory}")
-            return found
+                inform(f"hidden states: {byte_size(cached.bytes)} read from {directory}")
+            return cached
         waiting = f"hidden states: another run is writing {directory}, waiting for it"
         with hosts.locked(directory, waiting):
-            missing = found.missing  # another run may have written them
+            missing = cached.missing  # another run may have written them
             if missing and hosts.first():
-                announce(found, missing)
+                announce(cached, missing)
             if missing:
-                self.compute(found, missing, size)
+                self.compute(cached, missing, size)
         multihost_utils.sync_global_devices(f"hidden states {digest}")
-        return found
+        return cached
 
     def key(self, text: TokenRows) -> list[object]:
         """Everything that the hidden states depend on; the text by its content."""
@@ -179,56 +179,68 @@ class Cache:
         part = [text.part, data.held_out] if text.part else []
         return [*key, *self.made_by, *([taps] if taps else []), *part]
 
-    def compute(self, found: CachedRows, missing: list[int], size: int) -> None:
+    def compute(self, cached: CachedRows, missing: list[int], size: int) -> None:
         """Run the backbone over the rows of the missing shards, `size` at a time."""
-        names, local = ("tokens", "positions", "segment_ids"), local_rows(self.mesh, size)
-        kind, D, hidden = found.kind, self.stage.arch.d_model, self.stage.hidden
-        assert hidden is not None
-        encoded = jax.jit(lambda *given: encode(kind, hidden(*given), D))
-        done = (len(found.shards) - len(missing)) * found.shard_rows
-        with ProgressBar("hidden states", found.rows, "row", done, hosts.first()) as bar:
-
-            def passes(shard: int) -> Iterator[tuple[jax.Array, int]]:
-                first = shard * found.shard_rows
-                end = min(first + found.shard_rows, found.rows)
-                for at in range(first, end, size):
-                    numbers = np.minimum(at + local, found.rows - 1)
-                    rows = [found.source.row(int(i)) for i in numbers]
-                    batch = {name: np.stack([row[name] for row in rows]) for name in names}
-                    placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
-                    with jax.set_mesh(self.mesh):  # attention is split over it
-                        states = encoded(self.frozen, placed)
-                    yield states, min(size, end - at)
-
-            def batches(shard: int) -> Iterator[np.ndarray]:
-                # The device computes the next pass while the host writes this one.
-                last: Any = None
-                ahead = itertools.pairwise(itertools.chain(passes(shard), [last]))
-                for (states, n), _ in ahead:
-                    yield hosts.on_host(states)
-                    bar.update(n)
-
+        done = (len(cached.shards) - len(missing)) * cached.shard_rows
+        with ProgressBar("hidden states", cached.rows, "row", done, hosts.first()) as bar:
             for shard in missing:
+                batches = self.states(cached, shard, size, bar)
                 if hosts.first():
-                    found.write(shard, batches(shard))
+                    cached.write(shard, batches)
                 else:
-                    collections.deque(batches(shard), maxlen=0)
+                    collections.deque(batches, maxlen=0)
+
+    def states(
+        self, cached: CachedRows, shard: int, size: int, bar: ProgressBar
+    ) -> Iterator[np.ndarray]:
+        """The hidden states of a shard's rows, as they are stored, `size` rows at a time."""
+        local = local_rows(self.mesh, size)
+        first = shard * cached.shard_rows
+        end = min(first + cached.shard_rows, cached.rows)
+        pending = None
+        for at in range(first, end, size):
+            numbers = np.minimum(at + local, cached.rows - 1)
+            rows = [cached.source.row(int(i)) for i in numbers]
+            batch = {name: np.stack([row[name] for row in rows]) for name in INPUTS}
+            placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
+            with jax.set_mesh(self.mesh):  # attention is split over it
+                states = self.encoded(self.frozen, placed)
+            # The device computes this pass while the host writes the one before.
+            if pending is not None:
+                yield hosts.on_host(pending)
+                bar.update(size)
+            pending = states
+        if pending is not None:
+            yield hosts.on_host(pending)
+            bar.update((end - first - 1) % size + 1)
+
+    @functools.cached_property
+    def encoded(self) -> Callable[[PyTree, PyTree], jax.Array]:
+        """(frozen, batch) -> hidden states as they are stored."""
+        kind, D = self.data.cache_features, self.stage.arch.d_model
+        hidden = self.stage.hidden
+        assert hidden is not None
+
+        def run(frozen: PyTree, batch: PyTree) -> jax.Array:
+            return encode(kind, hidden(frozen, batch), D)
+
+        return jax.jit(run)
 
 
-def announce(found: CachedRows, missing: list[int]) -> None:
+def announce(cached: CachedRows, missing: list[int]) -> None:
     """Say what will be written, before it is; refuse if the disk cannot hold it."""
-    T, W = found.shape
-    need = found.bytes * len(missing) // len(found.shards)
-    free = shutil.disk_usage(found.directory).free
-    done = len(found.shards) - len(missing)
-    present = f", {done} of {len(found.shards)} files are there" if done else ""
+    T, W = cached.shape
+    need = cached.bytes * len(missing) // len(cached.shards)
+    free = shutil.disk_usage(cached.directory).free
+    done = len(cached.shards) - len(missing)
+    present = f", {done} of {len(cached.shards)} files are there" if done else ""
     inform(
-        f"hidden states, computed once: {found.rows} rows x {T} x {W} in {found.kind} = "
-        f"{byte_size(found.bytes)} in {found.directory} ({byte_size(free)} free{present})"
+        f"hidden states, computed once: {cached.rows} rows x {T} x {W} in {cached.kind} = "
+        f"{byte_size(cached.bytes)} in {cached.directory} ({byte_size(free)} free{present})"
     )
     if need + SPARE_BYTES > free:
         raise UserError(
-            f"data.cache_features needs {byte_size(need)} in {found.directory}, where "
+            f"data.cache_features needs {byte_size(need)} in {cached.directory}, where "
             f"{byte_size(free)} are free: use fewer bits, fewer samples "
             "(data.max_samples), another data.features_path, or no cache"
         )

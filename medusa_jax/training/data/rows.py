@@ -242,7 +242,7 @@ def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
     Raises:
       UserError: an array is unreadable.
     """
-    arrays, found = {}, {}
+    arrays, checksums = {}, {}
     for name in ARRAYS:
         path = os.path.join(directory, name)
         if not os.path.exists(path):
@@ -252,8 +252,8 @@ def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:
             raise UserError(
                 f"{path} holds {array.dtype}{list(array.shape)}, not whole numbers in one dimension"
             )
-        found[name] = checksum(path)
-    return arrays, zlib.crc32(repr(found).encode())
+        checksums[name] = checksum(path)
+    return arrays, zlib.crc32(repr(checksums).encode())
 
 
 def write_tokens(

@@ -1,29 +1,17 @@
-"""Texts of a run: samples, read when used so that a bad one fails alone, and rows of tokens,
-tokenised once per workdir.
-"""
+"""Samples of a text: read when used, so that a bad one fails alone."""
 
 import collections
-import dataclasses
 import glob
-import hashlib
-import importlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from medusa_jax import hosts
-from medusa_jax.config import DataConfig, ModelConfig
+from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError, first_line
-from medusa_jax.files.hub import TOKENIZER_FILES
 from medusa_jax.notation import entries
-from medusa_jax.training.data.rows import TokenRows, write_tokens
-from medusa_jax.whole_files import decode_text, read_text, replacing, write_json
+from medusa_jax.whole_files import decode_text, read_text
 
 # Suffixes of the files of a directory that are read as text, and of single files.
 TEXT_FILES = (".txt", ".md", ".py")
@@ -43,10 +31,10 @@ def names(source: str) -> list[str]:
     Raises:
       UserError: there is none.
     """
-    found = entries(source)
-    if not found:
+    entered = entries(source)
+    if not entered:
         raise UserError("data.source is empty: name a file, a directory or a dataset id")
-    return found
+    return entered
 
 
 def read_records(source: str, pack: DataConfig) -> Sequence[object]:
@@ -72,6 +60,12 @@ def read_records(source: str, pack: DataConfig) -> Sequence[object]:
     if not records:
         raise UserError(f"{source} has no samples")
     return records[: pack.max_samples or None]
+
+
+def check_all_exist(data: DataConfig) -> None:
+    """Refuse names of files that do not exist, before a model is read."""
+    for name in filter(None, [*names(data.source), data.eval_source]):
+        check_exists(name)
 
 
 def check_exists(source: str) -> bool:
@@ -165,71 +159,3 @@ def reasons(problems: dict[int, str], records: Sequence[object]) -> str:
         f"{n} x {why}, first in {place(first[why])}"
         for why, n in collections.Counter(problems.values()).most_common()
     )
-
-
-def texts(
-    data: DataConfig, model: ModelConfig, workdir: str, vocab_size: int
-) -> list[TokenRows]:
-    """Rows of each text of `data.source`; without `eval_source` all but the share `data.held_out`."""
-    part = "train" if data.held_out and not data.eval_source else ""
-    return [
-        TokenRows(token_directory(name, data, model, workdir), data, vocab_size, part=part)
-        for name in names(data.source)
-    ]
-
-
-def held_out_texts(
-    data: DataConfig, model: ModelConfig, workdir: str, vocab_size: int
-) -> list[TokenRows]:
-    """Rows for evaluation, in their order: `data.eval_source`, else the share `data.held_out` of each text.
-
-    Texts without held-out samples are left out.
-    """
-    found, pack, part = [], data, "held out"
-    if data.eval_source:
-        found, part = [data.eval_source], ""
-        pack = dataclasses.replace(data, max_samples=data.eval_samples)
-    elif data.held_out:
-        found = names(data.source)
-    paths = [token_directory(name, pack, model, workdir) for name in found]
-    texts = [TokenRows(path, pack, vocab_size, shuffle=False, part=part) for path in paths]
-    return [text for text in texts if text.rows]
-
-
-def token_directory(source: str, pack: DataConfig, model: ModelConfig, workdir: str) -> str:
-    """The token directory of a source, tokenised into the workdir if necessary.
-
-    Raises:
-      UserError: the source is unreadable or has no usable sample.
-    """
-    if os.path.isfile(os.path.join(source, "tokens.npy")):
-        return source
-    if pack.format == "tokens":
-        raise UserError(f"data.format is tokens, but {source} has no tokens.npy")
-    path = model.tokenizer or model.path
-    key = [
-        source, stamps(source), path, stamps(path, *TOKENIZER_FILES, "*/*.jinja"), pack.split,
-        pack.format, pack.chat_template, pack.max_samples, pack.seq_len, pack.packing,
-        pack.max_repeats,
-    ]  # fmt: skip
-    own = np.frombuffer(hashlib.sha256(json.dumps(key).encode()).digest()[:6], np.uint8)
-    # Copies of the files on several machines have other times.
-    digest = hosts.broadcast_from_first(own).astype(np.uint8).tobytes().hex()
-    directory = os.path.join(workdir, "tokens", digest)
-    if jax.process_index() == 0 and not os.path.isdir(directory):
-        # Seam: a source that holds tokens needs no tokenizer.
-        text = importlib.import_module("medusa_jax.training.data.tokenise")
-        ids, counted, report = text.tokenise(source, path, pack)
-        with replacing(directory) as new:
-            write_tokens(new, ids, counted)
-            write_json(os.path.join(new, "report.json"), report)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"tokens {digest}")
-    return directory
-
-
-def stamps(path: str, *patterns: str) -> list[tuple[str, int, int]]:
-    """Sizes and modification times of a file, or of a directory's `files_in`, or its files of these patterns."""
-    found = [file for pattern in patterns for file in sorted(Path(path).glob(pattern))]
-    files = [file for file in found or files_in(path) or [Path(path)] if file.exists()]
-    return [(str(x), x.stat().st_size, x.stat().st_mtime_ns) for x in files]

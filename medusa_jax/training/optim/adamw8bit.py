@@ -244,10 +244,10 @@ def scale_by_adam8bit(b1: float, b2: float, eps: float) -> optax.GradientTransfo
 
         results = in_stacks(partial(in_pieces, update_leaf), rows)
         treedef = jax.tree.structure(grads)
-        steps, *rest = (
+        steps, *moments = (
             jax.tree.unflatten(treedef, [row[i] for row in results]) for i in range(5)
         )
-        return steps, Adam8bitState(count, *rest)
+        return steps, Adam8bitState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 

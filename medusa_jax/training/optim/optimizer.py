@@ -1,6 +1,5 @@
 """Optimizers per group of variables, and schedules."""
 
-import importlib
 import re
 from collections.abc import Callable
 
@@ -48,12 +47,14 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     end = cfg.lr * cfg.final_lr_ratio
     first = cfg.lr / max(warmup, 1)
     ramp = optax.linear_schedule(first, cfg.lr, max(warmup - 1, 1))
-    rest = max(steps - warmup, 1)
+    steps_left = max(steps - warmup, 1)
     if cfg.schedule == "cosine":
-        body = optax.cosine_decay_schedule(cfg.lr, rest, cfg.final_lr_ratio)
+        body = optax.cosine_decay_schedule(cfg.lr, steps_left, cfg.final_lr_ratio)
     elif cfg.schedule == "wsd":
-        decay = max(int(rest * WSD_DECAY), 1)
-        body = optax.linear_schedule(cfg.lr, end, decay, transition_begin=rest - decay)
+        decay = max(int(steps_left * WSD_DECAY), 1)
+        body = optax.linear_schedule(
+            cfg.lr, end, decay, transition_begin=steps_left - decay
+        )
     else:
         body = optax.constant_schedule(cfg.lr)
     return optax.join_schedules([ramp, body], [warmup]) if warmup else body
@@ -115,12 +116,10 @@ def make_rule(
             schedule, cfg.b1, cfg.b2, cfg.eps, mu_dtype=first,
             weight_decay=cfg.weight_decay, mask=matrices,
         )  # fmt: skip
-    if name == "adamw8bit":  # seam: chosen by `optim.name` and `optim.heads_name`
-        packed = importlib.import_module("medusa_jax.training.optim.adamw8bit")
-        rule: optax.GradientTransformation = packed.adamw8bit(
-            schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices
-        )
-        return rule
+    if name == "adamw8bit":
+        from medusa_jax.training.optim.adamw8bit import adamw8bit
+
+        return adamw8bit(schedule, cfg.b1, cfg.b2, cfg.eps, cfg.weight_decay, matrices)
     muon = optax.contrib.muon(
         schedule, eps=cfg.eps, mu_dtype=first, weight_decay=cfg.weight_decay, consistent_rms=0.2,
         adam_b1=cfg.b1, adam_b2=cfg.b2, adam_weight_decay=cfg.weight_decay,

@@ -1,0 +1,119 @@
+"""Flags of a model and of the texts that it writes, and the model that they ask for."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, DTYPES, WEIGHTS
+from medusa_jax.commands.flags import flag, numbers, values_of
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+
+if TYPE_CHECKING:  # commands import JAX when they run, not for --help
+    from medusa_jax.api import Model, Options
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseFlags:
+    """The model."""
+
+    model: str | None = flag(
+        "directory, .gguf file, hub id or name (smollm2) of a model (default: the demo)",
+        None,
+    )
+    dtype: str | None = flag(
+        "type to compute in (default: float32 on CPU, bfloat16 elsewhere)",
+        None,
+        choices=DTYPES,
+    )
+    weights: str | None = flag(
+        "type to read kernels in: those of a GGUF file as stored, multiplied by integers (see "
+        "--activations), or unpacked to float32; bfloat16 and int8 round the model (default: stored for a GGUF file on a "
+        "CPU with native products, else the dtype)",
+        None,
+        choices=WEIGHTS,
+    )
+    draft_weights: str | None = flag(
+        "type to store kernels of draft heads in (default: int8 on a CPU with native products while "
+        "only speed depends on it; else, and for typical and rejection, as --weights)",
+        None,
+        choices=DRAFT_WEIGHTS,
+    )
+    activations: int = flag(
+        "bits of the activations that stored and int8 weights are multiplied by on a CPU; 8 is "
+        "llama.cpp's precision",
+        16,
+        choices=ACTIVATIONS,
+    )
+    allow_other_base: bool = flag(
+        "use heads that were trained on another model of the same sizes", False
+    )
+    no_repeat_ngram_size: int | None = flag(
+        "no N tokens in a row twice in prompt and text; 0 is off (default: that of the model's "
+        "generation_config.json)",
+        None,
+        metavar="N",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFlags(BaseFlags):
+    """The model and its drafter."""
+
+    drafter: str | None = flag(
+        "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
+        "draft_model:PATH, or none (default: hydra for the demo, heads that come with a name, none for another "
+        "model)",
+        None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshFlags:
+    """The devices that a model is spread over."""
+
+    mesh: tuple[int, ...] = flag("devices along data,fsdp,tensor", "1,1,1", type=numbers())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationFlags:
+    """The length of a text, and how it is drawn."""
+
+    max_new_tokens: int = flag("most tokens of a text", 200)
+    temperature: float = flag("0 is greedy", 0.0)
+    seed: int = flag("of the draws", 0)
+
+
+def load_model(
+    flags: BaseFlags, drafter: str | None = None, *, needs_heads: bool = False, **more: Any
+) -> "Model":
+    """The model that the flags ask for, with --drafter if no other is given.
+
+    Args:
+      needs_heads: refuse plain decoding.
+      more: further arguments of `load`, such as `tree`.
+    """
+    import jax  # here, not for --help
+
+    from medusa_jax.api import default_drafter, load
+
+    wanted = drafter or (flags.drafter if isinstance(flags, ModelFlags) else None)
+    name = wanted or default_drafter(flags.model)
+    if needs_heads and name == "none":
+        whose = flags.model or "the demo"
+        raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
+    if flags.dtype == "float64":  # a switch of the whole process
+        jax.config.update("jax_enable_x64", True)
+    given = values_of(flags, BaseFlags)
+    if isinstance(flags, MeshFlags):
+        given["mesh"] = flags.mesh
+    model = load(given.pop("model"), name, **given | more)
+    if wanted is None and name == "none":
+        inform("no --drafter is given: plain decoding, without drafts")
+    return model
+
+
+def generation_options(flags: GenerationFlags, **more: Any) -> "Options":
+    """The `Options` that the flags ask for, and `more` of its fields."""
+    from medusa_jax.api import Options
+
+    return Options(**values_of(flags, GenerationFlags), **more)

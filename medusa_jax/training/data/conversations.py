@@ -1,0 +1,155 @@
+"""Conversations to tokens: find the turns of a record, and the tokens that are targets."""
+
+from collections.abc import Sequence
+
+from medusa_jax.config import DataConfig
+from medusa_jax.text import answers, chat
+from medusa_jax.text.tokenizer import Tokenizer
+from medusa_jax.training.data.plain_text import Encoded, TextEncoder
+from medusa_jax.whole_files import Json
+
+# The field of a `data.format`.
+FIELDS = {"sharegpt": "conversations", "messages": "messages"}
+# Fields that hold a list of turns.
+TURNS = ("conversations", "messages", "conversation")
+# Fields of one question, of its subject, and of its answer: Alpaca, Dolly, prompt and completion.
+QUESTIONS = ("instruction", "prompt", "question", "query")
+ABOUT = ("input", "context")
+ANSWERS = ("output", "completion", "response", "answer")
+SYSTEMS = ("system", "system_prompt")
+# Roles in training data, compared in lower case, and the fields of a turn.
+DATA_ROLES = chat.MESSAGE_ROLES | dict.fromkeys(("human", "prompter"), "user")
+DATA_ROLES |= dict.fromkeys(
+    ("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "chatbot"), "assistant"
+)
+ROLES_IN, TEXTS_IN = ("role", "from"), ("content", "value", "text")
+THOUGHTS_IN = ("reasoning_content", "reasoning", "thinking")
+
+
+class RecordEncoder(TextEncoder):
+    """Encodes records that hold a conversation, a question and its answer, or a text."""
+
+    def __init__(self, tokenizer: Tokenizer, pack: DataConfig):
+        super().__init__(tokenizer, pack)
+        if pack.chat_template:
+            # Raises for an unknown name.
+            chat.template_source(self.tokenizer, pack.chat_template)
+
+    def encode(self, record: object) -> Encoded:
+        """Encode a parsed sample."""
+        fields = record if isinstance(record, dict) else {}
+        if field := FIELDS.get(self.pack.format):
+            if not isinstance(fields.get(field), list):
+                return Encoded(f"no list {field!r}")
+            other_turns = set(TURNS) - {field}
+            record = {k: v for k, v in fields.items() if k not in other_turns}
+        form, turns = turns_of(record)
+        if form:
+            cut = bool(fields.get("cut"))  # as `distill` marks it
+            return self.conversation(turns, cut)._replace(form=form)
+        if isinstance(record, str) or "text" in fields:
+            return self.text(fields.get("text", record))
+        return Encoded(
+            f"none of the fields {', '.join(TURNS)}, text, or a question and its answer"
+        )
+
+    def conversation(self, turns: list[object], cut: bool) -> Encoded:
+        """Encode a conversation: only the assistant's tokens count."""
+        messages, problem = parse_turns(turns)
+        if problem:
+            return Encoded(problem)
+        ids, counted = answers.encode_conversation(
+            self.tokenizer, messages, self.pack.chat_template, cut
+        )
+        # Nothing predicts the first token of a sample.
+        if not any(counted[1 : self.pack.seq_len]):
+            return Encoded("no counted token within seq_len")
+        return Encoded("", [(ids, counted)])
+
+
+def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
+    """The form of a conversation and its turns, not parsed; ("", []) of a record that holds none.
+
+    Example: {"instruction": "Add.", "input": "1, 2", "output": "3"} ->
+    ("instruction, input, output", [{"role": "user", "content": "Add.\\n\\n1, 2"}, {"role": "assistant", ...}]).
+
+    Args:
+      answered: whether a question needs an answer.
+    """
+    record = {"messages": record} if isinstance(record, list) else record
+    fields: dict[str, object] = record if isinstance(record, dict) else {}
+    if name := field_of(fields, TURNS):
+        value = fields[name]
+        if isinstance(value, dict) and all(isinstance(x, list) for x in value.values()):
+            # A list of structs, as `datasets` keeps some: a list of each field.
+            value = [dict(zip(value, row)) for row in zip(*value.values())]
+        turns = list(value) if isinstance(value, list) else []
+        first = next((turn for turn in turns if isinstance(turn, dict)), {})
+        keys = [field_of(first, names) for names in (ROLES_IN, TEXTS_IN)]
+        form = f"{name} ({', '.join(filter(None, keys))})"
+    else:
+        keys = [field_of(fields, names) for names in (QUESTIONS, ABOUT, ANSWERS)]
+        question, about, answer = (fields.get(key) for key in keys)
+        if not keys[0] or (answered and not keys[2]):
+            return "", []
+        if about and isinstance(question, str):
+            question = f"{question}\n\n{about}"
+        turns = _as_turns("user", question) + _as_turns("assistant", answer)
+        form = ", ".join(filter(None, keys))
+    system = fields.get(field_of(fields, SYSTEMS))
+    opening = parse_turn(turns[0])[0] if turns else {}
+    if isinstance(system, str) and system.strip() and opening.get("role") != "system":
+        turns = _as_turns("system", system) + turns
+    return form, turns
+
+
+def _as_turns(role: str, said: object) -> list[object]:
+    """A list of turns as it is, a text as the one turn of `role`, none of None."""
+    if isinstance(said, list):
+        return said
+    return [] if said is None else [{"role": role, "content": said}]
+
+
+def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
+    """Parse turns of training data, `[{"from": "human", "value": ...}, ...]` -> (messages, "") or ([], reason).
+
+    Assistant turns before the first user turn (ShareGPT has many such conversations) and user turns after the last
+    answer are dropped.
+    """
+    messages: list[chat.Message] = []
+    for turn in turns:
+        message, problem = parse_turn(turn)
+        if problem:
+            return [], problem
+        messages.append(message)
+    system = messages[:1] if messages and messages[0]["role"] == "system" else []
+    talk = messages[len(system) :]
+    while talk and talk[0]["role"] == "assistant":
+        talk = talk[1:]
+    while talk and talk[-1]["role"] == "user":
+        talk = talk[:-1]
+    if not talk:
+        return [], "no answered user turn"
+    for i, message in enumerate(talk):
+        if message["role"] != ("user", "assistant")[i % 2]:
+            return [], "roles do not alternate"
+        if not message["content"].strip():
+            return [], f"an empty {message['role']} turn"
+    return system + talk, ""
+
+
+def parse_turn(turn: object) -> tuple[chat.Message, str]:
+    """(message, "") of a turn of training data, or ({}, reason)."""
+    fields: Json = turn if isinstance(turn, dict) else {}
+    role_field = field_of(fields, ROLES_IN) or ROLES_IN[0]
+    text_field = field_of(fields, TEXTS_IN) or TEXTS_IN[0]
+    if isinstance(role := fields.get(role_field), str):
+        fields = fields | {role_field: role.strip().lower()}
+    message, problem = chat.read_turn(fields, role_field, text_field, DATA_ROLES)
+    thoughts = [x for x in THOUGHTS_IN if message and isinstance(fields.get(x), str)]
+    return message | {name: fields[name] for name in thoughts}, problem
+
+
+def field_of(record: Json, names: Sequence[str]) -> str:
+    """The first of these fields that a record has, "" if none; data sets fill others with None."""
+    return next((name for name in names if record.get(name) is not None), "")

@@ -1,0 +1,80 @@
+"""The draft vocabulary of a run: the tokens that its heads score."""
+
+import os
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.arch import HeadsConfig
+from medusa_jax.console import inform
+from medusa_jax.errors import UserError
+from medusa_jax.files.layouts.stored_heads import check_ids
+from medusa_jax.heads import vocabulary
+from medusa_jax.heads.vocabulary import COUNTS, covered, most_frequent
+from medusa_jax.sharding import replicated
+from medusa_jax.training.data.rows import Rows
+from medusa_jax.training.setup import Setup
+from medusa_jax.whole_files import read_array, write_array
+
+DRAFT_VOCAB = "draft_vocab.npy"
+
+
+def with_draft_vocab(setup: Setup, mesh: Mesh, choose: Callable[[], np.ndarray]) -> Setup:
+    """Add the draft vocabulary of the initial heads; without one, call `choose`."""
+    start, heads = dict(setup.start), dict(setup.start.get("heads", {}))
+    if vocabulary.GROUP in heads:
+        group = heads.pop(vocabulary.GROUP)
+        start["heads"] = heads
+    else:
+        group = {"ids": jax.device_put(choose(), replicated(mesh))}
+    frozen = setup.frozen | {vocabulary.GROUP: group}
+    return setup._replace(frozen=frozen, start=start)
+
+
+def draft_vocab(
+    heads: HeadsConfig, vocab_size: int, rows: Rows, workdir: str, source: str = ""
+) -> np.ndarray:
+    """Ids of the `heads.draft_vocab` most frequent tokens, ascending.
+
+    Chosen at the first start; a resumed run reads them from its workdir.
+
+    Args:
+      source: token counts (`data.draft_vocab_from`); "": those of `rows`.
+
+    Raises:
+      UserError: counts that are unreadable or have the wrong size.
+    """
+    n, path = heads.draft_vocab, os.path.join(workdir, DRAFT_VOCAB)
+    if os.path.exists(path):
+        ids = read_array(path)
+        check_ids(ids, heads, vocab_size, path)
+        return ids
+    text_counts_V = rows.counts(vocab_size)
+    counts_V = read_counts(source, vocab_size) if source else text_counts_V
+    ids = most_frequent(counts_V, n)
+    if jax.process_index() == 0:
+        write_array(path, ids)
+    inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
+    inform(
+        f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
+        f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
+    )
+    return ids
+
+
+def read_counts(source: str, vocab_size: int) -> np.ndarray:
+    """Token counts [V] written by `distill`.
+
+    Args:
+      source: the file or its directory.
+    """
+    path = os.path.join(source, COUNTS) if os.path.isdir(source) else source
+    counts_V = read_array(path)
+    if counts_V.shape != (vocab_size,) or counts_V.dtype.kind not in "iu":
+        raise UserError(
+            f"{path} holds {counts_V.dtype}{list(counts_V.shape)}, not the counts of a vocabulary "
+            f"of {vocab_size}"
+        )
+    return counts_V

@@ -1,0 +1,70 @@
+"""Export the result of a run: heads, or a backbone with heads and tokenizer."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.config import LoraConfig, ModelConfig
+from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.files.hf_writer import save_backbone
+from medusa_jax.files.layouts import own_heads
+from medusa_jax.heads import vocabulary
+from medusa_jax.hosts import first
+from medusa_jax.model.lora import merge
+from medusa_jax.model.quantise import dequantise_backbone
+from medusa_jax.sharding import PyTree
+from medusa_jax.text.tokenizer_files import copy_tokenizer
+from medusa_jax.training.setup import Setup
+from medusa_jax.whole_files import Json, write_json
+
+
+def export(
+    directory: str, model: ModelConfig, heads: HeadsConfig, lora: LoraConfig, setup: Setup,
+    params: PyTree, recipe: Json,
+) -> None:  # fmt: skip
+    """Write the result of a run to `directory`.
+
+    A trained backbone becomes a Hugging Face directory, with its heads in `heads/` inside it;
+    adapters are merged into it. Heads of a frozen backbone are in the directory itself. Every
+    process must call this; process 0 writes.
+    """
+    write, ids = first(), {}
+    heads_directory, base = directory, setup.base
+    trained = trained_backbone(jnp.dtype(model.param_dtype), lora, setup, params)
+    if trained is not None:
+        arch, backbone = trained
+        base = own_heads.base_record(arch, fingerprint(arch, backbone))
+        dtype = jax.tree.leaves(backbone)[0].dtype
+        if write:
+            ids = copy_tokenizer(model.tokenizer, model.path, directory)
+        save_backbone(directory, arch, backbone, dtype, ids, write)
+        if write:
+            write_json(os.path.join(directory, "recipe.json"), recipe)
+        heads_directory = os.path.join(directory, "heads")
+    if "heads" in params:
+        assert base is not None
+        chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
+        heads_params = params["heads"] | chosen
+        own_heads.save_heads(
+            heads_directory, heads, heads_params, base=base, recipe=recipe, write=write
+        )
+
+
+def trained_backbone(
+    dtype: DTypeLike, lora: LoraConfig, setup: Setup, params: PyTree
+) -> tuple[LlamaConfig, PyTree] | None:
+    """The trained backbone for export; None if the run did not change it.
+
+    Adapters are merged in float32 into the (dequantised) backbone that they were trained on, then stored in
+    the type of the frozen backbone.
+    """
+    if "backbone" in params:
+        return setup.arch, params["backbone"]
+    if "lora" not in params:
+        return None
+    original = dequantise_backbone(setup.frozen["backbone"])
+    arch, merged = merge(setup.arch, original, params["lora"], lora)
+    return arch, jax.tree.map(lambda x: x.astype(dtype), merged)
