@@ -35,7 +35,7 @@ from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
-from medusa_jax.model.seams import attention_kernels, cpu
+from medusa_jax.model.seams import attention_kernels
 from medusa_jax.model.stored import Storage, store
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.text.tokenizer import (
@@ -88,8 +88,8 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" is a tree file's, as fits this device, or without
-        one follows the drafts that were right so far (`api/automatic.py`).
+      tree: the default tree, as for `--tree`. "auto" is the tree file's for this device, or the drafter's default
+        tree; where the text cannot depend on it, each step chooses a size of it (`decoding/gate.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.
@@ -153,22 +153,16 @@ def load(
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Params = {}
     read_wide: Callable[[], Params] | None = None
-    timing = (
-        str(number),
-        cpu().mark() if storage.panel else None,
-        tuple(devices.shape.values()),
-    )
-    where = batch, storage, timing
     if baseline is not None:
         heads, head_params = baselines.load_baseline(
             baseline, text_to_ids, number, devices, storage
         )
-        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
+        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", batch, storage)
     elif stored is None:
         chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
         described = make_drafter(stored.heads, config)
-        chosen = TreeChoice.of(tree, described, stored.directory, *where)
+        chosen = TreeChoice.of(tree, described, stored.directory, batch, storage)
         read = partial(
             heads_io.load_heads,
             stored,
@@ -197,7 +191,7 @@ def load(
         tree=chosen.tree,
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
-        automatic=chosen.automatic,
+        chooses=chosen.chooses,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
         fingerprint=marks.hexdigest(config),
