@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.automatic import tokens_by_size
 from medusa_jax.commands.bench import RaceFlags, names_of, out_directory
 from medusa_jax.commands.flags import (
     Program,
@@ -113,6 +112,12 @@ def in_batches(
         results += found
     prefill, decode = seconds
     return replace(Run.of(results), prefill_seconds=prefill, decode_seconds=decode)
+
+
+def tokens_by_size(calibrated: Json) -> dict[int, float]:
+    """Tokens per step by number of nodes, from a tree file's evidence; {} without any."""
+    rows = (calibrated.get("evidence") or {}).get("ladder") or []
+    return {row["nodes"]: row["tokens_per_step"] for row in rows}
 
 
 def measure_rung(model: Model, calibrated: Json, rows: int, most_nodes: int) -> Json:

@@ -29,9 +29,9 @@ from medusa_jax.tree.tree import Tree
 # Half-life of the counts, in steps that tested drafts.
 RECENT = 64
 # Weight of the evidence at level 1 when a text or a trial begins, and of the level above at others: tested drafts.
-PRIOR, ABOVE = 4.0, 1.0
+PRIOR, ABOVE = 4.0, 2.0
 # Another size must be faster than the current one by this factor, since the estimates are noisy.
-MARGIN = 1.02
+MARGIN = 1.01
 # Plain steps before drafts are tried again: so many that a trial like the last one costs this share of the
 # time, within these bounds.
 OVERHEAD, PAUSES = 0.02, (32, 256)
@@ -179,8 +179,9 @@ class Gate(struct.PyTreeNode):
           running_B: rows that took the step.
         """
         level_L1 = jnp.arange(1, self.tested_L.shape[0] + 1)[:, None]
-        tested_LB = (level_L1 <= jnp.minimum(accepted_B + 1, levels)) & running_B
-        accepted_LB = tested_LB & (level_L1 <= accepted_B)
+        accepted_1B, running_1B = accepted_B[None, :], running_B[None, :]
+        tested_LB = (level_L1 <= jnp.minimum(accepted_1B + 1, levels)) & running_1B
+        accepted_LB = tested_LB & (level_L1 <= accepted_1B)
         tested_L = jnp.sum(tested_LB, axis=1)
         # Only its first draft is tested in a plain step: of the largest size.
         rate_1 = self.rate_N[
