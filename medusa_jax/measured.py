@@ -14,20 +14,28 @@ from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_json
 
 
+def device_mark(*marks: object) -> str:
+    """16 hex digits that stand for this machine, JAX and the other things that a measurement depends on.
+
+    Args:
+      marks: further dependencies, distinguished by their `repr`.
+    """
+    device = jax.devices()[0]
+    machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count())
+    text = "\n".join(map(repr, (*machine, processor(), *marks)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class DeviceCache:
-    """A note about this machine, JAX and the other things that a measurement depends on.
+    """A note in the user's cache directory.
 
     Args:
       kind: the folder of such notes.
-      marks: further dependencies, distinguished by their `repr`.
+      marks: as for `device_mark`.
     """
 
     def __init__(self, kind: str, *marks: object) -> None:
-        device = jax.devices()[0]
-        machine = (jax.__version__, device.platform, device.device_kind, os.cpu_count())
-        text = "\n".join(map(repr, (*machine, processor(), *marks)))
-        name = hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.file = Path(cache_directory(kind)) / f"{name}.json"
+        self.file = Path(cache_directory(kind)) / f"{device_mark(*marks)}.json"
 
     def read(self) -> Json:
         """The note; {} if there is none or it is damaged."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api.model import Model
@@ -87,6 +88,10 @@ class Dialogue:
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._made_for, self._prompt = (engine, sizes), request.prompts[0]
+        choice = self.model.step_sizes
+        if engine.gated and not choice.costs(engine, 1):
+            copy = loop.with_gate(engine, jax.tree.map(jnp.copy, row), request)
+            request.gate = choice.measure(engine, variables, copy)
         return loop.with_gate(engine, row, request), [slots]
 
     def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
@@ -96,8 +101,7 @@ class Dialogue:
         if row is None or any(x.is_deleted() for x in arrays):
             return 0
         new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
-        read_B = row.length_B if row.gate is None else row.gate.followed_B
-        text = np.concatenate([self._prompt, new])[: int(read_B[0])]
+        text = np.concatenate([self._prompt, new])[: int(row.length_B[0])]
         return shared_start(text, prompt)
 
 

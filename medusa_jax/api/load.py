@@ -18,7 +18,6 @@ from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.model.placing import place_part
-from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
@@ -61,8 +60,8 @@ def load(
         a model called by name); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
-      tree: the default tree, as for `--tree`. "auto" is a tree file's, as fits this device, or without
-        one follows the drafts that were right so far (`api/automatic.py`).
+      tree: the default tree, as for `--tree`. "auto" is the tree file's for this device, or the drafter's default
+        tree; where the text cannot depend on it, each step chooses a size of it (`decoding/gate.py`).
       dtype: the type to compute in; by default float32 on CPU and bfloat16 elsewhere. On a CPU with
         native products "bfloat16" rounds the stored parameters and computes in float32. "float64"
         needs JAX's 64-bit types, which the caller enables for the whole process.
@@ -103,7 +102,7 @@ def load(
     drafts = open_drafts(
         source, files.base, files.tokenizer, form, devices, allow_other_base
     )
-    chosen = choose_tree(tree, drafts, batch, form, devices)
+    chosen = choose_tree(tree, drafts, batch, form)
     backbone = read_backbone(files.base, form, devices)
     drafts = drafts.read(None if all_heads else chosen.levels)
     return Model(
@@ -117,7 +116,7 @@ def load(
         tree=chosen.tree,
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
-        automatic=chosen.automatic,
+        chooses=chosen.chooses,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         fingerprint=files.base.fingerprint(),
@@ -178,17 +177,8 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
     return params
 
 
-def choose_tree(
-    tree: str | Tree, drafts: Drafts, batch: int, form: Form, mesh: Mesh
-) -> TreeChoice:
+def choose_tree(tree: str | Tree, drafts: Drafts, batch: int, form: Form) -> TreeChoice:
     """The tree that `tree` names for these drafts; `batch` rows are decoded at a time."""
     if not drafts.draft:
         return TreeChoice(Tree.none() if tree == "auto" else tree)
-    timing = (
-        str(form.dtype),
-        cpu().mark() if form.storage.panel else None,
-        tuple(mesh.shape.values()),
-    )
-    return TreeChoice.of(
-        tree, drafts.drafter, drafts.directory, batch, form.storage, timing
-    )
+    return TreeChoice.of(tree, drafts.drafter, drafts.directory, batch, form.storage)

@@ -18,6 +18,7 @@ from medusa_jax.api.asking import (
     typed,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
+from medusa_jax.api.step_sizes import StepSizes, step_mark, text_is_free
 from medusa_jax.api.streaming import Chunk, Ended, OnTokens, TextStream, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
@@ -38,7 +39,6 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
-    from medusa_jax.api.automatic import Automatic
     from medusa_jax.constraints import Grammars
 
 
@@ -53,7 +53,7 @@ class Model:
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.
-      automatic: chooses the tree while decoding, where the text cannot depend on it; None: always `tree`.
+      chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
       calibrated: content of the tree file next to the heads, or None.
@@ -74,7 +74,7 @@ class Model:
         tree: str | Tree | None = None,
         calibrated: Json | None = None,
         ladder: Mapping[int, Tree] | None = None,
-        automatic: "Automatic | None" = None,
+        chooses: bool = False,
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
         fingerprint: str = "",
@@ -86,7 +86,7 @@ class Model:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.variables = variables
-        self.calibrated, self.ladder, self.automatic = calibrated, ladder or {}, automatic
+        self.calibrated, self.ladder, self.chooses = calibrated, ladder or {}, chooses
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
@@ -157,10 +157,8 @@ class Model:
         """The backbone as drafters see it."""
         return Backbone(self.llama, self.variables["backbone"])
 
-    def tree_at(self, rows: int, rule: str = "greedy") -> Tree:
-        """The default tree for this number of rows under an acceptance rule."""
-        if self.automatic:
-            return self.automatic.tree(rows, rule)
+    def tree_at(self, rows: int) -> Tree:
+        """The default tree for this number of rows."""
         return tree_at(self.ladder, rows) if self.ladder else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
@@ -260,8 +258,17 @@ class Model:
 
         return Grammars(self.tokenizer, self.config.vocab_size)
 
+    @cached_property
+    def step_sizes(self) -> StepSizes:
+        """The sizes that steps choose from."""
+        mark = step_mark(self.drafter, self.dtype, self.mesh, self.storage)
+        return StepSizes(mark, self.calibrated)
+
     def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
-        """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
+        """Compile the programs of a request; returns the seconds, 0 if they are already compiled.
+
+        The first time on this machine it also measures the costs of the tree's sizes.
+        """
         longest = max(map(len, request.prompts))
         needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
@@ -281,11 +288,12 @@ class Model:
         if request.guides is None:
             loop.warm_up(engine, variables, request)
         else:
-            from medusa_jax.decoding import (
-                constrained,  # here: few requests have constraints
-            )
+            from medusa_jax.decoding import constrained
 
             constrained.warm_up(engine, variables, request)
+        if engine.gated and not self.step_sizes.costs(engine, len(request.prompts)):
+            state, _ = loop.begin(engine, variables, request)
+            request.gate = self.step_sizes.measure(engine, variables, state)
         self._warm.add(shape)
         return time.perf_counter() - start
 
@@ -459,14 +467,15 @@ class Model:
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)
         request = self.request(prompts, rows, ids)
-        auto = engine_options.get("tree") in (None, "auto")
-        rule = engine_options.get("acceptance", "auto")
-        if rule == "auto":
-            rule = "sampled" if sampled else "greedy"
-        tree = {"tree": self.tree_at(len(rows), rule)} if auto else {}
-        engine = make(**engine_options | tree)
-        if self.automatic:
-            engine = self.automatic.prepare(engine, rows, self.dtype, request, auto)
+        if engine_options.get("tree") not in (None, "auto"):
+            return rows, make(**engine_options), request
+        engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
+        if self.chooses and text_is_free(engine, rows, self.dtype):
+            engine = self.step_sizes.gated(self.drafter, engine)
+        trees = engine.gated or (engine.tree,)
+        request.sizes = [tree.n_nodes for tree in trees]
+        if engine.gated:
+            request.gate = self.step_sizes.gate(engine, len(rows))
         return rows, engine, request
 
 

@@ -1,21 +1,31 @@
-"""The default tree of a model that is being loaded."""
+"""The trees of a model: the default one, one for each number of rows, and the sizes of `--tree auto`."""
 
-import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
+from medusa_jax.arch import STORED
+from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.stored import Storage
-from medusa_jax.tree.files import file_ladder, load_tree_file, parse_tree, tree_at
-from medusa_jax.tree.tree import Tree
+from medusa_jax.tree.files import (
+    auto_tree,
+    file_ladder,
+    load_tree_file,
+    order_of,
+    parse_tree,
+    tree_at,
+)
+from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json
 
-if TYPE_CHECKING:
-    from medusa_jax.api.automatic import Automatic
+# "bundled": with --tree auto, too, all steps take the tree file's own choice or the drafter's default tree.
+VARIABLE = "MEDUSA_JAX_TREES"
+# Nodes of the smallest size with drafts, and of the only one where weights are narrow.
+FEW = 3
 
 
 @dataclass(frozen=True)
@@ -26,14 +36,14 @@ class TreeChoice:
       tree: the tree, or its name as for `--tree`.
       calibrated: content of the tree file next to the heads.
       ladder: the trees by number of rows that "auto" and "bundled" know.
-      automatic: chooses the tree while decoding; None: `tree` is used throughout.
+      chooses: each step takes one of the sizes of its tree (`sizes_of`).
       levels: maximum number of heads that decoding uses.
     """
 
     tree: str | Tree
     calibrated: Json | None = None
     ladder: Mapping[int, Tree] = field(default_factory=dict)
-    automatic: "Automatic | None" = None
+    chooses: bool = False
     levels: int | None = None
 
     @classmethod
@@ -44,33 +54,81 @@ class TreeChoice:
         directory: str,
         batch: int,
         storage: Storage,
-        *marks: object,
     ) -> "TreeChoice":
         """The tree that `spec` names for a drafter.
 
         Args:
           directory: where a tree file may be; "" for a drafter without files.
           batch: rows that will be decoded at a time.
-          storage, marks: as for `Automatic.of`.
+          storage: the form of the model's weights.
 
         Raises:
           UserError: no tree, or one that is deeper than the number of heads.
         """
         file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
         calibrated = load_tree_file(file) if directory and file.exists() else None
-        automatic, ladder = None, dict[int, Tree]()
+        chooses = spec == "auto" and steps_choose()
+        ladder = dict[int, Tree]()
         if calibrated and spec in ("auto", "bundled"):
             ladder = file_ladder(calibrated, platform)
-        if spec == "auto":
-            trees = importlib.import_module("medusa_jax.api.automatic")
-            automatic = trees.Automatic.of(drafter, calibrated, storage, *marks)
-            ladder[batch] = automatic.tree(batch)
+        if calibrated and chooses:
+            ladder = ladder or {batch: auto_tree(calibrated, platform)}
+            if narrow(storage):
+                ladder = {rows: small(tree, calibrated) for rows, tree in ladder.items()}
+        tree: str | Tree = spec
         if ladder:
-            spec = tree_at(ladder, batch)
-        tree = spec if isinstance(spec, Tree) else parse_tree(spec, calibrated, platform)
+            tree = tree_at(ladder, batch)
+        elif calibrated is None and spec == "auto":
+            tree = drafter.default_tree
+        if isinstance(tree, str):
+            tree = parse_tree(tree, calibrated, platform)
         drafter.check_tree(tree)
-        if automatic and not automatic.cache:
-            automatic = None
-        used = [tree, *ladder.values(), *(automatic.used(batch) if automatic else ())]
-        levels = max(1, *(t.drafted.depth for t in used))
-        return cls(tree, calibrated, ladder, automatic, levels)
+        levels = max(1, *(t.drafted.depth for t in (tree, *ladder.values())))
+        return cls(tree, calibrated, ladder, chooses, levels)
+
+
+def steps_choose() -> bool:
+    """Whether steps may choose sizes with "auto".
+
+    Not with several processes, which would choose different sizes and run different programs.
+
+    Raises:
+      UserError: the variable has another value than "bundled".
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "bundled"):
+        raise UserError(f"{VARIABLE} is bundled or not set, not {value!r}")
+    return value == "" and jax.process_count() == 1
+
+
+def narrow(storage: Storage) -> bool:
+    """Whether weights are stored narrower than they are computed in: a row more of a product takes longer."""
+    return storage.weights in (STORED, "int8")
+
+
+def small(tree: Tree, calibrated: Json | None) -> Tree:
+    """The first `FEW` nodes of a tree, by the tree file's order if that made it."""
+    if tree.n_nodes <= FEW:
+        return tree
+    order = Order(tree.choices, tree.spares)
+    if calibrated is not None and tree == order_of(calibrated).tree(tree.n_nodes):
+        order = order_of(calibrated)
+    return order.tree(FEW)
+
+
+def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
+    """The sizes of a tree to choose from, plain decoding first and the tree last.
+
+    Each is a loop to compile, so there are at most three: the tree, and its first `FEW` nodes.
+    """
+    sizes = Tree.none(), small(tree, calibrated), tree
+    return tuple(dict.fromkeys(sizes))
+
+
+def tokens_of(sizes: tuple[Tree, ...], calibrated: Json | None) -> list[float] | None:
+    """Tokens per step with each size, by the tree file's evidence; None if it lacks one."""
+    rows = ((calibrated or {}).get("evidence") or {}).get("ladder") or []
+    tokens = {row["nodes"]: row["tokens_per_step"] for row in rows} | {1: 1.0}
+    if any(tree.n_nodes not in tokens for tree in sizes):
+        return None
+    return [tokens[tree.n_nodes] for tree in sizes]

@@ -1,13 +1,19 @@
-"""Steps that draft only while drafts pay.
+"""Decide before each step whether drafting is faster than plain decoding, and with which size of the tree.
 
-A step with drafts takes longer than a plain one, so drafts that are seldom right make
-decoding slower. A *gated* engine has several trees, the empty one first. Each step uses the
-tree with the most tokens per time on the text so far; under a lossless rule the text does
-not depend on the tree. The decode loop chooses on the device (`gated.py`).
+A step with drafts takes longer than a plain one, so drafts that are seldom right make decoding slower. A
+*gated* engine has several sizes of one ordered tree: plain decoding, then first nodes of the order, each
+time more. A step takes the size with the most tokens per time on the text so far; under a lossless rule
+the text does not depend on it. The decode loop chooses on the device (`gated.py`).
 
-The estimate assumes that a draft is accepted at every level with the same probability p, so
-a tree of depth d emits 1 + p + ... + p^d tokens per step on average. The unit of time is a
-plain step.
+With size n of depth d, a step emits 1 + q_1 + q_1 q_2 + ... + q_1 ... q_d tokens on average, where q_l is the
+rate at which drafts of level l are accepted after those above them. A tree file says how many tokens per
+step each size gives; this is as many as with one rate p_n for all levels. Without a file p_n = 1/2. We
+assume that a text changes the rates of all sizes by one exponent per level, q_l = p_n^(g_l), so that
+
+    tokens(n) = 1 + p_n^(g_1) + p_n^(g_1 + g_2) + ... + p_n^(g_1 + ... + g_d)
+    g_l = log(share of drafts of level l accepted on this text) / log(share that the p_n expect)
+
+Both shares are over the latest steps, of all sizes; a level that was not tested takes g of the one above.
 """
 
 from collections.abc import Sequence
@@ -18,141 +24,194 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from medusa_jax.heads.drafter import Drafter
-from medusa_jax.model.cache import KVCache
 from medusa_jax.tree.tree import Tree
 
-# Steps after which a count weighs half; levels that the acceptance rate of earlier texts stands for in a new one.
-RECENT, PRIOR = 16, 4.0
-# Another tree must be faster by this factor, since p is uncertain.
-MARGIN = 1.05
-# Plain steps before drafts are tried again, at first and at most (the number doubles each time that drafts lose);
-# levels to assume as accepted, and as tested, at such a trial.
-PAUSES, AGAIN = (64, 512), (1.0, 2.0)
+# Half-life of the counts, in steps that tested drafts.
+RECENT = 64
+# Weight of the evidence at level 1 when a text or a trial begins, and of the level above at others: tested drafts.
+PRIOR, ABOVE = 4.0, 2.0
+# Another size must be faster than the current one by this factor, since the estimates are noisy.
+MARGIN = 1.01
+# Plain steps before drafts are tried again: so many that a trial like the last one costs this share of the
+# time, within these bounds.
+OVERHEAD, PAUSES = 0.02, (32, 256)
+# Least number of steps with drafts in such a trial.
+TRIAL = 4
+# Bounds of a rate, which keep its logarithm finite and below 0; the rate without evidence.
+LEAST_RATE, MOST_RATE, UNKNOWN = 1e-3, 0.999, 0.5
+# Steps of a pause that does not end.
+FOREVER = np.iinfo(np.int32).max
 
 
-def follows_free(drafter: Drafter) -> bool:
-    """Whether plain steps may keep the drafter's state: accepted tokens cost it no layers.
-
-    A drafter with a cache of keys and values runs layers over every accepted token.
-    """
-    state = jax.eval_shape(lambda: drafter.start(1, 1, jnp.float32))
-    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache))
-    return not any(isinstance(part, KVCache) for part in parts)
+def rate_of(tokens_per_step: float, depth: int) -> float:
+    """The rate p with 1 + p + ... + p^depth = tokens_per_step, within the bounds of a rate."""
+    low, high = LEAST_RATE, MOST_RATE
+    for _ in range(30):
+        p = (low + high) / 2
+        if sum(p**level for level in range(depth + 1)) < tokens_per_step:
+            low = p
+        else:
+            high = p
+    return low
 
 
 class Gate(struct.PyTreeNode):
-    """State of the choice among N trees; one for all rows of a batch. Arrays of one number have shape [1].
+    """State of the choice among N sizes; one for all rows of a batch. Arrays of one number have shape [1].
 
     Attributes:
-      depths: of the trees; constant.
-      follows: the drafter's state follows plain steps (`follows_free`); constant.
-      ratio_N: time of a step with each tree; 1 for the empty one.
-      steps_N: steps taken with each tree.
-      index_1: of the tree of the next step.
-      accepted_1, tested_1: levels whose drafts were accepted, and levels tested, the latest steps counting most.
-      rest_1, pause_1: plain steps until drafts are tried again, and the length of the next pause.
-      followed_B: text positions that the drafter has read.
+      depths: of the sizes, 0 for plain decoding; constant.
+      ratio_N: time of a step with each size over a plain step's.
+      rate_N: p of each size.
+      steps_N: steps taken with each size.
+      index_1: size of the next step.
+      accepted_L, tested_L, expected_L: by level, from 1: drafts accepted, drafts tested, and how many of
+        these the rates expect to be accepted; the latest steps count most.
+      rest_1: plain steps left in a pause, or steps with drafts left in a trial.
+      lost_1: time that drafts have recently lost against plain decoding, in plain steps; 0 while they win.
     """
 
     depths: tuple[int, ...] = struct.field(pytree_node=False)
-    follows: bool = struct.field(pytree_node=False)
     ratio_N: jax.Array
+    rate_N: jax.Array
     steps_N: jax.Array
     index_1: jax.Array
-    accepted_1: jax.Array
-    tested_1: jax.Array
+    accepted_L: jax.Array
+    tested_L: jax.Array
+    expected_L: jax.Array
     rest_1: jax.Array
-    pause_1: jax.Array
-    followed_B: jax.Array
+    lost_1: jax.Array
 
     @classmethod
     def before_text(
         cls,
         trees: Sequence[Tree],
-        drafter: Drafter,
-        rows: int,
         ratios: Sequence[float],
-        acceptance_rate: float,
+        tokens: Sequence[float] | None = None,
     ) -> "Gate":
         """The gate of a text's first step.
 
         Args:
-          ratios: time of a step with each tree, over a plain step's.
-          acceptance_rate: p over earlier texts.
+          trees: the sizes, plain decoding first.
+          ratios: time of a step with each over a plain step's.
+          tokens: tokens per step with each, from a tree file's evidence.
         """
-        one: Any = np.ones(1, np.float32)
-        zero: Any = np.zeros(1, np.int32)
-        ratio_N: Any = np.asarray(ratios, np.float32)
-        followed_B: Any = np.zeros(rows, np.int32)
-        gate = cls(
-            depths=tuple(tree.depth for tree in trees),
-            follows=follows_free(drafter),
-            ratio_N=ratio_N,
-            steps_N=ratio_N.astype(np.int32) * 0,
-            index_1=zero,
-            accepted_1=PRIOR * acceptance_rate * one,
-            tested_1=PRIOR * one,
-            rest_1=zero + PAUSES[0],
-            pause_1=zero + PAUSES[0],
-            followed_B=followed_B,
+        depths = [tree.depth for tree in trees]
+        if tokens is None:
+            tokens = [sum(UNKNOWN**level for level in range(d + 1)) for d in depths]
+        rates = [rate_of(n, depth) for n, depth in zip(tokens, depths)]
+        first_L = PRIOR * (np.arange(max(depths)) == 0)
+        index = int(np.argmax(np.array(tokens) / ratios))
+
+        def numbers(values: Any) -> Any:
+            return np.array(values, np.float32)
+
+        def count(value: int) -> Any:
+            return np.array([value], np.int32)
+
+        return cls(
+            depths=tuple(depths),
+            ratio_N=numbers(ratios),
+            rate_N=numbers(rates),
+            steps_N=np.repeat(count(0), len(trees)),
+            index_1=count(index),
+            accepted_L=numbers(first_L * rates[-1]),
+            tested_L=numbers(first_L),
+            expected_L=numbers(first_L * rates[-1]),
+            rest_1=count(0 if index else PAUSES[0]),
+            lost_1=numbers([0.0]),
         )
-        index_1 = np.asarray(gate.fastest(1), np.int32)
-        if not gate.follows:  # drafts can only be tried at the beginning
-            index_1 = np.maximum(index_1, 1)
-        return gate.replace(index_1=index_1)
 
-    def fastest(self, current: int) -> jax.Array:
-        """Index [1] of the tree with the most tokens per time; `current` is the one in use."""
-        depth_N = np.array(self.depths, np.float32)
-        p_1 = jnp.minimum(self.accepted_1 / self.tested_1, 0.999)
-        speed_N = (1 - p_1 ** (depth_N + 1)) / (1 - p_1) / self.ratio_N
-        favoured_N = np.where(np.arange(len(depth_N)) == current, MARGIN, 1.0)
-        best_1 = jnp.argmax(speed_N * favoured_N.astype(np.float32), keepdims=True)
-        return best_1.astype(jnp.int32)
+    def always(self, index: int) -> "Gate":
+        """The gate before a text whose steps all have one size, to time them."""
+        others_N = np.arange(len(self.depths)) != index
+        return self.replace(
+            ratio_N=np.where(others_N, np.inf, 1.0).astype(np.float32),
+            index_1=np.full(1, index, np.int32),
+            rest_1=np.full(1, FOREVER if index == 0 else 0, np.int32),
+        )
 
-    def after_step(
-        self,
-        index: int,
-        accepted_B: jax.Array | None,
-        running_B: jax.Array,
-        length_B: jax.Array,
-    ) -> "Gate":
-        """The gate after a step.
+    def begun(self, begins_1: jax.Array | bool) -> "Gate":
+        """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
+        first_L = PRIOR * (jnp.arange(self.tested_L.shape[0]) == 0)
+        expected_L = first_L * self.rate_N[-1]
+        return self.replace(
+            accepted_L=jnp.where(begins_1, expected_L, self.accepted_L),
+            tested_L=jnp.where(begins_1, first_L, self.tested_L),
+            expected_L=jnp.where(begins_1, expected_L, self.expected_L),
+            lost_1=jnp.where(begins_1, 0.0, self.lost_1),
+        )
+
+    def tokens(self) -> jax.Array:
+        """Tokens per step to expect with each size [N], by the formula of this file."""
+        rate = self.rate_N[-1]
+        exponent, total, totals = jnp.float32(1.0), jnp.float32(0.0), []
+        for level in range(self.tested_L.shape[0]):
+            weight = ABOVE if level else 0.0
+            tested = self.tested_L[level] + weight
+            accepted = (self.accepted_L[level] + weight * rate**exponent) / tested
+            expected = (self.expected_L[level] + weight * rate) / tested
+            accepted = jnp.clip(accepted, LEAST_RATE, MOST_RATE)
+            expected = jnp.clip(expected, LEAST_RATE, MOST_RATE)
+            exponent = jnp.log(accepted) / jnp.log(expected)
+            total += exponent
+            totals.append(total)
+        reached_NL = self.rate_N[:, None] ** jnp.stack(totals)[None, :]
+        has_NL = np.arange(1, len(totals) + 1) <= np.array(self.depths)[:, None]
+        return 1 + jnp.sum(jnp.where(has_NL, reached_NL, 0.0), axis=1)
+
+    def fastest(self, favoured_N: jax.Array | float) -> jax.Array:
+        """Index [1] of the size with the most tokens per time.
 
         Args:
-          index: of the tree that the step took.
-          accepted_B: levels whose drafts were accepted; after a plain step, whether one draft would have been
-            (None: nobody knows).
-          running_B: rows that took the step.
-          length_B: text positions after it.
+          favoured_N: factors of the sizes' speeds.
         """
-        followed_B = length_B if index or self.follows else self.followed_B
-        new = self.replace(
-            steps_N=self.steps_N + (np.arange(len(self.depths)) == index),
-            followed_B=followed_B,
-        )
-        if accepted_B is not None:
-            keep, depth = 0.5 ** (1 / RECENT), self.depths[index] or 1
-            tested_B = jnp.minimum(accepted_B + 1, depth)
-            new = new.replace(
-                accepted_1=keep * self.accepted_1 + jnp.sum(accepted_B * running_B),
-                tested_1=keep * self.tested_1 + jnp.sum(tested_B * running_B),
-            )
-            new = new.replace(index_1=new.fastest(index))
-            lost_1 = (new.index_1 == 0) & bool(index)
-            longer_1 = jnp.minimum(2 * self.pause_1, PAUSES[1])
-            return new.replace(
-                rest_1=jnp.where(lost_1, self.pause_1, self.rest_1),
-                pause_1=jnp.where(lost_1, longer_1, self.pause_1),
-            )
-        if not self.follows:
-            return new
-        rest_1 = self.rest_1 - 1
-        again_1 = rest_1 <= 0
-        return new.replace(
-            index_1=again_1.astype(jnp.int32),
-            rest_1=rest_1,
-            accepted_1=jnp.where(again_1, AGAIN[0], self.accepted_1),
-            tested_1=jnp.where(again_1, AGAIN[1], self.tested_1),
+        speed_N = self.tokens() / self.ratio_N * favoured_N
+        return jnp.argmax(speed_N, keepdims=True).astype(jnp.int32)
+
+    def after_step(
+        self, accepted_B: jax.Array, levels: int | jax.Array, running_B: jax.Array
+    ) -> "Gate":
+        """The gate after a step with the size `index_1`.
+
+        Args:
+          accepted_B: levels whose drafts were accepted; for a plain step, 1 if the draft that it tested was right.
+          levels: most levels that the step tested: the depth of its size; for a plain step 1 or 0 drafts.
+          running_B: rows that took the step.
+        """
+        level_L1 = jnp.arange(1, self.tested_L.shape[0] + 1)[:, None]
+        accepted_1B, running_1B = accepted_B[None, :], running_B[None, :]
+        tested_LB = (level_L1 <= jnp.minimum(accepted_1B + 1, levels)) & running_1B
+        accepted_LB = tested_LB & (level_L1 <= accepted_1B)
+        tested_L = jnp.sum(tested_LB, axis=1)
+        # Only its first draft is tested in a plain step: of the largest size.
+        rate_1 = self.rate_N[
+            jnp.where(self.index_1 == 0, len(self.depths) - 1, self.index_1)
+        ]
+        keep = jnp.where(levels > 0, 0.5 ** (1 / RECENT), 1.0)
+        emitted = jnp.sum(jnp.where(running_B, accepted_B + 1, 0)) / jnp.sum(running_B)
+        lost_1 = self.ratio_N[self.index_1] / self.ratio_N[0] - emitted
+        return self.replace(
+            steps_N=self.steps_N + (jnp.arange(len(self.depths)) == self.index_1),
+            accepted_L=keep * self.accepted_L + jnp.sum(accepted_LB, axis=1),
+            tested_L=keep * self.tested_L + tested_L,
+            expected_L=keep * self.expected_L + tested_L * rate_1,
+            rest_1=jnp.maximum(self.rest_1 - 1, 0),
+            lost_1=jnp.where(self.index_1 > 0, jnp.maximum(self.lost_1 + lost_1, 0.0), 0.0),
+        )._with_next_size(levels)
+
+    def _with_next_size(self, levels: int | jax.Array) -> "Gate":
+        """The gate with the size of the next step; see `after_step`."""
+        size_N = jnp.arange(len(self.depths))
+        drafted_1, paused_1 = self.index_1 > 0, (self.index_1 == 0) & (levels == 0)
+        trial_1 = paused_1 & (self.rest_1 == 0)
+        gate = self.begun(trial_1)
+        favoured_N = jnp.where(size_N == self.index_1, MARGIN, 1.0)
+        only_drafts_1 = trial_1 | (drafted_1 & (self.rest_1 > 0))
+        favoured_N = jnp.where(only_drafts_1 & (size_N == 0), 0.0, favoured_N)
+        index_1 = jnp.where(paused_1 & ~trial_1, 0, gate.fastest(favoured_N))
+        pause_1 = jnp.clip(gate.lost_1 / OVERHEAD, *PAUSES).astype(jnp.int32)
+        rest_1 = jnp.where(drafted_1 | paused_1, gate.rest_1, 0)
+        rest_1 = jnp.where(trial_1, TRIAL, rest_1)
+        return gate.replace(
+            index_1=index_1, rest_1=jnp.where(drafted_1 & (index_1 == 0), pause_1, rest_1)
         )

@@ -1,7 +1,7 @@
-"""The decode loop of a gated engine (`gate.py`)."""
+"""The decode step of a gated engine (`gate.py`)."""
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,43 +9,61 @@ from jax import lax
 
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.step import Carry, draft, step_of
+from medusa_jax.decoding.step import draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
-from medusa_jax.heads.registry import no_drafter
 from medusa_jax.sharding import Params, pin_state
 from medusa_jax.tree.tree import Tree
 
 
-def loops(
-    engine: Engine, variables: Params, more: Callable[[Carry], jax.Array], carry: Carry
-) -> Carry:
-    """One loop for each tree, in turn: it runs while the gate chooses its tree.
+class Stepped(NamedTuple):
+    """A state and what its last step tested.
 
-    Loops change the state in place; the branches of a conditional would copy the cache.
+    Attributes:
+      waits: the step has not been taken yet.
+      accepted_B, levels: as for `Gate.after_step`.
     """
+
+    state: DecodeState
+    waits: jax.Array
+    accepted_B: jax.Array
+    levels: jax.Array
+
+
+def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+    """A step with the size that the gate has chosen, which then chooses the next one.
+
+    There is one loop for each size, and the loop of the chosen one runs once: loops change the state
+    in place, while the branches of a conditional would copy the cache. Plain steps keep the
+    drafter's state up to date, so that any step may draft.
+    """
+    gate = gate_of(state)
+    running_B = state.status_B == RUNNING
+    nothing = jnp.zeros((), jnp.int32)
+    after = Stepped(state, jnp.array(True), jnp.zeros_like(state.n_new_B), nothing)
     for index, tree in enumerate(engine.gated):
-        own = replace(engine, tree=tree, gated=())
-        if not index and not gate_of(carry[1]).follows:
-            own = replace(own, drafter=no_drafter(engine.llama.config))
+        sized = replace(engine, tree=tree, gated=())
 
-        def chosen(carry: Carry, index: int = index) -> jax.Array:
-            return more(carry) & (gate_of(carry[1]).index_1[0] == index)
+        def chosen(before: Stepped, index: int = index) -> jax.Array:
+            return before.waits & (gate.index_1[0] == index)
 
-        def one(carry: Carry, index: int = index, own: Engine = own) -> Carry:
-            step, old = carry
-            new = step_of(own)(own, variables, old)
-            accepted_B: jax.Array | None = None
-            if index:
-                accepted_B = new.n_new_B - old.n_new_B - 1
-            elif own.drafter.copies:  # a draft costs nothing: test one
-                drafted_BM = draft(own, variables, old, Tree.chain(1)).nodes_BM
-                accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
-            running_B = old.status_B == RUNNING
-            gate = gate_of(old).after_step(index, accepted_B, running_B, new.length_B)
-            return step + 1, pin_state(engine.llama.mesh, new.replace(gate=gate))
+        def one(before: Stepped, sized: Engine = sized) -> Stepped:
+            return step_with(sized, variables, before.state)
 
-        carry = lax.while_loop(chosen, one, carry)
-    return carry
+        after = lax.while_loop(chosen, one, after)
+    gate = gate.after_step(after.accepted_B, after.levels, running_B)
+    return after.state.replace(gate=gate)
+
+
+def step_with(engine: Engine, variables: Params, old: DecodeState) -> Stepped:
+    """A step with the engine's tree."""
+    new = step_of(engine)(engine, variables, old)
+    accepted_B, levels = new.n_new_B - old.n_new_B - 1, engine.tree.depth
+    if not levels and engine.drafter.copies:  # a draft costs nothing: test one
+        drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
+        accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
+        levels = 1
+    new = pin_state(engine.llama.mesh, new)
+    return Stepped(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
 
 
 def gate_of(state: DecodeState) -> Gate:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
+from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
 from medusa_jax.decoding.penalties import Asked, penalties_of
@@ -33,16 +34,12 @@ from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
-    from medusa_jax.decoding.gate import Gate
     from medusa_jax.decoding.guides import Guide
-    from medusa_jax.decoding.step_times import Watch
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
 # accelerators compiling a further program takes longer than a smaller cache saves.
 MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
-# Most steps of a chunk that no reader waits for.
-LONG_CHUNK = 64
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -115,8 +112,7 @@ class DecodeRequest:
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
       gate: of a gated engine, before the first step.
-      sizes: nodes of the trees that steps may take, if the tree is an automatic one.
-      watch: times the loops.
+      sizes: nodes of the trees that steps may take, if the caller gave no tree.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -133,9 +129,8 @@ class DecodeRequest:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[Asked] | None = None
     guides: "Sequence[Guide | None] | None" = None
-    gate: "Gate | None" = None
+    gate: Gate | None = None
     sizes: Sequence[int] = ()
-    watch: "Watch | None" = None
 
 
 class Kept(Protocol):
@@ -236,17 +231,10 @@ def finish(
     ladder: list[int],
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
-    if engine.gated:
-        *_, progress = chunks(engine, variables, request, state, ladder, LONG_CHUNK)
-        return progress
-    if request.watch:
-        request.watch.begin()
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
         state, progress = decode_loop(engine, variables, state, np.int32(FOREVER))
-    if request.watch:
-        request.watch.see(progress)
     return progress
 
 
@@ -283,8 +271,6 @@ def chunks(
     size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
-        if request.watch:
-            request.watch.see(seen)
         if kept:
             kept.state = state
         wanted_B = yield seen

@@ -1,12 +1,10 @@
 """Decode steps in one loop on the device."""
 
-import importlib
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from medusa_jax.decoding.gated import gated_step
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import Carry, step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
@@ -46,14 +44,11 @@ def decode_loop(
 
     def one(carry: Carry) -> Carry:
         step, state = carry
-        state = step_of(engine)(engine, variables, state)
+        next_step = gated_step if engine.gated else step_of(engine)
+        state = next_step(engine, variables, state)
         return step + 1, pin_state(engine.llama.mesh, state)
 
-    body = one
-    if engine.gated:  # a seam: --tree auto of a drafter without a tree file
-        gated = importlib.import_module("medusa_jax.decoding.gated")
-        body = partial(gated.loops, engine, variables, more)
-    _, state = lax.while_loop(more, body, (jnp.zeros((), jnp.int32), state))
+    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
     state = pin_state(engine.llama.mesh, state)
     progress = jax.tree.map(jnp.copy, progress_of(state))
     return state, on_all(engine.llama.mesh, progress)

@@ -3,13 +3,13 @@
 import importlib
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from medusa_jax.decoding.acceptance import Rule, rule_named
+from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
@@ -20,9 +20,6 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
-
-if TYPE_CHECKING:
-    from medusa_jax.decoding.gate import Gate
 
 # Drafters with their own decode step, and its module.
 OWN_STEPS = {"lookahead": "lookahead"}
@@ -40,7 +37,8 @@ class Engine:
       no_repeat_ngram_size: n-grams of this size occur at most once in a text; 0 bars nothing.
       logprobs: number of alternatives with log-probabilities per emitted token; None keeps no
         log-probabilities.
-      gated: trees that steps choose from (`gate`), the empty one first and `tree` last; () if all steps take `tree`.
+      gated: sizes of `tree` that steps choose from (`gate.py`), plain decoding first and `tree` last; () if
+        all steps take `tree`.
     """
 
     llama: Llama
@@ -119,7 +117,7 @@ class DecodeState(struct.PyTreeNode):
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
         keeps the text. S is the cache's slots plus a path.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
-      gate: which tree the next step takes; None unless the engine is gated.
+      gate: chooses the size of the next step's tree; None unless the engine is gated.
     """
 
     cache: KVCache
@@ -138,7 +136,7 @@ class DecodeState(struct.PyTreeNode):
     histogram_BL: jax.Array
     text_BS: jax.Array | None = None
     logprobs: Logprobs | None = None
-    gate: "Gate | None" = None
+    gate: Gate | None = None
 
 
 class Progress(struct.PyTreeNode):
@@ -152,7 +150,7 @@ class Progress(struct.PyTreeNode):
     steps_B: jax.Array
     histogram_BL: jax.Array
     logprobs: Logprobs | None
-    gate: "Gate | None"
+    gate: Gate | None
 
 
 def fresh_state(

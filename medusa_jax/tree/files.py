@@ -38,8 +38,13 @@ def load_tree_file(path: str | Path) -> Json:
         size.number("tokens_per_step")
         size.number("step_latency_ratio", 1.0)
     for row in file.items("batches", dict, []):
-        Fields(f"{file.file}, batches", row).count("batch")
-        Fields(f"{file.file}, batches", row).count("nodes")
+        rung = Fields(f"{file.file}, batches", row)
+        rung.count("batch")
+        rung.count("nodes")
+        for timed in rung.items("rows", dict, []):
+            size = Fields(f"{rung.file}, rows", timed)
+            size.count("nodes")
+            size.number("step_latency_ratio")
     try:
         own_tree(file.values)
         tree_of_size(file.values, len(order_of(file.values).growth) + 1)

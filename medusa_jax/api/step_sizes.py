@@ -1,0 +1,113 @@
+"""`--tree auto`: sizes of one tree that the steps of a request choose from, and their costs on this machine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jax.sharding import Mesh
+
+from medusa_jax.api.results import Options
+from medusa_jax.api.tree_choice import sizes_of, tokens_of
+from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.step_costs import step_costs
+from medusa_jax.heads.drafter import Drafter
+from medusa_jax.measured import DeviceCache, device_mark
+from medusa_jax.model.seams import cpu
+from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import Params
+from medusa_jax.whole_files import Json
+
+
+def step_mark(drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage) -> str:
+    """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
+    kernels = cpu().mark() if storage.panel else None
+    shape = tuple(mesh.shape.values())
+    return device_mark(drafter.heads, drafter.llama, storage, str(dtype), kernels, shape)
+
+
+def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
+    """Whether the text cannot depend on the trees of its steps.
+
+    It can if the rule reads the drafts, with a limit of steps, and in 16-bit arithmetic, where passes over different
+    numbers of tokens round differently. With a constraint the host takes part in every step.
+    """
+    exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
+    return exact and all(o.max_steps is None and o.constraint is None for o in rows)
+
+
+@dataclass
+class StepSizes:
+    """The sizes of a model's tree, with the time of a step with each over a plain step's.
+
+    The costs are `calibrate`'s if it ran on this machine, with this model. Else they are measured once, when the
+    decode loop is first compiled here, and kept in the user's cache directory. Neither changes later, so that the
+    same command takes the same sizes at every start.
+
+    Attributes:
+      mark: see `step_mark`.
+      calibrated: content of the tree file, or None.
+    """
+
+    mark: str
+    calibrated: Json | None
+    _costs: dict[str, list[float]] = field(default_factory=dict)
+
+    def gated(self, drafter: Drafter, engine: Engine) -> Engine:
+        """The engine whose steps choose among the sizes of its tree; the same if plain decoding is the only one."""
+        sizes = sizes_of(engine.tree, self.calibrated)
+        return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
+
+    def gate(self, engine: Engine, rows: int) -> Gate:
+        """The gate before a text of a gated engine; without known costs all steps take as long."""
+        costs = self.costs(engine, rows) or [1.0] * len(engine.gated)
+        return Gate.before_text(
+            engine.gated, costs, tokens_of(engine.gated, self.calibrated)
+        )
+
+    def costs(self, engine: Engine, rows: int) -> list[float] | None:
+        """The costs of the sizes, if they are known; else see `measure`."""
+        key = self._key(engine, rows)
+        if key not in self._costs:
+            costs = self._calibrated(engine, rows) or self._cache(engine).read().get(key)
+            if not _are_costs(costs, len(engine.gated)):
+                return None
+            self._costs[key] = costs
+        return self._costs[key]
+
+    def measure(self, engine: Engine, variables: Params, state: DecodeState) -> Gate:
+        """Measure the costs and keep them; returns the gate. Consumes the state."""
+        rows, cache = len(state.length_B), self._cache(engine)
+        costs = step_costs(engine, variables, state, self.gate(engine, rows))
+        cache.write(cache.read() | {self._key(engine, rows): costs})
+        self._costs[self._key(engine, rows)] = costs
+        return self.gate(engine, rows)
+
+    def _key(self, engine: Engine, rows: int) -> str:
+        """Sampling draws noise for every level of the tree, so the rule matters."""
+        sizes = ",".join(str(tree.n_nodes) for tree in engine.gated)
+        return f"{rows} {engine.acceptance} {sizes}"
+
+    def _cache(self, engine: Engine) -> DeviceCache:
+        return DeviceCache("steps", self.mark, engine.tree)
+
+    def _calibrated(self, engine: Engine, rows: int) -> list[float] | None:
+        """The tree file's costs, if they were measured like this; None if it lacks a size."""
+        file: Mapping = self.calibrated or {}
+        if (file.get("mark"), file.get("acceptance")) != (self.mark, engine.acceptance):
+            return None
+        rungs = [rung for rung in file.get("batches") or () if rung["batch"] == rows]
+        timed = {row["nodes"]: row for rung in rungs for row in rung.get("rows") or ()}
+        ratios = [
+            timed.get(tree.n_nodes, {}).get("step_latency_ratio")
+            for tree in engine.gated[1:]
+        ]
+        return None if None in ratios else [1.0, *ratios]
+
+
+def _are_costs(costs: object, n: int) -> bool:
+    """Whether a note has n costs: a damaged one is measured again."""
+    numbers = isinstance(costs, list) and all(
+        isinstance(x, int | float) and 0 < x < float("inf") for x in costs
+    )
+    return numbers and len(costs) == n

@@ -1,0 +1,244 @@
+"""`--tree auto`: sizes change while a text is decoded and the text does not; every start begins equally."""
+
+import dataclasses
+import itertools
+import json
+import shutil
+
+import pytest
+from tiny import write_model
+
+import medusa_jax
+from medusa_jax import Options, Tree, UserError
+from medusa_jax.api import step_sizes, tree_choice
+from medusa_jax.api.dialogue import Dialogue
+from medusa_jax.api.tree_choice import sizes_of, tokens_of
+from medusa_jax.decoding.gate import Gate
+from medusa_jax.model.stored import Storage
+
+GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
+LADDER = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.0, 6: 2.1, 8: 2.2}
+OPTIONS = Options(max_new_tokens=60, eos_ids=())
+PROMPTS = ["the cat in the", "abc abc ab"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    write_model(path, max_position=512)
+    ladder = [
+        {"nodes": n, "tokens_per_step": t, "step_latency_ratio": 1 + n / 20}
+        for n, t in LADDER.items()
+    ]
+    file = {"choices": GROWTH[:5], "growth": GROWTH, "evidence": {"ladder": ladder}}
+    (path / "heads" / "tree.json").write_text(json.dumps(file))
+    shutil.copytree(path / "heads", path / "own")
+    (path / "own" / "tree.json").unlink()
+    return path
+
+
+@pytest.fixture
+def free(monkeypatch, tmp_path):
+    """Steps choose sizes, and no costs are known."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(tree_choice.VARIABLE)
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """The costs that are measured, instead of this device's; each is used once."""
+    costs = []
+    monkeypatch.setattr(step_sizes, "step_costs", lambda *arguments: costs.pop(0))
+    return costs
+
+
+def load(directory, drafter="", **more):
+    drafter = drafter.format(directory=directory) or str(directory / "heads")
+    return medusa_jax.load(str(directory), drafter, **more)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "{directory}/heads",
+        "prompt_lookup",
+        "draft_model:{directory}",
+        pytest.param("{directory}/own", marks=pytest.mark.wide),
+        pytest.param("lookahead:window=3:ngram=3:guesses=2", marks=pytest.mark.wide),
+    ],
+)
+def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch):
+    """Greedy and sampled rows together, over a cache that grows; whole texts and streams; sizes take turns."""
+    monkeypatch.setattr(Gate, "fastest", in_turn)
+    model = load(directory, drafter, dtype="float32")
+    rows = [Options(150, temperature, eos_ids=()) for temperature in (0.0, 0.9)]
+    plain = [r.token_ids for r in model.generate(PROMPTS, rows, tree="none")]
+    *_, (_, streamed) = model.stream(PROMPTS, rows)
+    for results in (model.generate(PROMPTS, rows), streamed):
+        assert [r.token_ids for r in results] == plain
+        for result in results:
+            counted = enumerate(result.acceptance_histogram, 1)
+            assert sum(n * k for n, k in counted) == 149
+            assert result.steps == sum(result.acceptance_histogram)
+
+
+def in_turn(gate, favoured_N):
+    """Index [1] of another size after every second step."""
+    return (gate.steps_N.sum(keepdims=True) // 2 % len(gate.depths)).astype("int32")
+
+
+def test_lookups_draft_once_the_text_repeats(directory, free, costs):
+    """Plain steps check the draft that they do not verify; here the text is one token throughout."""
+    costs += [[1.0, 1.9, 5.0]]  # without evidence plain decoding begins
+    model = load(directory, "prompt_lookup")
+    options = dataclasses.replace(OPTIONS, max_new_tokens=150, logit_bias={9: 1e3})
+    [result] = model.generate(PROMPTS[:1], options)
+    assert set(result.token_ids) == {9}
+    assert result.accepted_lengths[0] == 1 and result.steps < 75
+
+
+@pytest.mark.parametrize(
+    "drafter, nodes",
+    [
+        ("prompt_lookup", [1, 3, 11]),
+        ("{directory}/own", [1, 3, 4]),
+        ("{directory}/heads", [1, 3, 6]),
+    ],
+)
+def test_sizes_are_nested(directory, drafter, nodes, free):
+    model = load(directory, drafter)
+    sizes = sizes_of(model.tree, model.calibrated)
+    assert [tree.n_nodes for tree in sizes] == nodes
+    assert all(set(a.choices) < set(b.choices) for a, b in itertools.pairwise(sizes))
+    known = tokens_of(sizes, model.calibrated)
+    assert known == ([1.0, 1.9, 2.1] if model.calibrated else None)
+
+
+def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_file_says_so():
+    assert tree_choice.narrow(Storage(weights="int8")) and not tree_choice.narrow(Storage())
+    tree = Tree.from_choices(GROWTH[:5])
+    file = {"choices": GROWTH[:5], "growth": GROWTH}
+    assert tree_choice.small(tree, file) == Tree.from_choices(GROWTH[:2])
+    assert sizes_of(Tree.none(), file) == (Tree.none(),)
+    assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
+
+
+def test_four_starts_choose_the_same(directory, free, costs):
+    """The first measures the costs, and no other one; not even after a long text."""
+    costs += [[1.0, 1.1, 1.2], [1.0, 3.0, 9.0]]
+    used, steps = [], []
+    for _ in range(4):
+        model = load(directory)
+        [result] = model.generate(PROMPTS[:1], OPTIONS)
+        used.append(result.tree_nodes)
+        steps.append(result.steps)
+    assert len(set(used)) == len(set(steps)) == 1 and len(costs) == 1
+    # Two rows, or the other rule, are another measurement.
+    model.generate(PROMPTS, OPTIONS)
+    assert not costs
+    model.generate(PROMPTS, OPTIONS)
+
+
+def test_costs_are_measured_on_this_device(directory, free):
+    model = load(directory)
+    _, engine, _ = model.plan(PROMPTS[:1], OPTIONS, None, {})
+    assert model.step_sizes.costs(engine, 1) is None
+    model.compile(PROMPTS[:1], OPTIONS)
+    measured = model.step_sizes.costs(engine, 1)
+    assert measured[0] == 1 and measured == sorted(measured) and len(measured) == 3
+    assert load(directory).step_sizes.costs(engine, 1) == measured
+    file = model.step_sizes._cache(engine).file
+    [key] = json.loads(file.read_text())
+    for damaged in ("{", "[]", json.dumps({key: 7}), json.dumps({key: [1, "2", 3]})):
+        file.write_text(damaged)
+        assert load(directory).step_sizes.costs(engine, 1) is None
+
+
+def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
+    shutil.copytree(directory / "heads", tmp_path / "heads")
+    heads, file = str(tmp_path / "heads"), tmp_path / "heads" / "tree.json"
+    rows = [{"nodes": n, "step_latency_ratio": r} for n, r in ((3, 1.25), (6, 1.5))]
+    model = load(directory, heads)
+    content = json.loads(file.read_text()) | {
+        "mark": model.step_sizes.mark,
+        "acceptance": "greedy",
+        "batches": [{"batch": 1, "nodes": 6, "rows": rows}],
+    }
+    file.write_text(json.dumps(content))
+    model = load(directory, heads)
+
+    def known(rows=1, **more):
+        options = dataclasses.replace(OPTIONS, **more)
+        _, engine, _ = model.plan(PROMPTS[:1] * rows, options, None, {})
+        return model.step_sizes.costs(engine, rows)
+
+    assert known() == [1.0, 1.25, 1.5]
+    assert known(rows=2) is None and known(temperature=0.5) is None
+    file.write_text(json.dumps(content | {"mark": "another machine"}))
+    model = load(directory, heads)
+    assert known() is None
+
+
+def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
+    """Rules that read drafts, a limit of steps, 16 bits, an explicit tree, several hosts."""
+    model = load(directory, "prompt_lookup")
+
+    def chooses(model=model, options=OPTIONS, **more):
+        return bool(model.plan(["the"], options, None, more)[1].gated)
+
+    assert chooses() and chooses(tree="auto") and chooses(acceptance="sampled")
+    assert chooses(load(directory))
+    assert not chooses(tree="chain:3") and not chooses(tree="none")
+    assert not chooses(acceptance="typical") and not chooses(acceptance="rejection")
+    assert not chooses(options=dataclasses.replace(OPTIONS, max_steps=9))
+    assert not chooses(load(directory, "prompt_lookup", dtype="bfloat16"))
+    for tree in ("bundled", "3", "chain:2"):
+        assert not chooses(load(directory, tree=tree))
+    assert not chooses(load(directory, "none"))
+    with monkeypatch.context() as hosts:
+        hosts.setattr(tree_choice.jax, "process_count", lambda: 2)
+        assert not tree_choice.steps_choose()
+    monkeypatch.setenv(tree_choice.VARIABLE, "bundled")
+    assert not chooses(load(directory, "prompt_lookup"))
+    assert load(directory).tree.n_nodes == load(directory, weights="int8").tree.n_nodes == 6
+    monkeypatch.setenv(tree_choice.VARIABLE, "measured")
+    with pytest.raises(UserError, match="is bundled or not set, not 'measured'"):
+        load(directory)
+
+
+def test_rungs_of_the_tree_file(directory, tmp_path):
+    shutil.copytree(directory / "heads", tmp_path / "heads")
+    file = tmp_path / "heads" / "tree.json"
+    rungs = [{"batch": 1, "nodes": 4}, {"batch": 4, "nodes": 2}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"batches": rungs}))
+    heads = str(tmp_path / "heads")
+    model = load(directory, heads, tree="bundled")
+    assert [model.tree_at(rows).n_nodes for rows in (1, 2, 4, 9)] == [4, 2, 2, 2]
+    model = load(directory, heads, tree="3")
+    assert [model.tree_at(rows).n_nodes for rows in (1, 4)] == [3, 3]
+    timed = {"batch": 1, "nodes": 2}
+    for bad in (
+        [{"batch": 1}],
+        [{"batch": 0, "nodes": 2}],
+        7,
+        [[1, 2]],
+        [timed | {"rows": 7}],
+        [timed | {"rows": [{"nodes": 2}]}],
+    ):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"batches": bad}))
+        with pytest.raises(UserError, match="batches"):
+            load(directory, heads)
+
+
+def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
+    """They keep the drafter's keys and values, so nothing is read again; the first turn measures the costs."""
+    costs += [[1.0, 9.0, 9.0]]
+    model = load(directory, "draft_model:{directory}")
+    talk, prompt = Dialogue(model), model.encode(PROMPTS[0])
+    for new in ("in", "at"):
+        *_, (_, [result]) = talk.stream(prompt, OPTIONS)
+        [alone] = model.generate([prompt], OPTIONS, tree="none")
+        assert result.token_ids == alone.token_ids and result.tree_nodes == 1
+        previous = len(prompt)
+        prompt = [*prompt, *result.token_ids, *model.encode(new)[1:]]
+    assert talk.reused > previous - 4 and not costs
