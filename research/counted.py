@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from medusa_jax.config import Config
 from medusa_jax.heads.drafter import Drafter, TextRows
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
 from medusa_jax.training.dry import Shapes
@@ -126,7 +127,8 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
 def _kept(cfg: Config, drafter: Drafter, rows: int, T: int, shapes: Shapes) -> int:
     """What the backward pass of the drafter keeps of `rows` rows, as if no tensor axis split it."""
     arch, dtype = cfg.model.arch, jnp.dtype(cfg.train.dtype)
-    grouped = GroupedBackbone(Llama(arch, dtype, taps=drafter.taps), cfg.lora)
+    llama = Llama(arch, dtype, kernels=choose_kernels(), taps=drafter.taps)
+    grouped = GroupedBackbone(llama, cfg.lora)
     groups = shapes.frozen | shapes.state.params
 
     def features(heads: PyTree, hidden_BTE: jax.Array, groups: PyTree) -> jax.Array:

@@ -27,6 +27,7 @@ from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import stand_in
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 from medusa_jax.model.placing import prepare
@@ -100,7 +101,8 @@ def pass_cost(config: LlamaConfig, tree: Tree, slots: int) -> dict[str, float]:
 
     The embedding table is only looked up and does not count as weights.
     """
-    llama = Llama(decoding_config(config), jnp.float32, shards=1)
+    kernels = choose_kernels()
+    llama = Llama(decoding_config(config), jnp.float32, shards=1, kernels=kernels)
 
     def run(
         params: PyTree, cache: KVCache, tokens_1M: jax.Array, start_1: jax.Array
@@ -135,7 +137,8 @@ def draft_bytes(
 ) -> tuple[float, float, int]:
     """Return (bytes of commit + propose by the cost analysis, bytes of its weights, parameters)."""
     config = dataclasses.replace(arch, n_layers=0)
-    drafter, llama = make_drafter(heads, config), Llama(config)
+    drafter = make_drafter(heads, config)
+    llama = Llama(config, kernels=choose_kernels())
     L, D = tree.path_length, arch.d_model
 
     def init(key: jax.Array) -> tuple[PyTree, Backbone]:

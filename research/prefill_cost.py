@@ -23,6 +23,7 @@ from medusa_jax.evaluate.tables import Cell, table_of
 from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.sharding import Params
 from medusa_jax.training.dry import memory_of, stored_bytes
@@ -61,7 +62,7 @@ def engine_of(
     if drafter_name not in DRAFTERS:
         raise UserError(f"unknown drafter {drafter_name!r}: there are {sorted(DRAFTERS)}")
     drafter = make_drafter(drafter_class(drafter_name).Config(drafter=drafter_name), arch)
-    llama = Llama(decoding_config(arch), dtype, shards=1)
+    llama = Llama(decoding_config(arch), dtype, shards=1, kernels=choose_kernels())
     engine = Engine(llama, drafter, Tree.chain(drafter.n_heads))
     return engine, abstract_variables(arch, drafter, dtype)
 

@@ -29,10 +29,12 @@ from medusa_jax.devices.platforms import platform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.roofline import GROUPS, Operator, Roof, block_operators
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.layers import Linear
-from medusa_jax.model.placing import choose_storage
+from medusa_jax.model.placing import choose_storage, store
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.plots.charts import LINE_STYLES
 from medusa_jax.plots.style import INK, finish, new_figure, save_figure
 from medusa_jax.sharding import make_mesh
@@ -94,13 +96,15 @@ def cases(
                     yield Case(operator, phase, batch, queries, length)
 
 
-def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, list[tuple]]:
+def product_of(
+    config: LlamaConfig, case: Case, dtype: Any, kernels: Kernels
+) -> tuple[Callable, list[tuple]]:
     """Return (function, shapes of its operands): the product as the model computes it."""
     c = config
     B, G, H, S = case.batch, c.n_kv_heads, c.head_dim, case.length
     rows = case.queries * c.n_heads // G
     if case.operator.name in ("qk", "pv"):
-        # Keys times queries and weights times values, as in `model/attention.py: attend`.
+        # Keys times queries and weights times values, as in `model/grouped.py: attend`.
         other = (B, G, rows, H) if case.operator.name == "qk" else (B, G, rows, S)
         contract = ((3,), (3,)) if case.operator.name == "qk" else ((2,), (3,))
         dot = partial(
@@ -111,7 +115,7 @@ def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, l
         )
         return lambda x, y: dot(x, y).astype(dtype), [(B, G, S, H), other]
     width = c.n_heads * H if case.operator.name == "q" else c.d_ff
-    layer = Linear(width, dtype=dtype)
+    layer = Linear(width, dtype=dtype, kernels=kernels)
     return (
         lambda kernel, x: layer.apply({"params": kernel}, x),
         [(c.d_model, width), (B, case.queries, c.d_model)],
@@ -119,10 +123,15 @@ def product_of(config: LlamaConfig, case: Case, dtype: Any) -> tuple[Callable, l
 
 
 def time_case(
-    config: LlamaConfig, case: Case, dtype: Any, rounds: int, storage: Storage
+    config: LlamaConfig,
+    case: Case,
+    dtype: Any,
+    rounds: int,
+    storage: Storage,
+    kernels: Kernels,
 ) -> float:
     """Median seconds of one product over `rounds` series of consecutive calls."""
-    function, shapes = product_of(config, case, dtype)
+    function, shapes = product_of(config, case, dtype, kernels)
     n = 1
     if platform() != "cpu":
         n = max(1, min(TOGETHER, int(TOGETHER_BYTES / case.operator.bytes)))
@@ -133,7 +142,7 @@ def time_case(
         if case.operator.name in ("qk", "pv"):
             return first, second
         kernel = {"kernel": first}
-        return store(kernel, storage), second
+        return store(kernel, storage, kernels), second
 
     groups = [[operands() for _ in range(n)] for _ in range(math.ceil(copies / n))]
     jax.block_until_ready(groups)
@@ -178,9 +187,11 @@ def measure(
             "every point of a group is larger than --most_gflop or --most_gbyte allow"
         )
     records = []
-    storage = choose_storage(dtype, make_mesh())  # as decoding stores kernels here
+    mesh = make_mesh()
+    kernels = choose_kernels(mesh, dtype, config.head_dim)
+    storage = choose_storage(kernels, dtype, mesh)  # as decoding stores kernels here
     for case in tqdm(kept, desc="timing operators", unit="point", disable=None):
-        seconds = time_case(config, case, dtype, rounds, storage)
+        seconds = time_case(config, case, dtype, rounds, storage, kernels)
         o = case.operator
         records.append(
             {

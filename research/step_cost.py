@@ -24,6 +24,7 @@ from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.files.shapes import find_shape
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.tokenizer import NoTokenizer
@@ -82,7 +83,8 @@ def measure(
       weights, draft_weights: types that kernels are stored in, as for `load`.
     """
     number, mesh = jnp.dtype(dtype), make_mesh((1, 1, 1))
-    storage = choose_storage(number, mesh, weights, draft_weights)
+    kernels = choose_kernels(mesh, number, config.head_dim)
+    storage = choose_storage(kernels, number, mesh, weights, draft_weights)
     calibrated = load_tree_file(GROWTH)
     trees = [Tree.none(), *(tree_of_size(calibrated, size) for size in sizes)]
     drafters = [
@@ -90,14 +92,15 @@ def measure(
         for n in names
     ]
     with announced("making random weights"):
-        backbone = random_backbone(config, number, storage, mesh)
+        backbone = random_backbone(config, number, storage, mesh, kernels)
     bandwidth = read_bandwidth(sum(x.nbytes for x in jax.tree.leaves(backbone)))
     rows, plain = [], []
     for name, drafter in zip(names, drafters):
-        heads = random_heads(drafter, number, storage)
+        heads = random_heads(drafter, number, storage, kernels)
         model = Model(
             config, {"backbone": backbone, "heads": heads}, NoTokenizer("a shape"), drafter,
-            dtype=number, mesh=mesh, storage=storage, tree=trees[-1], eos_ids=(),
+            dtype=number, mesh=mesh, storage=storage, kernels=kernels, tree=trees[-1],
+            eos_ids=(),
         )  # fmt: skip
         with announced(f"timing {name}"):
             first, *others = step_seconds(

@@ -30,6 +30,7 @@ from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hub import is_here, resolve
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
 from medusa_jax.training import checks, dry, losses
@@ -51,7 +52,8 @@ HEADER = (
 def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
-    llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
+    dtype = jnp.dtype(cfg.train.dtype)
+    llama = Llama(cfg.model.arch, dtype, kernels=choose_kernels(), taps=drafter.taps)
     view = drafter.loss_view(cfg.train.levels)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))

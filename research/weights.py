@@ -10,13 +10,18 @@ from jax.typing import DTypeLike
 from medusa_jax.api.weightless import trained_shapes
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.placing import place_head, place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 
 
 def random_backbone(
-    config: LlamaConfig, dtype: DTypeLike, storage: Storage, mesh: Mesh | None = None
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    storage: Storage,
+    mesh: Mesh | None = None,
+    kernels: Kernels = PLAIN,
 ) -> Params:
     """Random parameters of the backbone in decoding form.
 
@@ -27,15 +32,18 @@ def random_backbone(
     placed: Params = {}
     for name, shapes in trained_shapes(config)["backbone"].items():
         part = {name: _random(shapes, dtype, len(placed))}
-        placed |= place_part(config, part, dtype, mesh, storage)
+        placed |= place_part(config, part, dtype, mesh, storage, kernels)
     return placed
 
 
-def random_heads(drafter: Drafter, dtype: DTypeLike, storage: Storage) -> Params:
+def random_heads(
+    drafter: Drafter, dtype: DTypeLike, storage: Storage, kernels: Kernels = PLAIN
+) -> Params:
     """Random parameters of draft heads in decoding form, created one entry at a time."""
     placed: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
-        placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage.of_drafts)
+        part = {name: _random(shapes, dtype, len(placed))}
+        placed |= place_head(part, storage.of_drafts, kernels)
     return placed
 
 

@@ -23,6 +23,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.tree_choice import TreeChoice
 from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
+from medusa_jax.devices.platforms import before_ampere
 from medusa_jax.errors import UserError, between, one_of
 from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
@@ -33,10 +34,11 @@ from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.blocks import BlockRows
-from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
-from medusa_jax.model.seams import attention_kernels, cpu
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.placing import choose_storage, place_head, place_part, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh, param_shardings
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
@@ -53,8 +55,7 @@ LONGEST_NGRAM = 64
 
 def default_dtype() -> str:
     """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""
-    kernels = attention_kernels()
-    if kernels and kernels.before_ampere():
+    if before_ampere():
         inform(
             "note: this GPU unpacks bfloat16 weights in every step: dtype float16 is faster"
         )
@@ -78,6 +79,7 @@ def load(
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
     allow_other_base: bool = False,
+    kernels: Kernels | None = None,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
@@ -115,6 +117,7 @@ def load(
         the tokenizer's files.
       allow_other_base: accept heads that were trained on another backbone of the same sizes:
         fewer drafts are accepted, the text stays the backbone's own.
+      kernels: the operations that differ by platform, by default the fastest (`kernels/choose.py`).
 
     Raises:
       UserError: anything that cannot be read or does not fit together.
@@ -136,32 +139,31 @@ def load(
         text_to_ids = load_tokenizer(tokenizer_path or directory)
     else:
         text_to_ids = NoTokenizer(directory)
-    weights = _weights(weights, directory, kind, devices)
     opened = hf.BaseFiles.open(directory)
-    number, storage = _forms(
-        opened.config, kind, devices, weights, draft_weights, activations
-    )
-    marks, drafting = Fingerprint(), _DraftHead(stored, devices, storage.of_drafts)
+    head_dim = opened.config.head_dim
+    kernels = kernels or choose_kernels(devices, kind, head_dim)
+    weights = _weights(weights, directory, kind, kernels)
+    number, storage = _forms(kernels, kind, devices, weights, draft_weights, activations)
+    if number != kind:
+        kernels = choose_kernels(devices, number, head_dim)
+    marks = Fingerprint()
+    drafting = _DraftHead(stored, devices, storage.of_drafts, kernels)
 
     def place(config: LlamaConfig, part: Params) -> Params:
         marks.update(config, part)
         drafting.see(config, part)
-        return place_part(config, part, number, devices, storage)
+        return place_part(config, part, number, devices, storage, kernels)
 
     in_blocks = storage.weights == STORED
     config, backbone = hf.load_backbone(directory, devices, kind, place, in_blocks, opened)
     heads = HeadsConfig(n_heads=1, lm_head="shared")
     head_params: Params = {}
     read_wide: Callable[[], Params] | None = None
-    timing = (
-        str(number),
-        cpu().mark() if storage.panel else None,
-        tuple(devices.shape.values()),
-    )
+    timing = str(number), kernels.mark, tuple(devices.shape.values())
     where = batch, storage, timing
     if baseline is not None:
         heads, head_params = baselines.load_baseline(
-            baseline, text_to_ids, number, devices, storage
+            baseline, text_to_ids, number, devices, storage, kernels
         )
         chosen = TreeChoice.of(tree, make_drafter(heads, config), "", *where)
     elif stored is None:
@@ -179,10 +181,11 @@ def load(
             fingerprint=fingerprint_as_read(model_path or directory, marks, config, kind),
             allow_other_base=allow_other_base,
         )
-        heads, head_params, _ = read(convert=partial(place_head, form=storage.of_drafts))
+        place_narrow = partial(place_head, form=storage.of_drafts, kernels=kernels)
+        heads, head_params, _ = read(convert=place_narrow)
         head_params = drafting.with_lm_head(head_params)
         if storage.of_drafts != storage.of_deciding_drafts:
-            wide = _DraftHead(stored, devices, storage.of_deciding_drafts)
+            wide = _DraftHead(stored, devices, storage.of_deciding_drafts, kernels)
             read_wide = partial(_read_wide, read, wide, directory, kind)
     if eos_ids is None:
         eos_ids = sorted(text_to_ids.eos_ids | declared_eos_ids(directory))
@@ -194,6 +197,7 @@ def load(
         dtype=number,
         mesh=devices,
         storage=storage,
+        kernels=kernels,
         tree=chosen.tree,
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
@@ -215,7 +219,7 @@ def _checked_dtype(dtype: str) -> str:
     return dtype
 
 
-def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str | None:
+def _weights(asked: str | None, directory: str, dtype: str, kernels: Kernels) -> str | None:
     """How to store weights: by default the blocks of a GGUF file unchanged, if possible.
 
     Raises:
@@ -227,7 +231,7 @@ def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str |
         raise UserError(f"weights as they are stored need {what}")
     if asked not in (None, STORED) or not blocks or dtype != "float32":
         return asked
-    if reads_blocks(jnp.dtype(dtype), mesh):
+    if kernels.panel:
         return STORED
     inform(
         "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"
@@ -236,7 +240,7 @@ def _weights(asked: str | None, directory: str, dtype: str, mesh: Mesh) -> str |
 
 
 def _forms(
-    config: LlamaConfig,
+    kernels: Kernels,
     dtype: str,
     mesh: Mesh,
     weights: str | None,
@@ -245,9 +249,9 @@ def _forms(
 ) -> tuple[np.dtype, Storage]:
     """The type to compute in, and the form of kernels (`placing.choose_storage`)."""
     number = jnp.dtype(dtype)
-    storage = choose_storage(number, mesh, weights, draft_weights, activations)
+    storage = choose_storage(kernels, number, mesh, weights, draft_weights, activations)
     if storage.panel and dtype == "bfloat16":
-        # The native kernels compute in float32, which is also faster in XLA.
+        # The engine computes in float32, which is also faster in XLA.
         return jnp.dtype("float32"), replace(storage, weights=storage.weights or dtype)
     if draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
@@ -258,7 +262,8 @@ def _read_wide(
     read: Callable[..., Any], drafting: "_DraftHead", directory: str, dtype: str
 ) -> Params:
     """Read the draft heads again, as wide as the weights, with the LM head that they share."""
-    _, params, _ = read(convert=partial(place_head, form=drafting.form))
+    convert = partial(place_head, form=drafting.form, kernels=drafting.kernels)
+    _, params, _ = read(convert=convert)
     if drafting.ids_O is not None:
         base = BaseFiles.open(directory)
         entry = vocabulary.lm_head_entry(base.config)
@@ -275,8 +280,10 @@ class _DraftHead:
     smaller kernel is then converted separately.
     """
 
-    def __init__(self, stored: StoredHeads | None, mesh: Mesh, form: Storage) -> None:
-        self.mesh, self.form = mesh, form
+    def __init__(
+        self, stored: StoredHeads | None, mesh: Mesh, form: Storage, kernels: Kernels
+    ) -> None:
+        self.mesh, self.form, self.kernels = mesh, form, kernels
         self.part: Params = {}
         self.ids_O = None
         if stored is not None and stored.heads.lm_head == "shared":
@@ -290,9 +297,11 @@ class _DraftHead:
         [rows] = part[entry].values()
         if isinstance(rows, BlockRows):
             kernel_DO = jnp.asarray(rows.blocks.unpacked(self.ids_O).T)
-            self.part = place_head({"lm_head": {"kernel": kernel_DO}}, self.form)
+            lm_head = {"lm_head": {"kernel": kernel_DO}}
+            self.part = place_head(lm_head, self.form, self.kernels)
         else:
-            self.part = _scored(config, part, self.ids_O, self.mesh, self.form)
+            where = self.mesh, self.form, self.kernels
+            self.part = _scored(config, part, self.ids_O, *where)
 
     def with_lm_head(self, heads: Params) -> Params:
         """The parameters of the heads, with the LM head that they share."""
@@ -301,15 +310,20 @@ class _DraftHead:
         return heads | {vocabulary.GROUP: heads[vocabulary.GROUP] | self.part}
 
 
-@partial(jax.jit, static_argnums=(0, 3, 4))
+@partial(jax.jit, static_argnums=(0, 3, 4, 5))
 def _scored(
-    config: LlamaConfig, part: Params, ids_O: np.ndarray, mesh: Mesh, storage: Storage
+    config: LlamaConfig,
+    part: Params,
+    ids_O: np.ndarray,
+    mesh: Mesh,
+    storage: Storage,
+    kernels: Kernels,
 ) -> Params:
     """The LM head's columns of these tokens in a form, as one program."""
     kernel_DO = vocabulary.scored_columns(config, part, ids_O)
     found = {"lm_head": {"kernel": kernel_DO}}
     found = jax.lax.with_sharding_constraint(found, param_shardings(mesh, found))
-    return store(found, storage)
+    return store(found, storage, kernels)
 
 
 def _ngram_size(directory: str, asked: int | None) -> int:

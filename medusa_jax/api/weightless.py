@@ -10,9 +10,10 @@ from medusa_jax.decoding.prefill import prefill
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import abstract_params, prepare
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.placing import abstract_params, prepare, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, PyTree
 
 
@@ -37,6 +38,7 @@ def abstract_variables(
     dtype: DTypeLike,
     storage: Storage | None = None,
     shards: int = 1,
+    kernels: Kernels = PLAIN,
 ) -> Params:
     """Shapes of the parameters in decoding form, for a tensor axis of `shards` devices."""
 
@@ -51,7 +53,10 @@ def abstract_variables(
                 heads[vocabulary.GROUP]["lm_head"] = kernel
         backbone = prepare(params["backbone"], config, dtype, shards)
         form = storage or Storage()
-        return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
+        return {
+            "backbone": store(backbone, form, kernels),
+            "heads": store(heads, form.of_drafts, kernels),
+        }
 
     return jax.eval_shape(placed, trained_shapes(config, drafter))
 

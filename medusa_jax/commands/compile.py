@@ -125,6 +125,7 @@ def case_of(flags: Flags, target: "Target") -> "tuple[Case, Drafter, Tree]":
     from medusa_jax.evaluate.compiled import Case
     from medusa_jax.evaluate.targets import HERE
     from medusa_jax.heads.registry import drafter_class, make_drafter
+    from medusa_jax.kernels.choose import choose_kernels
     from medusa_jax.model.llama import decoding_config
     from medusa_jax.model.placing import choose_storage
     from medusa_jax.sharding import make_mesh
@@ -142,7 +143,8 @@ def case_of(flags: Flags, target: "Target") -> "tuple[Case, Drafter, Tree]":
     )  # fmt: skip
     if target.name == HERE:  # the program that decoding would run
         dtype = jax.numpy.dtype("float32" if target.platform == "cpu" else "bfloat16")
-        storage = choose_storage(dtype, make_mesh(case.mesh, target.devices))
+        mesh = make_mesh(case.mesh, target.devices)
+        storage = choose_storage(choose_kernels(mesh, dtype), dtype, mesh)
         layers = flags.layers or config.n_layers
         case = dataclasses.replace(case, dtype=dtype, storage=storage, layers=layers)
     plain = flags.drafter == "none"

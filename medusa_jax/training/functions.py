@@ -28,6 +28,7 @@ from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.stage import GroupedBackbone, make_stage
@@ -62,7 +63,7 @@ class HeadFunctions:
         drafter = make_drafter(heads, arch)
         self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
         self._levels = drafter.loss_view(train.levels)
-        llama = Llama(arch, jnp.dtype(train.dtype))
+        llama = Llama(arch, jnp.dtype(train.dtype), kernels=choose_kernels())
         self._grouped = GroupedBackbone(llama, LoraConfig())
 
     def init(self, key: jax.Array, frozen: Params) -> Params:
