@@ -13,9 +13,10 @@ from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 
 
@@ -40,6 +41,7 @@ def abstract_variables(
     dtype: DTypeLike,
     storage: Storage | None = None,
     shards: int = 1,
+    kernels: Kernels = PLAIN,
 ) -> Params:
     """Shapes of the parameters in decoding form, for a tensor axis of `shards` devices."""
 
@@ -54,7 +56,10 @@ def abstract_variables(
                 heads[vocabulary.GROUP]["lm_head"] = kernel
         backbone = prepare(params["backbone"], config, dtype, shards)
         form = storage or Storage()
-        return {"backbone": store(backbone, form), "heads": store(heads, form.of_drafts)}
+        return {
+            "backbone": store(backbone, form, kernels),
+            "heads": store(heads, form.of_drafts, kernels),
+        }
 
     return jax.eval_shape(placed, trained_shapes(config, drafter))
 
@@ -75,7 +80,11 @@ def abstract_state(
 
 
 def random_backbone(
-    config: LlamaConfig, dtype: DTypeLike, storage: Storage, mesh: Mesh | None = None
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    storage: Storage,
+    mesh: Mesh | None = None,
+    kernels: Kernels = PLAIN,
 ) -> Params:
     """Random parameters of the backbone in decoding form.
 
@@ -86,15 +95,18 @@ def random_backbone(
     placed: Params = {}
     for name, shapes in trained_shapes(config)["backbone"].items():
         part = {name: _random(shapes, dtype, len(placed))}
-        placed |= place_part(config, part, dtype, mesh, storage)
+        placed |= place_part(config, part, dtype, mesh, storage, kernels)
     return placed
 
 
-def random_heads(drafter: Drafter, dtype: DTypeLike, storage: Storage) -> Params:
+def random_heads(
+    drafter: Drafter, dtype: DTypeLike, storage: Storage, kernels: Kernels = PLAIN
+) -> Params:
     """Random parameters of draft heads in decoding form, created one entry at a time."""
     placed: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
-        placed |= place_head({name: _random(shapes, dtype, len(placed))}, storage.of_drafts)
+        part = {name: _random(shapes, dtype, len(placed))}
+        placed |= place_head(part, storage.of_drafts, kernels)
     return placed
 
 

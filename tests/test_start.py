@@ -12,8 +12,9 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.files.layouts.stored_heads import abstract_heads
-from medusa_jax.model import attention, llama, placing
+from medusa_jax.model import llama, placing
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 
 N_LAYERS = 5
 
@@ -22,14 +23,14 @@ N_LAYERS = 5
 def traced(monkeypatch):
     """How often a layer's attention was traced."""
     calls = []
-    for name in ("attend_text", "attend_cached", "attend"):
-        real = getattr(attention, name)
+    for name in ("attend_text", "attend_prompt", "attend_tree"):
+        real = getattr(Kernels, name)
 
         def counted(*args, real=real):
             calls.append(real.__name__)
             return real(*args)
 
-        monkeypatch.setattr(attention, name, counted)
+        monkeypatch.setattr(Kernels, name, counted)
     return calls
 
 
@@ -57,7 +58,7 @@ def test_a_program_traces_its_layers_once(traced):
         lambda p: model.apply(p, tokens_BT, tokens_BT, cache, start_B, method="decode"),
         params,
     )
-    assert traced == ["attend_cached"]
+    assert traced == ["attend_prompt"]
 
 
 def test_shapes_of_parameters_come_from_one_layer(traced):

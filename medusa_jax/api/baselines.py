@@ -19,6 +19,7 @@ from medusa_jax.files.hub import resolve
 from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import drafter_class
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.placing import place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
@@ -78,7 +79,12 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
 
 
 def load_baseline(
-    found: Baseline, tokenizer: Tokenizer, dtype: DTypeLike, mesh: Mesh, storage: Storage
+    found: Baseline,
+    tokenizer: Tokenizer,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    storage: Storage,
+    kernels: Kernels,
 ) -> tuple[HeadsConfig, Params]:
     """Return its configuration, and its parameters in decoding form ({} if it has none).
 
@@ -98,7 +104,7 @@ def load_baseline(
             f"the draft model {found.path} has another tokenizer than the model: its tokens "
             "would mean something else"
         )
-    place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage)
+    place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage, kernels=kernels)
     arch, params = hf.load_backbone(
         directory, mesh, str(dtype), place, storage.weights == STORED
     )

@@ -19,8 +19,9 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.heads.registry import make_drafter
-from medusa_jax.model.placing import place_head
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.placing import place_head, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
 from medusa_jax.text.tokenizer import Tokenizer
 
@@ -90,7 +91,7 @@ class DraftHeads(Drafts):
             self.mesh,
             n_heads,
             self.form.dtype.name,
-            convert=partial(place_head, form=form),
+            convert=partial(place_head, form=form, kernels=self.form.kernels),
             allow_other_base=True,  # `open_drafts` has checked it
         )
         if vocabulary.GROUP in params and self.stored.heads.lm_head == "shared":
@@ -102,15 +103,17 @@ class DraftHeads(Drafts):
         """The backbone's LM head for the tokens of the draft vocabulary."""
         assert self.stored.ids is not None
         kernel_DO = self.base.lm_head_columns(self.stored.ids).astype(self.form.read_as)
-        return _in_form(kernel_DO, self.mesh, form)
+        return _in_form(kernel_DO, self.mesh, form, self.form.kernels)
 
 
-@partial(jax.jit, static_argnums=(1, 2))
-def _in_form(kernel_DO: np.ndarray, mesh: Mesh, storage: Storage) -> Params:
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _in_form(
+    kernel_DO: np.ndarray, mesh: Mesh, storage: Storage, kernels: Kernels
+) -> Params:
     """Place an LM head and convert it, as one program."""
     part = {"lm_head": {"kernel": kernel_DO}}
     part = jax.lax.with_sharding_constraint(part, param_shardings(mesh, part))
-    return store(part, storage)
+    return store(part, storage, kernels)
 
 
 def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None":
@@ -154,5 +157,7 @@ def open_drafts(
         )
     from medusa_jax.api.baselines import load_baseline
 
-    heads, params = load_baseline(source, tokenizer, form.dtype, mesh, form.storage)
+    heads, params = load_baseline(
+        source, tokenizer, form.dtype, mesh, form.storage, form.kernels
+    )
     return Drafts(make_drafter(heads, base.config), params)

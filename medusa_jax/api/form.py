@@ -9,10 +9,13 @@ from jax.sharding import Mesh
 
 from medusa_jax.arch import DTYPES, STORED
 from medusa_jax.console import inform
+from medusa_jax.devices.platforms import before_ampere
 from medusa_jax.errors import UserError, one_of
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.tensors import stands_for_gguf
-from medusa_jax.model.placing import choose_storage, reads_blocks
-from medusa_jax.model.seams import attention_kernels
+from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.stored import Storage
 
 
@@ -23,18 +26,19 @@ class Form:
     Attributes:
       read_as: type that files are read in, before kernels are converted to `storage`.
       dtype: type to compute in.
-      storage: the form of kernels.
+      storage: the form that the weights of products are stored in.
+      kernels: the operations that differ by platform.
     """
 
     read_as: str
     dtype: np.dtype
     storage: Storage
+    kernels: Kernels
 
 
 def default_dtype() -> str:
     """float32 on a CPU (its bfloat16 products are slow), bfloat16 elsewhere."""
-    kernels = attention_kernels()
-    if kernels and kernels.before_ampere():
+    if before_ampere():
         inform(
             "note: this GPU unpacks bfloat16 weights in every step: dtype float16 is faster"
         )
@@ -42,18 +46,20 @@ def default_dtype() -> str:
 
 
 def choose_form(
-    directory: str,
+    base: BaseFiles,
     mesh: Mesh,
     dtype: str,
     weights: str | None,
     draft_weights: str | None,
     activations: int,
+    kernels: Kernels | None = None,
 ) -> Form:
     """The types to read, compute and store in.
 
     Args:
-      directory: of the model.
+      base: the model's files.
       dtype, weights, draft_weights, activations: as for `load`.
+      kernels: None: the fastest for these devices and types.
 
     Raises:
       UserError: an unknown type, or types that do not go together on these devices.
@@ -64,20 +70,22 @@ def choose_form(
             'dtype float64 needs 64-bit types: call jax.config.update("jax_enable_x64", True) '
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
-    weights = stored_if_possible(weights, directory, dtype, mesh)
-    number = jnp.dtype(dtype)
-    storage = choose_storage(number, mesh, weights, draft_weights, activations)
+    number, head_dim = jnp.dtype(dtype), base.config.head_dim
+    kernels = kernels or choose_kernels(mesh, number, head_dim)
+    weights = stored_if_possible(weights, base.source, dtype, kernels)
+    storage = choose_storage(kernels, number, mesh, weights, draft_weights, activations)
     if storage.panel and dtype == "bfloat16":
         # The native kernels compute in float32, which is also faster in XLA.
+        number = jnp.dtype("float32")
+        kernels = choose_kernels(mesh, number, head_dim)
         storage = replace(storage, weights=storage.weights or dtype)
-        return Form(dtype, jnp.dtype("float32"), storage)
-    if draft_weights == "float32" and number.itemsize < 4:
+    elif draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
-    return Form(dtype, number, storage)
+    return Form(dtype, number, storage, kernels)
 
 
 def stored_if_possible(
-    weights: str | None, directory: str, dtype: str, mesh: Mesh
+    weights: str | None, directory: str, dtype: str, kernels: Kernels
 ) -> str | None:
     """How to store weights: by default the blocks of a GGUF file unchanged, if possible.
 
@@ -90,7 +98,7 @@ def stored_if_possible(
         raise UserError(f"--weights stored needs {needed}")
     if weights not in (None, STORED) or not blocks or dtype != "float32":
         return weights
-    if reads_blocks(jnp.dtype(dtype), mesh):
+    if kernels.panel:
         return STORED
     inform(
         "the file's weights are unpacked: reading them as stored needs one CPU and a C++ compiler"

@@ -17,6 +17,7 @@ from medusa_jax.arch import STORED
 from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.placing import place_part
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
@@ -50,6 +51,7 @@ def load(
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
     allow_other_base: bool = False,
+    kernels: Kernels | None = None,
 ) -> Model:
     """Load a backbone and its draft heads. Without arguments: the bundled demo.
 
@@ -87,6 +89,7 @@ def load(
         the tokenizer's files.
       allow_other_base: accept heads that were trained on another backbone of the same sizes:
         fewer drafts are accepted, the text stays the backbone's own.
+      kernels: the operations that differ by platform, by default the fastest (`kernels/choose.py`).
 
     Raises:
       UserError: anything that cannot be read or does not fit together.
@@ -98,7 +101,9 @@ def load(
     devices = make_mesh(mesh)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
     dtype = dtype or default_dtype()
-    form = choose_form(files.directory, devices, dtype, weights, draft_weights, activations)
+    form = choose_form(
+        files.base, devices, dtype, weights, draft_weights, activations, kernels
+    )
     drafts = open_drafts(
         source, files.base, files.tokenizer, form, devices, allow_other_base
     )
@@ -113,6 +118,7 @@ def load(
         dtype=form.dtype,
         mesh=devices,
         storage=form.storage,
+        kernels=form.kernels,
         tree=chosen.tree,
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
@@ -169,7 +175,9 @@ def open_model(model: str | None, tokenizer: str | None = None) -> ModelFiles:
 
 def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
     """Read the backbone layer by layer; each is converted to decoding form before the next."""
-    place = partial(place_part, dtype=form.dtype, mesh=mesh, storage=form.storage)
+    place = partial(
+        place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
+    )
     in_blocks = form.storage.weights == STORED
     _, params = hf.load_backbone(
         base.source, mesh, form.read_as, place, in_blocks, opened=base

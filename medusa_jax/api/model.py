@@ -29,6 +29,8 @@ from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import no_drafter
+from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
@@ -56,6 +58,7 @@ class Model:
       chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
+      kernels: the operations that differ by platform, by default the fastest for that form.
       calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
@@ -71,6 +74,7 @@ class Model:
         dtype: np.dtype,
         mesh: jax.sharding.Mesh,
         storage: Storage | None = None,
+        kernels: Kernels | None = None,
         tree: str | Tree | None = None,
         calibrated: Json | None = None,
         ladder: Mapping[int, Tree] | None = None,
@@ -91,7 +95,10 @@ class Model:
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
         self.storage = storage or Storage()
-        self.llama = decoder(config, dtype, mesh, self.storage)
+        if kernels is None:
+            number = dtype if self.storage.panel else None
+            kernels = choose_kernels(mesh, number, config.head_dim)
+        self.llama = decoder(config, dtype, mesh, self.storage, kernels)
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
@@ -128,7 +135,7 @@ class Model:
         rule = rule_named(acceptance)
         if not rule.lossless:
             return False
-        return "bitwise" if self.llama.native and not rule.by_drafts else True
+        return "bitwise" if self.llama.kernels.bitwise and not rule.by_drafts else True
 
     def variables_by(self, acceptance: str) -> Params:
         """`variables` for decoding by this rule.
@@ -261,7 +268,9 @@ class Model:
     @cached_property
     def step_sizes(self) -> StepSizes:
         """The sizes that steps choose from."""
-        mark = step_mark(self.drafter, self.dtype, self.mesh, self.storage)
+        mark = step_mark(
+            self.drafter, self.dtype, self.mesh, self.storage, self.llama.kernels
+        )
         return StepSizes(mark, self.calibrated)
 
     def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:

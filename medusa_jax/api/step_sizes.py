@@ -13,17 +13,20 @@ from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step_costs import step_costs
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.measured import DeviceCache, device_mark
-from medusa_jax.model.seams import cpu
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
 
-def step_mark(drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage) -> str:
+def step_mark(
+    drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
+) -> str:
     """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
-    kernels = cpu().mark() if storage.panel else None
     shape = tuple(mesh.shape.values())
-    return device_mark(drafter.heads, drafter.llama, storage, str(dtype), kernels, shape)
+    return device_mark(
+        drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape
+    )
 
 
 def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:

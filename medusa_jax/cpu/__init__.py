@@ -1,6 +1,6 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-Other rooms get it from `model/seams.py: cpu`, and call:
+`kernels/one_cpu.py` is its only user, and calls:
 
 - `usable`, `attends`: whether it computes in a type, and with heads of a size;
 - `panel`, `panels`, `prepare`: convert kernels, of floats, of int8 and in the blocks of a GGUF file;

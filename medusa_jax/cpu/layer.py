@@ -9,8 +9,8 @@ import numpy as np
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, floats
+from medusa_jax.model.cache import Pair
 from medusa_jax.model.masks import PathMask
-from medusa_jax.model.seams import Pair
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),

@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from medusa_jax.model.stored import Storage, Stored
+from medusa_jax.model.stored import Product, Storage, Stored
 
 # Forms of weights in panels; see `enum Form` in cpu/blocks.h.
 FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
@@ -43,7 +43,7 @@ class Panels(Stored):
     def types(self) -> dict[str, int]:
         return {self.form: self.inputs * self.outputs}
 
-    def product(self, x: jax.Array) -> jax.Array:
+    def product(self, x: jax.Array, product: Product | None = None) -> jax.Array:
         """x [..., inputs] times the kernel -> [..., outputs], summed in float32.
 
         Every row is summed in the order of the inputs, so its result is the same, bit for bit, with

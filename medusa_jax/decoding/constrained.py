@@ -33,8 +33,8 @@ from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_prog
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.fill import best_places
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
 
@@ -72,13 +72,13 @@ def draft_nodes(
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)
-    guesses_BMK = guesses_after(tree, drafts)
+    guesses_BMK = guesses_after(engine.kernels, tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
     return drafts, on_all(engine.llama.mesh, guesses_BMK)
 
 
-def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
+def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
     """The best tokens after each node, [B, M, K].
 
     Nodes that a drafter does not score, such as copied ones, get the guesses of the first scored node
@@ -91,7 +91,7 @@ def guesses_after(tree: Tree, drafts: Drafts) -> jax.Array:
     for depth, (_, scores) in enumerate(drafts.ranked):
         scores_RO = scores.reshape(-1, scores.shape[-1])
         K = min(GUESSES, scores_RO.shape[1])
-        tokens_RK = places_RK = best_places(scores_RO, K)
+        tokens_RK = places_RK = kernels.top_k(scores_RO, K)
         if drafts.ids_O is not None:
             tokens_RK = drafts.ids_O[places_RK]
         best_RK = jnp.take_along_axis(scores_RO, places_RK, axis=1)
@@ -143,7 +143,7 @@ def judge(
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)
-    state = append(state, outcome)
+    state = append(engine, state, outcome)
     return pin_state(engine.llama.mesh, state)
 
 

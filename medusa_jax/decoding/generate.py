@@ -29,16 +29,13 @@ from medusa_jax.decoding.state import (
     text_slots,
 )
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
-from medusa_jax.devices.platforms import platform, program
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
     from medusa_jax.decoding.guides import Guide
 
-# Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
-# accelerators compiling a further program takes longer than a smaller cache saves.
-MIN_SLOTS, NATIVE_SLOTS, ACCELERATOR_SLOTS = 128, 512, 1024
 MIN_PROMPT = 16
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
@@ -67,13 +64,6 @@ def power_of_two(n: int, least: int) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def least_slots(engine: Engine) -> int:
-    """Slots of the smallest cache; each size is a further program to compile before the first token."""
-    if platform() != "cpu":
-        return ACCELERATOR_SLOTS
-    return NATIVE_SLOTS if engine.llama.native else MIN_SLOTS
-
-
 def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
     """Successive cache sizes: powers of two, up to the first that suffices.
 
@@ -81,7 +71,7 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
       longest_prompt: tokens of the longest prompt.
       needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
     """
-    first = power_of_two(longest_prompt + engine.n_rows, least_slots(engine))
+    first = power_of_two(longest_prompt + engine.n_rows, engine.kernels.least_slots)
     ladder = [first]
     while ladder[-1] < needed:
         ladder.append(2 * ladder[-1])

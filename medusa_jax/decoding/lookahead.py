@@ -33,7 +33,7 @@ def decode_step(engine: Engine, variables: Params, state: DecodeState) -> Decode
     outcome = accept(engine, variables, state, verified)
     moved = drafter_of(engine).learn(state.drafter, state.root_B, window_BWV)
     state = commit(engine, variables, state.replace(drafter=moved), verified, outcome)
-    return append(state, outcome)
+    return append(engine, state, outcome)
 
 
 def verify(

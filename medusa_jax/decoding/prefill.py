@@ -117,7 +117,8 @@ def read_piece(
             engine, sampling, backbone, place, backbone.lm_head(last_B1E)
         )
         drawn = engine.rule.noise is not None
-        root_B1 = target_tokens(chosen_B1V, last_B1, sampling if drawn else None)
+        given = chosen_B1V, last_B1, sampling if drawn else None
+        root_B1 = target_tokens(engine.kernels, *given)
         n = engine.logprobs
         return root_B1[:, 0], None if n is None else logprobs_of(reported_B1V, root_B1, n)
 
@@ -186,7 +187,7 @@ def prefill(
         read = lax.fori_loop(0, pieces, read_next, read)
     cache, drafter, root_B, logprobs = read
     if text_BS is not None:
-        text_BS = write_tokens(text_BS, root_B[:, None], prompt_length_B)
+        text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], prompt_length_B)
     state = state.replace(
         cache=cache,
         drafter=drafter,
@@ -195,7 +196,8 @@ def prefill(
         text_BS=text_BS,
     )
     padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
-    state, _ = emit(state, padded, jnp.ones_like(root_B), logprobs)
+    one_B = jnp.ones_like(root_B)
+    state, _ = emit(engine.kernels, state, padded, one_B, logprobs)
     return pin_state(engine.llama.mesh, state)
 
 

@@ -120,18 +120,17 @@ def read_row(
     The cache must contain the text before the piece and have room for it: begin + T <= slots. Pieces
     may overlap.
     """
-    text_BS = row.text_BS
+    kernels, text_BS = engine.kernels, row.text_BS
     if text_BS is not None:
-        text_BS = write_tokens(text_BS, piece.tokens_BT, piece.begin_B)
+        text_BS = write_tokens(kernels, text_BS, piece.tokens_BT, piece.begin_B)
     row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B))
     read = prefill_start(engine, row)
     read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
     if text_BS is not None:
         first_B1 = read.root_B[:, None]
-        text_BS = jnp.where(
-            ends_B[:, None], write_tokens(text_BS, first_B1, piece.length_B), text_BS
-        )
+        with_first_BS = write_tokens(kernels, text_BS, first_B1, piece.length_B)
+        text_BS = jnp.where(ends_B[:, None], with_first_BS, text_BS)
     row = row.replace(
         cache=read.cache,
         drafter=read.drafter,
@@ -140,7 +139,7 @@ def read_row(
         text_BS=text_BS,
     )
     first_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(read.root_B)
-    row, _ = emit(row, first_BL, ends_B.astype(jnp.int32), read.logprobs)
+    row, _ = emit(kernels, row, first_BL, ends_B.astype(jnp.int32), read.logprobs)
     return pin_state(engine.llama.mesh, row)
 
 

@@ -7,7 +7,6 @@ the position was reached: plain decoding, any tree and any batch draw the same t
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 
 import jax
@@ -20,13 +19,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.devices.platforms import platform
-
-# Rounds of bisection whose thresholds are tested in one pass: a GPU launches five kernels per pass, for any
-# number of rounds; by its compiler's estimate a TPU is fastest with four.
-AT_ONCE = {"cpu": 1, "tpu": 4, "cuda": 5, "rocm": 5}
-# Most scores in a block of `best_token`.
-BLOCK = 256
+from medusa_jax.model.kernels import Kernels
 
 
 class Sampling(struct.PyTreeNode):
@@ -106,7 +99,9 @@ def gumbel(
 
 
 def _largest_threshold(
-    keep_at_least: Callable[[list[jax.Array]], list[jax.Array]], like: jax.Array
+    keep_at_least: Callable[[list[jax.Array]], list[jax.Array]],
+    like: jax.Array,
+    at_once: int,
 ) -> jax.Array:
     """Find by bisection the largest threshold at which `keep_at_least` holds (elementwise).
 
@@ -118,8 +113,9 @@ def _largest_threshold(
     Args:
       keep_at_least: maps thresholds to an answer for each; it holds at minus infinity.
       like: has the shape and type of the thresholds.
+      at_once: rounds in one pass (`Kernels.thresholds_at_once`).
     """
-    at_once, bits = AT_ONCE[platform()], jnp.finfo(like.dtype).bits
+    bits = jnp.finfo(like.dtype).bits
     integers = np.iinfo(f"int{bits}")
 
     def number(place: jax.Array) -> jax.Array:
@@ -148,38 +144,10 @@ def _largest_threshold(
     return number(lax.fori_loop(0, -(-bits // at_once), narrow, tuple(bounds))[0])
 
 
-# Most parallel partial sums; a power of two.
-LANES = 512
-
-
-def ordered_sum(x: jax.Array) -> jax.Array:
-    """The sum over the last axis [..., 1], in an order that does not depend on other rows.
-
-    Lane i adds up entries i, i + lanes, ...; then halves are added until one lane is left. These are
-    elementwise operations, which compilers do not reorder; the order of XLA's reductions depends on
-    the shape of the whole array.
-    """
-    # On accelerators products of other shapes round differently anyway.
-    if platform() != "cpu" or not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.sum(x, axis=-1, keepdims=True)
-    V = x.shape[-1]
-    lanes = min(LANES, 1 << (V - 1).bit_length())
-    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -V % lanes)])
-
-    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
-        return sums + lax.dynamic_slice_in_dim(filled, i * lanes, lanes, axis=x.ndim - 1)
-
-    first = filled[..., :lanes]
-    sums = lax.fori_loop(1, filled.shape[-1] // lanes, add, first)
-    while (half := sums.shape[-1] // 2) > 0:
-        sums = sums[..., :half] + sums[..., half:]
-    return sums
-
-
-def ordered_sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    """`ordered_sum` of each; several by one reduction, which is two kernels on a GPU."""
+def row_sums(kernels: Kernels, arrays: list[jax.Array]) -> list[jax.Array]:
+    """`Kernels.row_sum` of each; several by one reduction, which is two kernels on a GPU."""
     if len(arrays) == 1:
-        return [ordered_sum(arrays[0])]
+        return [kernels.row_sum(arrays[0])]
     zeros = tuple(jnp.zeros((), x.dtype) for x in arrays)
     add = functools.partial(jax.tree.map, jnp.add)
     sums = lax.reduce(tuple(arrays), zeros, add, (arrays[0].ndim - 1,))
@@ -187,7 +155,7 @@ def ordered_sums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 @jax.named_scope("sampling")
-def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     """logits / T, with minus infinity for tokens dropped by top-k, top-p or min-p (in this order).
 
     Thresholds are found by bisection: sorting a vocabulary costs more than a decode step. Ties with
@@ -205,9 +173,10 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
         k_B11 = jnp.minimum(k_B, x.shape[-1])[:, None, None]
         cut = _largest_threshold(
             lambda cuts: [
-                n >= k_B11 for n in ordered_sums([(x >= t).astype(int) for t in cuts])
+                n >= k_B11 for n in row_sums(kernels, [(x >= t).astype(int) for t in cuts])
             ],
             top_BM1,
+            kernels.thresholds_at_once,
         )
         return jnp.where(x >= cut, x, lowest)
 
@@ -219,13 +188,16 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
     def likeliest(weight: jax.Array) -> jax.Array:
         # A mass that is 0, or rounds to it, keeps the likeliest token.
         top_p_B11 = sampling.top_p_B.astype(x.dtype)[:, None, None]
-        wanted = jnp.maximum(top_p_B11 * ordered_sum(weight), jnp.finfo(x.dtype).tiny)
+        wanted = jnp.maximum(top_p_B11 * kernels.row_sum(weight), jnp.finfo(x.dtype).tiny)
         cut = _largest_threshold(
             lambda cuts: [
                 mass >= wanted
-                for mass in ordered_sums([jnp.where(weight >= t, weight, 0) for t in cuts])
+                for mass in row_sums(
+                    kernels, [jnp.where(weight >= t, weight, 0) for t in cuts]
+                )
             ],
             top_BM1,
+            kernels.thresholds_at_once,
         )
         return (weight >= cut) | (sampling.top_p_B >= 1)[:, None, None]
 
@@ -235,27 +207,3 @@ def filtered(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
         keep = lax.cond(some_B, likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
     return jnp.where(keep, x, lowest)
-
-
-def best_token(scores: jax.Array) -> jax.Array:
-    """Index of the largest entry of the last axis, the first among equals (int32).
-
-    XLA's argmax reduces index and value together, which is not vectorised on CPUs and takes as long as a
-    layer of the demo model. Two plain reductions are; on a CPU the second reads the best block only.
-    """
-    V = scores.shape[-1]
-    size = math.gcd(V, BLOCK)
-    if platform() != "cpu" or not BLOCK // 4 <= size < V:
-        return _first_of_largest(scores)
-    blocks = scores.reshape(*scores.shape[:-1], V // size, size)
-    block = _first_of_largest(jnp.max(blocks, axis=-1))
-    best = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-    return block * size + _first_of_largest(best)
-
-
-def _first_of_largest(scores: jax.Array) -> jax.Array:
-    V = scores.shape[-1]
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    # A row of NaN matches nothing: clamp to a valid index.
-    return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)

@@ -16,6 +16,7 @@ from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
@@ -58,6 +59,11 @@ class Engine:
         if self.llama.taps != self.drafter.taps:
             tapped = self.llama.clone(taps=self.drafter.taps)
             object.__setattr__(self, "llama", tapped)
+
+    @property
+    def kernels(self) -> Kernels:
+        """The operations that differ by platform."""
+        return self.llama.kernels
 
     @property
     def rule(self) -> Rule:

@@ -16,7 +16,8 @@ from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
-from medusa_jax.model.cache import KVCache, write_rows
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import Params
 from medusa_jax.tree.tree import Tree
@@ -38,7 +39,7 @@ def decode_step(
     verified = verify(engine, variables, state, drafts)
     outcome = accept(engine, variables, state, verified)
     state = commit(engine, variables, state, verified, outcome)
-    return append(state, outcome)
+    return append(engine, state, outcome)
 
 
 # Steps taken by a loop, and the rows.
@@ -194,7 +195,8 @@ def accept(
     """
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
     reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
-    accepted = engine.rule.accept(verified._replace(logits_BMV=chosen_BMV))
+    chosen = verified._replace(logits_BMV=chosen_BMV)
+    accepted = engine.rule.accept(engine.kernels, chosen)
     emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -240,10 +242,11 @@ def commit(
     drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:
-        cache = cache.commit(state.length_B, path_BL, engine.llama.native)
+        cache = engine.kernels.commit(cache, state.length_B, path_BL)
     text_BS = state.text_BS
     if text_BS is not None:
-        text_BS = write_tokens(text_BS, outcome.emitted_BL, state.length_B + 1)
+        written = text_BS, outcome.emitted_BL, state.length_B + 1
+        text_BS = write_tokens(engine.kernels, *written)
     return state.replace(
         cache=cache,
         drafter=drafter,
@@ -254,10 +257,10 @@ def commit(
 
 
 @jax.named_scope("commit")
-def append(state: DecodeState, outcome: Outcome) -> DecodeState:
+def append(engine: Engine, state: DecodeState, outcome: Outcome) -> DecodeState:
     """Append the accepted drafts and the bonus token to each running row, and count the step."""
     tokens = outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs
-    new, count_B = emit(state, *tokens, outcome.copied_BL)
+    new, count_B = emit(engine.kernels, state, *tokens, outcome.copied_BL)
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
@@ -270,6 +273,7 @@ def append(state: DecodeState, outcome: Outcome) -> DecodeState:
 
 
 def emit(
+    kernels: Kernels,
     state: DecodeState,
     emitted_BL: jax.Array,
     n_B: jax.Array,
@@ -287,11 +291,11 @@ def emit(
     Returns: the state, and the number of tokens appended to each row.
     """
     # All L entries are written; the next step overwrites those after `n_new`.
-    tokens_BO = write_tokens(state.tokens_BO, emitted_BL, state.n_new_B)
+    tokens_BO = write_tokens(kernels, state.tokens_BO, emitted_BL, state.n_new_B)
     depth_L = jnp.arange(1, emitted_BL.shape[1] + 1)
     depth_BL = jnp.where(copied_BL, -depth_L, depth_L)
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_BL, 0)
-    depth_BO = write_tokens(state.depth_BO, depth_BL, state.n_new_B)
+    depth_BO = write_tokens(kernels, state.depth_BO, depth_BL, state.n_new_B)
     stops_BL = completes_stop(state.stop_BQW, tokens_BO, emitted_BL, state.n_new_B)
     count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)
     running_B = state.status_B == RUNNING
@@ -300,7 +304,9 @@ def emit(
     sampling = sampling.replace(penalties=count(sampling.penalties, emitted_BL, count_B))
     if logprobs is not None:
         logprobs = jax.tree.map(
-            lambda old, new: write_tokens(old, new, state.n_new_B), state.logprobs, logprobs
+            lambda old, new: write_tokens(kernels, old, new, state.n_new_B),
+            state.logprobs,
+            logprobs,
         )
     new = state.replace(
         sampling=sampling,
@@ -313,9 +319,11 @@ def emit(
     return new, count_B
 
 
-def write_tokens(row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array) -> jax.Array:
+def write_tokens(
+    kernels: Kernels, row_BO: jax.Array, new_BL: jax.Array, at_B: jax.Array
+) -> jax.Array:
     """Write L new entries to row b from index `at[b]` on; requires at + L <= O.
 
     Entries may be numbers or arrays: [B, O, ...] and [B, L, ...].
     """
-    return write_rows(row_BO, new_BL, at_B, axis=1)
+    return kernels.write_rows(row_BO, new_BL, at_B, axis=1)

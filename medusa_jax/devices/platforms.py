@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 R = TypeVar("R")
 
@@ -28,20 +29,36 @@ TRAINING_OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 
 
+# Least major compute capability of NVIDIA GPUs for cuDNN's attention, and for products in bfloat16: on a T4 (7.5) XLA
+# unpacks kernels to float32 in memory before each, five times the bytes.
+AMPERE = 8
+
+
 def platform() -> str:
     """ "cpu", "cuda", "rocm" or "tpu": of the mesh in sight, else of `default_device`.
 
     A program that is compiled for devices that are not here is traced under `jax.set_mesh` of theirs.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        if device.platform != "gpu":
-            return str(device.platform)
-        return "rocm" if device.device_kind.startswith("AMD") else "cuda"
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.abstract_device is not None:
+        return platform_of(mesh)
     default = default_device()
     if default.platform != "gpu":
         return default.platform
     return "cuda" if "cuda" in default.client.platform_version else "rocm"
+
+
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """As `platform`, of a mesh's devices, which need not be here."""
+    device = (
+        mesh.abstract_mesh.abstract_device
+        if isinstance(mesh, Mesh)
+        else mesh.abstract_device
+    )
+    assert device is not None
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if device.device_kind.startswith("AMD") else "cuda"
 
 
 def default_device() -> jax.Device:
@@ -50,6 +67,12 @@ def default_device() -> jax.Device:
     if isinstance(default, str):  # a platform
         return jax.local_devices(backend=default)[0]
     return default or jax.devices()[0]
+
+
+def before_ampere() -> bool:
+    """Whether the default device is an NVIDIA GPU without cuDNN's attention and products in bfloat16."""
+    major = str(getattr(default_device(), "compute_capability", "")).partition(".")[0]
+    return major.isdecimal() and int(major) < AMPERE  # AMD's have letters
 
 
 def simulate_devices(n: int) -> None:

@@ -115,7 +115,7 @@ def scores_of(
     if option.temperature > 0:
         at_11 = jnp.array([[len(text)]], jnp.int32)
         noise_11V = gumbel(sampling.key_B, at_11, V, logits_PV.dtype)
-        chosen_1PV = filtered(chosen_1PV, sampling) + noise_11V
+        chosen_1PV = filtered(engine.kernels, chosen_1PV, sampling) + noise_11V
     return np.asarray(chosen_1PV[0], np.float64)
 
 

@@ -87,7 +87,9 @@ def fit_tree(
         "spares": [list(c) for c in order.spares],
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
-        "mark": step_mark(model.drafter, model.dtype, model.mesh, model.storage),
+        "mark": step_mark(
+            model.drafter, model.dtype, model.mesh, model.storage, model.llama.kernels
+        ),
         "dtype": str(model.dtype),
         "temperature": options.temperature,
         "acceptance": "sampled" if options.temperature > 0 else "greedy",

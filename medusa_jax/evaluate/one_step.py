@@ -48,7 +48,9 @@ def take_steps(
         if temperature > 0:
             after_BM, V = verified.positions_BM + 1, logits_BMV.shape[-1]
             noise_BMV = gumbel(state.sampling.key_B, after_BM, V, logits_BMV.dtype)
-            scores_MV = (filtered(logits_BMV, state.sampling) + noise_BMV)[0]
+            scores_MV = (filtered(engine.kernels, logits_BMV, state.sampling) + noise_BMV)[
+                0
+            ]
         outcome = parts.accept(engine, variables, state, verified)
         after = parts.commit(engine, variables, state, verified, outcome)
         return {

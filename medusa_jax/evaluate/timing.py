@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from medusa_jax.decoding.generate import (
-    DecodeRequest,
-    least_slots,
-    power_of_two,
-    prompt_arrays,
-)
+from medusa_jax.decoding.generate import DecodeRequest, power_of_two, prompt_arrays
 from medusa_jax.decoding.rows import Sizes, begin_row, idle
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import step_of
@@ -56,9 +51,8 @@ class StepClock:
                 f"in a context of {context}"
             )
         n_rows = max(e.n_rows for e in engines)
-        self.slots = power_of_two(
-            len(prompt) + self.n_steps * L + n_rows, least_slots(engines[0])
-        )
+        longest = len(prompt) + self.n_steps * L + n_rows
+        self.slots = power_of_two(longest, engines[0].kernels.least_slots)
         self.variables = variables
         self.request = DecodeRequest(
             prompts=[list(prompt)] * batch,

@@ -19,6 +19,7 @@ though its figure 2 shows a Transformer encoder).
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -47,11 +48,11 @@ from medusa_jax.heads.layers import (
     last_of,
     lm_head_start,
 )
-from medusa_jax.model.attention import attend
+from medusa_jax.model.cache import Pair
 from medusa_jax.model.dropout import dropout
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask, Mask
-from medusa_jax.model.seams import Pair
 from medusa_jax.tree.tree import MOST_DEEP
 
 
@@ -89,6 +90,7 @@ class HeadAttention(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     plain: bool
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x_BKD: jax.Array) -> jax.Array:
@@ -96,17 +98,19 @@ class HeadAttention(nn.Module):
         B, K, D = x_BKD.shape
         normed = x_BKD
         if not self.plain:
-            normed = RMSNorm(c.rms_eps, self.dtype, name="norm")(x_BKD)
+            norm = RMSNorm(c.rms_eps, self.dtype, self.kernels, name="norm")
+            normed = norm(x_BKD)
+        linear = partial(Linear, dtype=self.dtype, kernels=self.kernels)
         q_BKNH, k_BKNH, v_BKNH = (
-            Linear(c.n_heads * c.head_dim, False, self.dtype, name=name)(normed).reshape(
+            linear(c.n_heads * c.head_dim, name=name)(normed).reshape(
                 B, K, c.n_heads, c.head_dim
             )
             for name in ("q_proj", "k_proj", "v_proj")
         )
         everyone = jnp.ones((B, K, K), bool)
         k_BNKH, v_BNKH = (x.transpose(0, 2, 1, 3) for x in (k_BKNH, v_BKNH))
-        mixed = attend(q_BKNH, k_BNKH, v_BNKH, everyone)
-        out_BKD = Linear(D, False, self.dtype, name="o_proj")(mixed)
+        mixed = self.kernels.attend(q_BKNH, k_BNKH, v_BNKH, everyone)
+        out_BKD = linear(D, name="o_proj")(mixed)
         return out_BKD if self.plain else x_BKD + out_BKD
 
 
@@ -183,10 +187,9 @@ class Amphista(SeparateHeads):
           state: the accepted positions before, in decoding.
           only_B: the row of the last output that is needed; None: all.
         """
-        h, dtype = self.heads, backbone.llama.dtype
-        native = backbone.llama.native
-        layer = CausalLayer(self._stage_shape, dtype, h.stage_norm, native)
-        fc = Linear(self.llama.d_model, False, dtype)
+        h, dtype, kernels = self.heads, backbone.llama.dtype, backbone.kernels
+        layer = CausalLayer(self._stage_shape, dtype, h.stage_norm, kernels)
+        fc = Linear(self.llama.d_model, False, dtype, kernels=kernels)
         contexts: list[jax.Array] = []
         caches: list[Pair] = []
         for s in range(h.stages):
@@ -207,25 +210,27 @@ class Amphista(SeparateHeads):
     def mix(
         self,
         params: Params,
+        backbone: Backbone,
         contexts: list[jax.Array],
-        dtype: DTypeLike,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Equations 2 to 5: outputs of the stages, each [B, D] -> features of all heads [B, K, D]."""
-        h = self.heads
+        h, dtype = self.heads, backbone.llama.dtype
+        mlp = ResBlock(dtype, backbone.kernels)
         rows = []
         for k in range(self.n_heads):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, k)
             x = dropout(contexts[self.stage_of(k)].astype(dtype), h.dropout, key)
             for j in range(h.n_layers):
                 layer = params[f"heads_{k}"][f"layers_{j}"]
-                x = applied(ResBlock(dtype), layer, x)
+                x = applied(mlp, layer, x)
             rows.append(x)
         x_BKD = jnp.stack(rows, axis=1)
         if h.blocks and h.position_encoding:
             encoding_KD = params["position_encoding"]["embedding"].astype(dtype)
             x_BKD = x_BKD + jnp.broadcast_to(encoding_KD, x_BKD.shape)
-        block = HeadAttention(self.llama, dtype, h.plain_attention)
+        kernels = backbone.kernels.by_xla
+        block = HeadAttention(self.llama, dtype, h.plain_attention, kernels)
         for j in range(h.blocks):
             x_BKD = applied(block, params[f"blocks_{j}"], x_BKD)
         return dropout(x_BKD, h.dropout, dropout_key)
@@ -237,7 +242,7 @@ class Amphista(SeparateHeads):
         contexts, _ = self._stages(params, backbone, *given)
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
-        mixed = self.mix(params, flat, backbone.llama.dtype, dropout_key)
+        mixed = self.mix(params, backbone, flat, dropout_key)
         return jnp.moveaxis(mixed.reshape(B, T, self.n_heads, D), 2, 0)
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
@@ -247,7 +252,7 @@ class Amphista(SeparateHeads):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = state.mask(next_BTD.shape[1], backbone.llama.native)
+        mask = state.mask(next_BTD.shape[1], backbone.fuses(self.llama))
         given = (new.hidden_BTE, next_BTD, new.positions_BT, mask, state, last_of(new.n_B))
         contexts, caches = self._stages(params, backbone, *given)
         return state.extended(caches, contexts, new.n_B)
@@ -257,7 +262,7 @@ class Amphista(SeparateHeads):
     ) -> Proposal:
         """Run all heads, but only the LM heads that the tree's depth needs; the state includes the root."""
         contexts = [state.context_BSD[:, s] for s in range(state.context_BSD.shape[1])]
-        x_BKD = self.mix(params, contexts, backbone.llama.dtype)
+        x_BKD = self.mix(params, backbone, contexts)
         features = [x_BKD[:, k] for k in range(request.tree.depth)]
         return self.fill(params, backbone, features, request)
 

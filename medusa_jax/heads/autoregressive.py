@@ -33,8 +33,8 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import Level, fill_by_level, level_rows
 from medusa_jax.heads.layers import LayerState, last_of, lm_head_logits, lm_head_start
-from medusa_jax.model.cache import LayerCache
-from medusa_jax.model.draft_caches import LevelCache
+from medusa_jax.model.draft_caches import LayerCache, LevelCache
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import zero_output
 from medusa_jax.model.masks import CausalMask, Mask
 from medusa_jax.model.rope import rope_tables
@@ -46,6 +46,7 @@ class Stack(nn.Module):
 
     config: LlamaConfig
     dtype: DTypeLike
+    kernels: Kernels
 
     def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> PyTree:
         """The input of the first layer, from a and e."""
@@ -97,14 +98,14 @@ class Autoregressive(Drafter):
         """The shape of the layers."""
         return self.llama
 
-    def layers(self, dtype: DTypeLike) -> Stack:
+    def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Stack:
         """The module."""
         raise NotImplementedError
 
     def run(
         self, params: Params, backbone: Backbone, *args: PyTree, **options: Any
     ) -> PyTree:
-        module = self.layers(backbone.llama.dtype)
+        module = self.layers(backbone.llama.dtype, backbone.kernels.by_xla)
         return module.apply({"params": params["heads_0"]}, *args, **options)
 
     def first_input(
@@ -154,7 +155,7 @@ class Autoregressive(Drafter):
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
-        mask = state.mask(next_BTD.shape[1], backbone.native(self.shape))
+        mask = state.mask(next_BTD.shape[1], backbone.fuses(self.shape))
         read_BTD = self.first_input(params, backbone, new.hidden_BTE)
         rows = (read_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
@@ -176,7 +177,7 @@ class Autoregressive(Drafter):
                 mask_PR = jnp.asarray(rows_of[depth][1])
                 P, R = mask_PR.shape
                 start_B = state.length_B
-                mask = state.mask(P, backbone.native(self.shape), mask_PR)
+                mask = state.mask(P, backbone.fuses(self.shape), mask_PR)
                 positions_BP = jnp.tile(start_B[:, None] + depth - 1, (1, P))
                 features_BPD, cache = self.run(
                     params, backbone, features_BPD[:, level.rows_P],

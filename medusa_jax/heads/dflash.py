@@ -44,13 +44,12 @@ from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
 from medusa_jax.heads.tapped import Tapped
-from medusa_jax.model.cache import KVCache, LayerCache, write_both
-from medusa_jax.model.draft_caches import BlockCache
+from medusa_jax.model.cache import KVCache, Pair
+from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
 from medusa_jax.model.masks import CausalMask, Mask, PathMask
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import Pair
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import MOST_DEEP
 
@@ -171,19 +170,22 @@ class DFlash(Tapped):
     def text(
         self,
         params: Params,
-        dtype: DTypeLike,
+        backbone: Backbone,
         hidden_BTE: jax.Array,
         positions_BT: jax.Array,
     ) -> tuple[Pair, ...]:
         """The keys and values of c in every layer."""
         c, mine = self.shape, params["heads_0"]
+        dtype, kernels = backbone.llama.dtype, backbone.kernels.by_xla
         streams = hidden_BTE[..., self.llama.d_model :]
-        fused_BTD = applied(Linear(c.d_model, False, dtype), mine["fc"], streams)
-        c_BTD = applied(RMSNorm(c.rms_eps, dtype), mine["hidden_norm"], fused_BTD)
+        fc = Linear(c.d_model, False, dtype, kernels=kernels)
+        norm = RMSNorm(c.rms_eps, dtype, kernels)
+        c_BTD = applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
         given = c_BTD, rope_tables(c, positions_BT, dtype), CausalMask()
+        attention = Attention(c, dtype, 0, kernels)
         layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))
         # The compiler drops the unused output.
-        return tuple(applied(Attention(c, dtype, 0), layer, *given)[1] for layer in layers)
+        return tuple(applied(attention, layer, *given)[1] for layer in layers)
 
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
@@ -207,12 +209,13 @@ class DFlash(Tapped):
         Args:
           position_BT: positions of the roots.
           caches: by layer, a `BlockCache`; or, for one root a row, keys and values of c with free slots from
-            `start_B` on, by the CPU engine.
+            `start_B` on, if the kernels fuse layers.
         """
         B, T = root_BT.shape
         slots_K = jnp.arange(self.n_slots, dtype=position_BT.dtype)
         positions_BQ = (position_BT[:, :, None] + slots_K[None, None]).reshape(B, -1)
         c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
+        kernels = backbone.kernels.by_xla
         rope = rope_tables(c, positions_BQ, dtype)
         mask: Mask = CausalMask()  # a `BlockCache` does not read it
         if start_B is not None:
@@ -220,8 +223,9 @@ class DFlash(Tapped):
         x_BQD = self.block(backbone, root_BT).astype(dtype)
         for j, cache in enumerate(caches):
             layer = x_BQD, rope, mask, cache, start_B
-            x_BQD, _ = applied(Block(c, dtype), mine[f"layers_{j}"], *layer)
-        out_BQD = applied(RMSNorm(c.rms_eps, dtype), mine["norm"], x_BQD)
+            block = Block(c, dtype, kernels=kernels)
+            x_BQD, _ = applied(block, mine[f"layers_{j}"], *layer)
+        out_BQD = applied(RMSNorm(c.rms_eps, dtype, kernels), mine["norm"], x_BQD)
         return out_BQD.reshape(B, T, self.n_slots, -1)[:, :, -self.n_heads :]
 
     def after(self, params: Params, dtype: DTypeLike, tokens: jax.Array) -> jax.Array:
@@ -240,7 +244,7 @@ class DFlash(Tapped):
     ) -> jax.Array:
         hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
         (B, A), T, dtype = index_BA.shape, tokens_BT.shape[1], backbone.llama.dtype
-        text = self.text(params, dtype, hidden_BTE, positions_BT)
+        text = self.text(params, backbone, hidden_BTE, positions_BT)
         n = -(-A // BLOCKS)
 
         def blocks(x_BA: jax.Array) -> jax.Array:
@@ -287,7 +291,7 @@ class DFlash(Tapped):
     def bias(self, params: Params, backbone: Backbone, after: jax.Array) -> jax.Array:
         """The Markov head's part of the logits: [..., R] -> [..., O]."""
         dtype = backbone.llama.dtype
-        linear = Linear(backbone.outputs, False, dtype)
+        linear = Linear(backbone.outputs, False, dtype, kernels=backbone.kernels)
         bias = applied(linear, params["heads_0"]["markov_w2"], after)
         return bias.astype(at_least_f32(dtype))
 
@@ -299,9 +303,9 @@ class DFlash(Tapped):
     def commit(
         self, params: Params, backbone: Backbone, state: CacheState, new: Committed
     ) -> CacheState:
-        pairs = self.text(params, backbone.llama.dtype, new.hidden_BTE, new.positions_BT)
+        pairs = self.text(params, backbone, new.hidden_BTE, new.positions_BT)
         layers = tuple(
-            write_both(old, pair, state.length_B)
+            backbone.kernels.write_both(old, pair, state.length_B)
             for old, pair in zip(state.cache.layers, pairs, strict=True)
         )
         return CacheState(state.length_B + new.n_B, KVCache(layers=layers))
@@ -311,16 +315,16 @@ class DFlash(Tapped):
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         length_B, texts = state.length_B, state.cache.layers
-        native = backbone.native(self.shape)
+        fused = backbone.fuses(self.shape)
         caches: list[LayerCache]
-        if native:
+        if fused:
             free = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
             caches = [(jnp.pad(k, free), jnp.pad(v, free)) for k, v in texts]
         else:
             visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
             caches = [BlockCache(text, visible_B1S) for text in texts]
         root = request.root_B[:, None], length_B[:, None]
-        x_B1KD = self.guesses(params, backbone, *root, caches, length_B if native else None)
+        x_B1KD = self.guesses(params, backbone, *root, caches, length_B if fused else None)
         depth, dtype = request.tree.depth, backbone.llama.dtype
         mine, x_BKD = params["heads_0"], x_B1KD[:, 0, :depth]
         logits_BKO = lm_head_logits(self.heads, mine, backbone, x_BKD)

@@ -80,7 +80,8 @@ class DraftModel(Untrained):
 
     def _model(self, params: Params, backbone: Backbone) -> Backbone:
         config = decoding_config(self.heads.arch)
-        llama = backbone.llama.clone(config=config, native=False, scored=0)
+        kernels = backbone.kernels.by_xla
+        llama = backbone.llama.clone(config=config, kernels=kernels, scored=0)
         return Backbone(llama, params[MODEL])
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> DraftState:

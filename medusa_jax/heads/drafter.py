@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.seams import cpu
 from medusa_jax.sharding import Params, PyTree
 from medusa_jax.tree.tree import Tree
 
@@ -148,9 +148,14 @@ class Backbone:
         """Entries of an array [..., V] for the scored tokens: [..., O]."""
         return x if self.ids_O is None else x[..., self.ids_O]
 
-    def native(self, shape: LlamaConfig) -> bool:
-        """Whether the CPU engine runs layers of this shape."""
-        return self.llama.native and cpu().attends(shape.head_dim)
+    @property
+    def kernels(self) -> Kernels:
+        """The operations that differ by platform."""
+        return self.llama.kernels
+
+    def fuses(self, shape: LlamaConfig) -> bool:
+        """Whether a layer of this shape over few tokens is one call."""
+        return self.kernels.fuses(shape.head_dim)
 
     def tapped(self, taps: tuple[int, ...]) -> "Backbone":
         """The backbone with the streams of these layers appended to its hidden states."""

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear
 from medusa_jax.model.masks import CausalMask
 
@@ -45,9 +46,11 @@ class Layers(Stack):
     fc_bias: bool
 
     def setup(self) -> None:
-        self.fc = Linear(self.config.d_model, self.fc_bias, self.dtype)
+        dtype, kernels = self.dtype, self.kernels
+        self.fc = Linear(self.config.d_model, self.fc_bias, dtype, kernels=kernels)
         self.layers = [
-            Block(self.config, self.dtype, input_norm=j > 0) for j in range(self.n_layers)
+            Block(self.config, dtype, kernels=kernels, input_norm=j > 0)
+            for j in range(self.n_layers)
         ]
 
     def first(self, x_BTD: jax.Array, next_BTD: jax.Array) -> jax.Array:
@@ -64,8 +67,9 @@ class Eagle(Autoregressive):
     name = "eagle"
     Config = EagleConfig
 
-    def layers(self, dtype: DTypeLike) -> Layers:
-        return Layers(self.llama, dtype, self.heads.n_layers, self.heads.fc_bias)
+    def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
+        h = self.heads
+        return Layers(self.llama, dtype, kernels, h.n_layers, h.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Layers start as f -> f, so all depths start as the LM head."""

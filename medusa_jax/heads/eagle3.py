@@ -34,6 +34,7 @@ from medusa_jax.arch import HeadsConfig
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.heads.tapped import Tapped
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.sharding import PyTree
@@ -72,7 +73,7 @@ class WideBlock(Block):
     ) -> PyTree:
         """a and e instead of x, the rest as in `Block`."""
         x_BTD, next_BTD = both
-        norm = partial(RMSNorm, self.config.rms_eps, self.dtype)
+        norm = partial(RMSNorm, self.config.rms_eps, self.dtype, self.kernels)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
         read = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
@@ -87,12 +88,16 @@ class Layers(Stack):
 
     def setup(self) -> None:
         c, dtype, h = self.config, self.dtype, self.heads
-        self.fc = Linear(c.d_model, False, dtype)
+        norm = partial(RMSNorm, c.rms_eps, dtype, self.kernels)
+        block = partial(Block, c, dtype, kernels=self.kernels)
+        self.fc = Linear(c.d_model, False, dtype, kernels=self.kernels)
         if h.fc_norm:
-            self.fc_norms = [RMSNorm(c.rms_eps, dtype) for _ in range(self.n_taps)]
-        first = WideBlock(c, dtype, norm_before_residual=h.norm_before_residual)
-        self.layers = [first, *(Block(c, dtype) for _ in range(1, h.n_layers))]
-        self.norm = RMSNorm(c.rms_eps, dtype)
+            self.fc_norms = [norm() for _ in range(self.n_taps)]
+        first = WideBlock(
+            c, dtype, kernels=self.kernels, norm_before_residual=h.norm_before_residual
+        )
+        self.layers = [first, *(block() for _ in range(1, h.n_layers))]
+        self.norm = norm()
 
     def fuse(self, streams: jax.Array) -> jax.Array:
         """Tapped streams [..., A D] -> g [..., D]."""
@@ -136,8 +141,8 @@ class Eagle3(Tapped, Autoregressive):
         L = self.llama.n_layers  # fewer than five: the nearest that exist
         return tuple(sorted(min(max(i, 0), L) for i in (2, L // 2, L - 3)))
 
-    def layers(self, dtype: DTypeLike) -> Layers:
-        return Layers(self.shape, dtype, self.heads, len(self.taps))
+    def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
+        return Layers(self.shape, dtype, kernels, self.heads, len(self.taps))
 
     def first_input(
         self, params: Params, backbone: Backbone, hidden_BTE: jax.Array

@@ -6,41 +6,17 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from medusa_jax.devices.platforms import platform
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Proposal, Ranked
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
-
-# On CUDA, find the best in two stages (parts, then their best) up to this many rows, in parts at least
-# this wide.
-TOP_K_PARTS, TOP_K_ROWS, TOP_K_WIDTH = 128, 32, 64
 
 
 def best_tokens(backbone: Backbone, scores: jax.Array, n: int) -> jax.Array:
     """Ids of the n best guesses [..., n] by scores [..., O]. All drafts come from this function."""
     # A TPU sorts all scores of an array of more than two axes.
-    best = best_places(scores.reshape(-1, scores.shape[-1]), n)
+    best = backbone.kernels.top_k(scores.reshape(-1, scores.shape[-1]), n)
     return backbone.tokens(best.reshape(*scores.shape[:-1], n))
-
-
-def best_places(scores_RO: jax.Array, n: int) -> jax.Array:
-    """Columns of the n largest scores of each row [R, n]; ties go to the lower column.
-
-    CUDA's TopK runs a row in one block of threads: for four rows of 128,256 scores it takes an H100 three
-    times as long as the best of 128 parts followed by the best of these (research/log/).
-    """
-    R, O = scores_RO.shape
-    width = -(-O // TOP_K_PARTS)
-    if platform() != "cuda" or R > TOP_K_ROWS or width < max(n, TOP_K_WIDTH):
-        return lax.top_k(scores_RO, n)[1]
-    lowest = jnp.asarray(-jnp.inf, scores_RO.dtype)
-    padded = lax.pad(scores_RO, lowest, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
-    best, at = lax.top_k(padded.reshape(R * TOP_K_PARTS, width), n)
-    first_1P1 = (jnp.arange(TOP_K_PARTS, dtype=at.dtype) * width)[None, :, None]
-    column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_1P1).reshape(R, -1)
-    return jnp.take_along_axis(column_RC, lax.top_k(best.reshape(R, -1), n)[1], axis=1)
 
 
 def fill_by_rank(

@@ -11,6 +11,7 @@ that have children.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -36,6 +37,7 @@ from medusa_jax.heads.layers import (
     lm_head_start,
 )
 from medusa_jax.model.dropout import dropout
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Linear
 from medusa_jax.sharding import PyTree
 
@@ -64,13 +66,15 @@ class FirstBlock(nn.Module):
     features: int
     dtype: DTypeLike
     projected: bool
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        linear = partial(Linear, self.features, True, self.dtype, kernels=self.kernels)
         skip = x[..., : self.features]
         if self.projected:
-            skip = Linear(self.features, True, self.dtype, name="skip")(x)
-        return skip + nn.silu(Linear(self.features, True, self.dtype, name="linear")(x))
+            skip = linear(name="skip")(x)
+        return skip + nn.silu(linear(name="linear")(x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,23 +111,25 @@ class Hydra(LastHidden):
             params[f"heads_{k}"] = {"layers_0": first} | rest | start
         return params
 
-    def _first(self, dtype: DTypeLike) -> FirstBlock:
-        return FirstBlock(self.llama.d_model, dtype, self.heads.skip != "fixed")
+    def _first(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> FirstBlock:
+        projected = self.heads.skip != "fixed"
+        return FirstBlock(self.llama.d_model, dtype, projected, kernels)
 
     def mlp(
         self,
         params: Params,
+        backbone: Backbone,
         k: int,
         x: jax.Array,
-        dtype: DTypeLike,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Hidden layers of head k: [..., (k + 2) D] -> [..., D]."""
         head, rate = params[f"heads_{k}"], self.heads.dropout
+        dtype, kernels = backbone.llama.dtype, backbone.kernels
         for j in range(self.heads.n_layers):
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, j)
             layer = head[f"layers_{min(j, self.stored_counts[1] - 1)}"]
-            block = ResBlock(dtype) if j else self._first(dtype)
+            block = ResBlock(dtype, kernels) if j else self._first(dtype, kernels)
             x = applied(block, layer, dropout(x.astype(dtype), rate, key))
         return dropout(x, rate, dropout_key)
 
@@ -134,7 +140,7 @@ class Hydra(LastHidden):
             x = jnp.concatenate([x, shift_left(embedded_BTD, k + 1)], axis=-1)
             key = rows.dropout_key
             key = None if key is None else jax.random.fold_in(key, k)
-            out.append(self.mlp(params, k, x, dtype, key))
+            out.append(self.mlp(params, backbone, k, x, key))
         return jnp.stack(out)
 
     def context(self, state: PyTree) -> jax.Array:
@@ -152,7 +158,7 @@ class Hydra(LastHidden):
         ) -> tuple[jax.Array, jax.Array]:
             rows = [x_BPW[:, level.rows_P], backbone.embed(tokens_BP)]
             x_BPW = jnp.concatenate(rows, axis=-1)
-            features_BPD = self.mlp(params, k, x_BPW, dtype)
+            features_BPD = self.mlp(params, backbone, k, x_BPW)
             return self.head_logits(params, backbone, k, features_BPD), x_BPW
 
         context_B1D = self.context(state).astype(dtype)[:, None, :]

@@ -43,8 +43,8 @@ class HydraPP(Hydra):
         return super().init(heads_key, backbone) | {"prefix": prefix}
 
     def _prefix(self, params: Params, backbone: Backbone, *rows: PyTree) -> PyTree:
-        llama = backbone.llama
-        layer = CausalLayer(self.llama, llama.dtype, native=llama.native)
+        dtype, kernels = backbone.llama.dtype, backbone.kernels
+        layer = CausalLayer(self.llama, dtype, kernels=kernels)
         return applied(layer, params["prefix"], *rows)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
@@ -58,7 +58,7 @@ class HydraPP(Hydra):
     def commit(
         self, params: Params, backbone: Backbone, state: LayerState, new: Committed
     ) -> LayerState:
-        mask = state.mask(new.tokens_BT.shape[1], backbone.llama.native)
+        mask = state.mask(new.tokens_BT.shape[1], backbone.fuses(self.llama))
         after = (state.cache.layers[0], state.length_B, last_of(new.n_B))
         context_B1D, layer = self._prefix(
             params, backbone, new.hidden_BTE, new.positions_BT, mask, *after

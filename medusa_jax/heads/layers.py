@@ -20,13 +20,12 @@ from medusa_jax.heads.drafter import (
 )
 from medusa_jax.heads.fill import fill_by_rank
 from medusa_jax.heads.state import CacheState
-from medusa_jax.model.cache import KVCache
+from medusa_jax.model.cache import KVCache, Pair
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm, kernel_of, row_of, zero_output
 from medusa_jax.model.masks import CausalMask, Mask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import Pair
-from medusa_jax.model.stored import multiply
 from medusa_jax.sharding import PyTree
 
 
@@ -34,12 +33,13 @@ class ResBlock(nn.Module):
     """x + SiLU(x W + b), initially the identity: W = 0 and b = 0."""
 
     dtype: DTypeLike
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         D = x.shape[-1]
         kernel = kernel_of(self, nn.initializers.zeros, (D, D))
-        y = multiply(x, kernel, self.dtype).astype(self.dtype)
+        y = self.kernels.multiply(x, kernel, self.dtype).astype(self.dtype)
         bias = self.param("bias", nn.initializers.zeros, (D,)).astype(self.dtype)
         return x + nn.silu(y + jnp.broadcast_to(bias, y.shape))
 
@@ -102,9 +102,10 @@ def lm_head_logits(
     wide = at_least_f32(dtype)
     if heads.lm_head == "own":
         outputs = heads.draft_vocab or backbone.llama.config.vocab_size
-        linear = Linear(outputs, "bias" in own, dtype)
+        linear = Linear(outputs, "bias" in own, dtype, kernels=backbone.kernels)
         return applied(linear, own, features).astype(wide)
 
+    multiply = backbone.kernels.multiply
     low_rank = multiply(features, own["down"], dtype).astype(dtype)
     logits = multiply(low_rank, own["up"], dtype)
     if "bias" in own:
@@ -172,12 +173,12 @@ class CausalLayer(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     out_norm: bool = True
-    native: bool = False
+    kernels: Kernels = PLAIN
 
     def setup(self) -> None:
-        self.layers_0 = Block(self.config, self.dtype, native=self.native)
+        self.layers_0 = Block(self.config, self.dtype, kernels=self.kernels)
         if self.out_norm:
-            self.norm = RMSNorm(self.config.rms_eps, self.dtype, self.native)
+            self.norm = RMSNorm(self.config.rms_eps, self.dtype, self.kernels)
 
     def __call__(
         self,
@@ -237,9 +238,9 @@ class LayerState(CacheState):
         context = jnp.zeros((batch, max(n_layers, 1), config.d_model), dtype)
         return cls(jnp.zeros((batch,), jnp.int32), cache, context)
 
-    def mask(self, T: int, native: bool, self_mask_TR: jax.Array | None = None) -> Mask:
+    def mask(self, T: int, fused: bool, self_mask_TR: jax.Array | None = None) -> Mask:
         """`mask_after` of T rows that follow the accepted positions."""
-        return mask_after(T, self.cache.slots, self.length_B, self_mask_TR, native)
+        return mask_after(T, self.cache.slots, self.length_B, self_mask_TR, fused)
 
     def extended(
         self, layers: Sequence[Pair], contexts: list[jax.Array], n_B: jax.Array

@@ -6,7 +6,6 @@ authors' code also allows, a head is an LM head.
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, DraftRequest, Params, Proposal, TextRows
@@ -36,26 +35,26 @@ class Medusa(LastHidden):
         return {f"heads_{k}": layers | start for k in range(self.n_heads)}
 
     def head_features(
-        self, params: Params, k: int, hidden: jax.Array, dtype: DTypeLike
+        self, params: Params, backbone: Backbone, k: int, hidden: jax.Array
     ) -> jax.Array:
         """[..., D] -> [..., D]."""
-        x = hidden.astype(dtype)
+        block = ResBlock(backbone.llama.dtype, backbone.kernels)
+        x = hidden.astype(backbone.llama.dtype)
         for j in range(self.heads.n_layers):
-            x = applied(ResBlock(dtype), params[f"heads_{k}"][f"layers_{j}"], x)
+            x = applied(block, params[f"heads_{k}"][f"layers_{j}"], x)
         return x
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        dtype = backbone.llama.dtype
-        heads = range(self.n_heads)
+        hidden_BTE, heads = rows.hidden_BTE, range(self.n_heads)
         return jnp.stack(
-            [self.head_features(params, k, rows.hidden_BTE, dtype) for k in heads]
+            [self.head_features(params, backbone, k, hidden_BTE) for k in heads]
         )
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> Proposal:
         features = [
-            self.head_features(params, k, state, backbone.llama.dtype)
+            self.head_features(params, backbone, k, state)
             for k in range(request.tree.depth)
         ]
         return self.fill(params, backbone, features, request)

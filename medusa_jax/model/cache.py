@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from medusa_jax.model.masks import Mask
-from medusa_jax.model.seams import Pair, cpu, tpu
+Pair = tuple[jax.Array, jax.Array]
 
 
 class KVCache(struct.PyTreeNode):
@@ -58,9 +57,7 @@ class KVCache(struct.PyTreeNode):
         )
 
     @jax.named_scope("cache")
-    def commit(
-        self, length_B: jax.Array, path_BL: jax.Array, native: bool = False
-    ) -> "KVCache":
+    def commit(self, length_B: jax.Array, path_BL: jax.Array) -> "KVCache":
         """Move the accepted candidates to the end of the committed text.
 
         Row b's slot `length + path[b, i]` is copied to slot `length + i`. A path begins with 0, the
@@ -71,15 +68,8 @@ class KVCache(struct.PyTreeNode):
         get the rows of 10, 12, 13, and the caller's new length is 13 (two drafts
         accepted after the root) or less.
 
-        Args:
-          native: by the CPU engine; the cache is float32.
+        Decoding calls `Kernels.commit`, which may be faster.
         """
-        if native:
-            leaves, structure = jax.tree.flatten(self)
-            moved = cpu().commit(leaves, length_B, path_BL)
-            return jax.tree.unflatten(structure, moved)
-        if on_tpu := tpu():
-            return jax.tree.map(lambda x: on_tpu.move(x, length_B, path_BL), self)
         source_BL = length_B[:, None] + path_BL
 
         # A row that has ended may lack room. Clip reads beyond its slots: the default fills NaN, which the
@@ -97,30 +87,10 @@ class KVCache(struct.PyTreeNode):
         return jax.tree.unflatten(structure, moved)
 
 
-class DraftCache(struct.PyTreeNode):
-    """Base class of the caches that drafters pass instead of a text's keys and values, one per layer.
-
-    `model/draft_caches.py` has them.
-    """
-
-    def attend(
-        self, q_BTNH: jax.Array, new: Pair, mask: Mask
-    ) -> tuple[jax.Array, "DraftCache"]:
-        """The output [B, T, N * H] of T new tokens, and the cache that the next call gets.
-
-        Args:
-          new: their keys and values, each [B, G, T, H].
-        """
-        raise NotImplementedError
-
-
-LayerCache = Pair | DraftCache
-
-
 def write_rows(
     cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int = 2
 ) -> jax.Array:
-    """Write T consecutive slots per row, row b from slot `start_B[b]`.
+    """Write T consecutive slots per row, row b from slot `start_B[b]`; other code calls `Kernels.write_rows`.
 
     The caller keeps `start + T <= S`: XLA clamps a start that does not fit, which would
     overwrite committed text.
@@ -129,24 +99,7 @@ def write_rows(
       axis: the axis of the slots.
     """
     rows_BGTH = rows_BGTH.astype(cache_BGSH.dtype)
-    if on_tpu := tpu():
-        return on_tpu.write_rows(cache_BGSH, rows_BGTH, start_B, axis)
     if cache_BGSH.shape[0] == 1:  # one row needs no scatter
         return lax.dynamic_update_slice_in_dim(cache_BGSH, rows_BGTH, start_B[0], axis)
     write = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(write)(cache_BGSH, rows_BGTH, start_B)
-
-
-def write_both(cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
-    """Write keys and values of new tokens to their slots."""
-    return write_rows(cache[0], new[0], start_B), write_rows(cache[1], new[1], start_B)
-
-
-def write_after(cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array) -> Pair:
-    """`write_both`, ordered after the reads from the same cache.
-
-    If the write follows the reads, the cache changes in place instead of being copied whole; XLA
-    keeps this order only if the new values depend on the values read.
-    """
-    nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
-    return write_both(cache, (new[0] + nothing_B111, new[1] + nothing_B111), start_B)

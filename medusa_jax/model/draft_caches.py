@@ -2,12 +2,30 @@
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from medusa_jax.model.cache import DraftCache
+from medusa_jax.model.cache import Pair
 from medusa_jax.model.grouped import flat, group_queries
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask, Mask
-from medusa_jax.model.seams import Pair
-from medusa_jax.model.texts import Part, attend_part, merge_parts, text_part
+from medusa_jax.model.texts import Part, attend_part, merge_parts
+
+
+class DraftCache(struct.PyTreeNode):
+    """Base class of the caches that drafters pass instead of a text's keys and values, one per layer."""
+
+    def attend(
+        self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
+    ) -> tuple[jax.Array, "DraftCache"]:
+        """The output [B, T, N * H] of T new tokens, and the cache that the next call gets.
+
+        Args:
+          new: their keys and values, each [B, G, T, H].
+        """
+        raise NotImplementedError
+
+
+LayerCache = Pair | DraftCache
 
 
 class LevelCache(DraftCache):
@@ -22,13 +40,13 @@ class LevelCache(DraftCache):
     levels: tuple[Pair, ...] = ()
 
     def attend(
-        self, q_BTNH: jax.Array, new: Pair, mask: Mask
+        self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
     ) -> tuple[jax.Array, "LevelCache"]:
         """Row t sees the rows of the text up to t, row t of each level, and itself."""
         assert isinstance(mask, CausalMask)
         levels = (*self.levels, new)
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
-        part = text_part(q_BGTRH, *self.text, mask)
+        part = kernels.text_part(q_BGTRH, *self.text, mask)
         wide = part.norm_BGTR1.dtype
         for level in levels:  # each query has one key per level: sums, not matrix products
             k, v = (x[:, :, :, None].astype(wide) for x in level)
@@ -51,7 +69,7 @@ class BlockCache(DraftCache):
     visible_BAS: jax.Array
 
     def attend(
-        self, q_BTNH: jax.Array, new: Pair, mask: Mask
+        self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
     ) -> tuple[jax.Array, "BlockCache"]:
         """A blocks see the text and each itself; T = A x slots. The mask is not read."""
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])

@@ -1,146 +1,260 @@
-"""Attention kernels outside XLA: cuDNN's on NVIDIA GPUs, splash attention and our own on TPUs.
+"""What differs by platform: one object, chosen once (`kernels/choose.py`) and given to `Llama`.
 
-`attention.py` imports this file on these platforms only. The kernels store no scores. The TPU kernels have not
-run on a TPU yet (`model/tpu.py`); cuDNN's have run on an H100 (research/log/).
-
-MEDUSA_JAX_ATTENTION=own disables all.
+| new tokens of a row             | cache           | method                                                 |
+|---------------------------------|-----------------|--------------------------------------------------------|
+| packed texts, in training       | none            | `attend_text`                                          |
+| a piece of a prompt             | the text before | `attend_prompt`, then the write                        |
+| one, a tree or a short path     | the text before | `attend_tree`; a whole `layer` if the kernels fuse it  |
+| levels or blocks of drafts      | a `DraftCache`  | its `attend`                                           |
 """
 
-import functools
-from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
-from jax.sharding import PartitionSpec as P
+from jax import lax
+from jax.typing import DTypeLike
 
-from medusa_jax.console import inform
-from medusa_jax.devices.platforms import default_device
-from medusa_jax.model import tpu
-from medusa_jax.model.masks import CausalMask
-from medusa_jax.sharding import ROWS
-
-# Longest row for cuDNN, which takes segments as a 16-bit mask [B, 1, T, T] (its layout for packed rows is
-# not public): for longer rows the mask would be the largest array.
-CUDNN_LONGEST = 8192
-# From this many slots on, summed over all rows, a TPU also uses the kernel for one token per row: over fewer slots
-# XLA's attention of one token is faster (research/log/).
-ONE_ROW_SLOTS = 8192
-# Least major compute capability of NVIDIA GPUs for cuDNN's attention, and for products in bfloat16: on a T4 (7.5) XLA
-# unpacks kernels to float32 in memory before each, five times the bytes.
-AMPERE = 8
-# Library kernels multiply float32 in lower precision, or fail.
-SHORT = (jnp.bfloat16, jnp.float16)
-
-# (queries [B, T, N, H], keys and values [B, G, T, H], mask) -> [B, T, N * H].
-OfText = Callable[[jax.Array, jax.Array, jax.Array, CausalMask], jax.Array]
-# (queries [B, T, N, H], keys and values [B, G, S, H], mask [B, T, S], used slots [B]) -> [B, T, N * H].
-OfCache = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.model.cache import KVCache, Pair, write_rows
+from medusa_jax.model.grouped import attend, flat, group_queries
+from medusa_jax.model.masks import CausalMask, PathMask
+from medusa_jax.model.product import at_least_f32, product
+from medusa_jax.model.rope import rotate
+from medusa_jax.model.stored import Kernel, Storage, Stored
+from medusa_jax.model.texts import Part, attend_cached, attend_part, blocks_part
+from medusa_jax.sharding import Params
 
 
-def for_text(platform: str, q_BTNH: jax.Array) -> OfText | None:
-    """The kernel for packed rows of this shape, or None."""
-    B, T, _, H = q_BTNH.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    # XLA cannot partition a kernel, and without a mesh the placement of rows is unknown.
-    n_rows = 1 if mesh.empty else mesh.shape["data"] * mesh.shape["fsdp"]
-    if q_BTNH.dtype not in SHORT or (mesh.empty and jax.device_count() > 1) or B % n_rows:
-        return None
-    if platform == "tpu" and T % 128 == 0 and H % 128 == 0:
-        return partial(by_row, tpu.splash, mesh)
-    if (
-        platform == "cuda"
-        and T % 2 == 0
-        and T <= CUDNN_LONGEST
-        and H % 8 == 0
-        and H <= 128
-        and has_cudnn()
-    ):
-        return partial(by_row, cudnn, mesh)
-    return None
+@dataclass(frozen=True)
+class Kernels:
+    """The operations whose best form depends on the platform; here the plain forms, which run anywhere.
 
+    A subclass overrides what is faster on its platform. Hashable: a static attribute of `Llama`, which the
+    engine, drafters and acceptance rules read.
 
-def for_cache(
-    platform: str, q_BTNH: jax.Array, k_BGSH: jax.Array, T: int
-) -> OfCache | None:
-    """The kernel for queries over the keys of a cache, T of them new in each row, or None.
-
-    On an H100, cuDNN's was faster only for 8 rows of 64 nodes (research/log/).
+    Attributes:
+      keys_first: attention of few tokens multiplies keys times queries. A GPU takes queries times keys: a
+        softmax across rows of memory is three more kernels in each layer.
+      least_slots: slots of the smallest cache. Compiling a further program for an accelerator takes longer
+        than a smaller cache saves.
+      thresholds_at_once: rounds of bisection whose thresholds are tested in one pass (`sampling`): a GPU
+        launches five kernels per pass, for any number of rounds.
+      path_only: sampled acceptance computes target tokens only down the accepted path. An accelerator
+        computes all nodes at once faster than it starts a round.
+      bitwise: a token's result is the same, bit for bit, with any number of other tokens.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    several = (jax.device_count() if mesh.empty else mesh.size) > 1
-    if several or platform != "tpu" or not tpu.fits(q_BTNH, k_BGSH):
+
+    keys_first: ClassVar[bool] = False
+    least_slots: ClassVar[int] = 1024
+    thresholds_at_once: ClassVar[int] = 5
+    path_only: ClassVar[bool] = False
+    bitwise: ClassVar[bool] = False
+
+    # Attention.
+
+    def attend_text(
+        self, q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+    ) -> jax.Array:
+        """Attention within whole rows: [B, T, N * H]."""
+        q_BGTRH = group_queries(q_BTNH, k_BGTH.shape[1])
+        part = self.text_part(q_BGTRH, k_BGTH, v_BGTH, mask)
+        return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+
+    def text_part(
+        self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+    ) -> Part:
+        """Attention of whole rows over themselves, to be merged with other keys."""
+        return blocks_part(q_BGTRH, k_BGTH, v_BGTH, mask)
+
+    def attend_prompt(
+        self, q_BTNH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, window: int
+    ) -> jax.Array:
+        """Attention of consecutive tokens over themselves and a cached text: `texts.attend_cached`.
+
+        Args:
+          new: keys and values of the tokens, each [B, G, T, H], not written yet.
+        """
+        q_BGTRH = group_queries(q_BTNH, cache[0].shape[1])
+        part = self.prompt_part(q_BGTRH, *new, CausalMask(window=window))
+        return attend_cached(q_BGTRH, part, cache, start_B, window)
+
+    def prompt_part(
+        self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
+    ) -> Part:
+        """Attention of a piece of a prompt over itself, all at once: loops over blocks cost more."""
+        T = q_BGTRH.shape[2]
+        return attend_part(q_BGTRH, k_BGTH, v_BGTH, mask.visible(0, T, 0, T))
+
+    def attend_tree(
+        self,
+        q_BTNH: jax.Array,
+        new: Pair,
+        cache: Pair,
+        mask_BTS: jax.Array,
+        start_B: jax.Array,
+    ) -> tuple[jax.Array, Pair]:
+        """Attention of few tokens over all slots of a cache, and the cache with their keys and values.
+
+        One token attends before the write, several attend after it.
+        """
+        if new[0].shape[2] == 1:
+            out_BTD = attend(q_BTNH, *cache, mask_BTS, new, start_B, self.keys_first)
+            return out_BTD, self.write_after(cache, new, start_B, out_BTD)
+        cache = self.write_both(cache, new, start_B)
+        return self.attend(q_BTNH, *cache, mask_BTS), cache
+
+    def attend(
+        self, q_BTNH: jax.Array, k_BGSH: jax.Array, v_BGSH: jax.Array, mask_BTS: jax.Array
+    ) -> jax.Array:
+        """Attention of T queries over S slots, as `grouped.attend`: [B, T, N * H]."""
+        return attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS, keys_first=self.keys_first)
+
+    # A whole layer.
+
+    def fuses(self, head_dim: int) -> bool:
+        """Whether `layer` runs layers over few tokens, with heads of this size."""
+        return False
+
+    def layer(
+        self,
+        config: LlamaConfig,
+        params: Mapping[str, Any],
+        x_BTD: jax.Array,
+        rope: Pair,
+        mask: PathMask,
+        cache: Pair,
+        start_B: jax.Array,
+        read_BTI: jax.Array | None = None,
+    ) -> tuple[jax.Array, Pair]:
+        """As `layers.Block` over few tokens after a cached text, in one call.
+
+        Args:
+          read_BTI: what attention reads; None: the norm of x.
+        """
+        raise NotImplementedError
+
+    # Single operations.
+
+    def norm(
+        self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike
+    ) -> jax.Array:
+        """x [..., D] / rms(x) * scale, the mean square in float32 or wider."""
+        wide = x.astype(at_least_f32(dtype))
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return jnp.broadcast_to(scale_D.astype(dtype), x.shape) * wide.astype(dtype)
+
+    def rotate(
+        self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
+    ) -> jax.Array:
+        """Rotary position embedding, as `rope.rotate`."""
+        return rotate(x_BTNH, cos_BT1H, sin_BT1H)
+
+    def product(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """x [..., in] times kernel [in, ...], summed in float32 or wider."""
+        return product(x, kernel)
+
+    def multiply(self, x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
+        """x [..., inputs] times a kernel in any form, computed in `dtype`, summed in float32 or wider."""
+        x = x.astype(dtype)
+        if isinstance(kernel, Stored):
+            return kernel.product(x, self.product)
+        return self.product(x, kernel.astype(dtype))
+
+    # The cache.
+
+    def write_rows(
+        self, cache_BGSH: jax.Array, rows_BGTH: jax.Array, start_B: jax.Array, axis: int = 2
+    ) -> jax.Array:
+        """Write T consecutive slots per row, as `cache.write_rows`."""
+        return write_rows(cache_BGSH, rows_BGTH, start_B, axis)
+
+    def write_both(self, cache: Pair, new: Pair, start_B: jax.Array) -> Pair:
+        """Write keys and values of new tokens to their slots."""
+        keys_BGSH = self.write_rows(cache[0], new[0], start_B)
+        return keys_BGSH, self.write_rows(cache[1], new[1], start_B)
+
+    def write_after(
+        self, cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array
+    ) -> Pair:
+        """`write_both`, ordered after the reads from the same cache.
+
+        If the write follows the reads, the cache changes in place instead of being copied whole; XLA
+        keeps this order only if the new values depend on the values read.
+        """
+        nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
+        new = new[0] + nothing_B111, new[1] + nothing_B111
+        return self.write_both(cache, new, start_B)
+
+    def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
+        """Move the accepted candidates to the end of the committed text, as `KVCache.commit`."""
+        return cache.commit(length_B, path_BL)
+
+    # Choices among scores.
+
+    def top_k(self, scores_RO: jax.Array, n: int) -> jax.Array:
+        """Columns of the n largest scores of each row [R, n]; ties go to the lower column."""
+        return lax.top_k(scores_RO, n)[1]
+
+    def best_token(self, scores: jax.Array) -> jax.Array:
+        """Index of the largest entry of the last axis, the first among equals (int32).
+
+        XLA's argmax reduces index and value together, which is not vectorised on CPUs and takes as long as
+        a layer of the demo model. Two plain reductions are.
+        """
+        V = scores.shape[-1]
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+        # A row of NaN matches nothing: clamp to a valid index.
+        return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
+
+    def row_sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the last axis [..., 1]."""
+        return jnp.sum(x, axis=-1, keepdims=True)
+
+    # The form of stored kernels.
+
+    @property
+    def panel(self) -> int:
+        """Outputs of a panel of floats (`Storage.panel`); 0: kernels are stored plainly."""
+        return 0
+
+    @property
+    def mark(self) -> str | None:
+        """Names compiled kernels of our own in measurements; None: there are none."""
         return None
-    long = T > 1 or q_BTNH.shape[0] * k_BGSH.shape[2] >= ONE_ROW_SLOTS
-    return tpu.attend_tree if long else None
+
+    @property
+    def by_xla(self) -> "Kernels":
+        """The same kernels with the norms, rotations and layers of XLA."""
+        return self
+
+    def panels(
+        self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage
+    ) -> Stored:
+        """A kernel of floats, or of int8 with a scale for each output, in panels of `storage`."""
+        raise NotImplementedError
+
+    def read_blocks(
+        self,
+        config: LlamaConfig,
+        part: Params,
+        blocks: Params,
+        rest: Params,
+        storage: Storage,
+    ) -> Params:
+        """Convert an entry of the backbone that comes in the blocks of a GGUF file (`model/blocks.py`).
+
+        Only kernels with panels can.
+
+        Args:
+          part: the entry, such as {"layers_3": ...}.
+          blocks: its `BlockRows`.
+          rest: its other parameters, in decoding form.
+        """
+        raise NotImplementedError
 
 
-def before_ampere() -> bool:
-    """Whether the default device is an NVIDIA GPU that has neither."""
-    major = str(getattr(default_device(), "compute_capability", "")).partition(".")[0]
-    return major.isdecimal() and int(major) < AMPERE  # AMD's have letters
-
-
-@functools.cache
-def has_cudnn() -> bool:
-    """Whether JAX finds cuDNN, else prints one note, and the GPU is new enough, which JAX does not check.
-
-    Ahead-of-time compilers have no cuDNN.
-    """
-    if before_ampere():
-        return False
-    x_BTNH = jax.ShapeDtypeStruct((1, 8, 1, 8), jnp.bfloat16)
-    try:
-        jax.eval_shape(
-            partial(jax.nn.dot_product_attention, implementation="cudnn"), *[x_BTNH] * 3
-        )
-    except RuntimeError:
-        inform(
-            "cuDNN was not found, so attention is this project's own "
-            "(pip install nvidia-cudnn-cu13, or -cu12 with CUDA 12)"
-        )
-        return False
-    return True
-
-
-def by_row(
-    run: Callable[..., jax.Array],
-    mesh: AbstractMesh,
-    q_BTNH: jax.Array,
-    k_BGTH: jax.Array,
-    v_BGTH: jax.Array,
-    mask: CausalMask,
-) -> jax.Array:
-    """A kernel on each device's rows, and on its heads if the tensor axis divides them: [B, T, N * H]."""
-    given = q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask
-    if not mesh.empty:
-        heads = None if k_BGTH.shape[1] % mesh.shape["tensor"] else "tensor"
-        run = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(*[P(ROWS, None, heads)] * 3, P(ROWS)),
-            out_specs=P(ROWS, None, heads),
-            check_vma=False,  # kernels do not declare how their results vary over devices
-        )
-    return run(*given).reshape(*q_BTNH.shape[:2], -1)
-
-
-def cudnn(
-    q_BTNH: jax.Array,
-    k_BTGH: jax.Array,
-    v_BTGH: jax.Array,
-    mask: CausalMask,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> jax.Array:
-    """cuDNN's flash attention of a text, [B, T, N, H]; tests pass "xla"."""
-    same_B1TT = None
-    if mask.segment_ids_BT is not None:
-        segment_BT = mask.segment_ids_BT
-        same_B1TT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
-    window = (mask.window - 1, 0) if mask.window else None
-    return jax.nn.dot_product_attention(
-        q_BTNH, k_BTGH, v_BTGH, mask=same_B1TT, is_causal=True, local_window_size=window,
-        implementation=implementation,
-    )  # fmt: skip
+PLAIN = Kernels()

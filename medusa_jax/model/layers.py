@@ -10,13 +10,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
+from medusa_jax.model.adapter import with_adapter
 from medusa_jax.model.attention import attention_of
-from medusa_jax.model.cache import LayerCache
+from medusa_jax.model.draft_caches import LayerCache
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.masks import Mask, PathMask, tree_mask
-from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.rope import rotate
-from medusa_jax.model.seams import cpu, training
-from medusa_jax.model.stored import Kernel, Stored, multiply
+from medusa_jax.model.quantise import quantised_product
+from medusa_jax.model.stored import Kernel, Stored
 from medusa_jax.sharding import Params
 
 
@@ -24,7 +24,7 @@ class Linear(nn.Module):
     """y = x W (+ b), kernel [in, out]; computed in `dtype`, accumulated in float32 or wider.
 
     Depending on its variables, W is quantised (`model/quantise.py`) or stored in another form
-    (`model/stored.py`), and a low-rank adapter is added (`model/lora.py`).
+    (`model/stored.py`), and a low-rank adapter is added (`model/adapter.py`).
     """
 
     features: int
@@ -32,6 +32,7 @@ class Linear(nn.Module):
     dtype: DTypeLike = jnp.float32
     # 0: a plain kernel. n: outputs grouped by tensor shard, kernel [in, n, features // n].
     shards: int = 0
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,11 +43,12 @@ class Linear(nn.Module):
         if self.has_variable("params", "codes"):
             codes: jax.Array = self.get_variable("params", "codes")
             scales: jax.Array = self.get_variable("params", "scales")
-            y = training("quantise").quantised_product(x, codes, scales)
+            y = quantised_product(x, codes, scales)
         else:
             init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0)
             kernel = kernel_of(self, init, (x.shape[-1], *width))
-            y = multiply(x, kernel, self.dtype).reshape(*x.shape[:-1], *width)
+            y = self.kernels.multiply(x, kernel, self.dtype)
+            y = y.reshape(*x.shape[:-1], *width)
         y = add_adapter(self, x, y)
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, width)
@@ -58,7 +60,7 @@ def add_adapter(module: nn.Module, x: jax.Array, y: jax.Array) -> jax.Array:
     """y plus the output for x of the module's adapter in the collection "lora"; y if it has none."""
     if not module.has_variable("lora", "a"):
         return y
-    return training("lora").with_adapter(module.variables["lora"], x, y)
+    return with_adapter(module.variables["lora"], x, y)
 
 
 class Adapter(nn.Module):
@@ -94,20 +96,16 @@ def kernel_of(
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, the mean square in float32 or wider; `native`: by the CPU engine."""
+    """x / rms(x) * scale, the mean square in float32 or wider."""
 
     eps: float
     dtype: DTypeLike = jnp.float32
-    native: bool = False
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        if self.native:
-            return cpu().norm(x, scale, self.eps)
-        wide = x.astype(at_least_f32(self.dtype))
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return jnp.broadcast_to(scale.astype(self.dtype), x.shape) * wide.astype(self.dtype)
+        return self.kernels.norm(x, scale, self.eps, self.dtype)
 
 
 def row_of(x_BT: jax.Array, row_B: jax.Array | None) -> jax.Array:
@@ -129,7 +127,7 @@ class Attention(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     shards: int
-    native: bool = False
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(
@@ -151,7 +149,14 @@ class Attention(nn.Module):
         queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
         sizes = [queries, keys, keys]
         if self.shards:
-            fused = Linear(sum(sizes), c.qkv_bias, self.dtype, self.shards, name="qkv_proj")
+            fused = Linear(
+                sum(sizes),
+                c.qkv_bias,
+                self.dtype,
+                self.shards,
+                self.kernels,
+                name="qkv_proj",
+            )
             cuts = np.cumsum(sizes)[:2] // self.shards
             out = fused(x_BTD)
             # Split without the axis of one shard; a TPU would change the layout of its slices twice.
@@ -159,7 +164,7 @@ class Attention(nn.Module):
             q, k, v = jnp.split(out, cuts, axis=-1)
         else:
             q, k, v = (
-                Linear(size, c.qkv_bias, self.dtype, name=name)(x)
+                Linear(size, c.qkv_bias, self.dtype, kernels=self.kernels, name=name)(x)
                 for size, name, x in zip(
                     sizes, ("q_proj", "k_proj", "v_proj"), (asked_BTD, x_BTD, x_BTD)
                 )
@@ -168,16 +173,18 @@ class Attention(nn.Module):
         k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
         v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
         if c.qk_norm:
-            norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+            norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
             q_BTNH = norm(name="q_norm")(q_BTNH)
             k_BTGH = norm(name="k_norm")(k_BTGH)
-        turn = cpu().rotate if self.native else rotate
-        q_BTNH = turn(q_BTNH, *(row_of(x, only_B) for x in rope))
-        k_BGTH = turn(k_BTGH, *rope).transpose(0, 2, 1, 3)
+        q_BTNH = self.kernels.rotate(q_BTNH, *(row_of(x, only_B) for x in rope))
+        k_BGTH = self.kernels.rotate(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
-        out_BTD, written = attention_of(q_BTNH, new, mask, cache, start_B)
-        return Linear(c.d_model, c.out_bias, self.dtype, name="o_proj")(out_BTD), written
+        out_BTD, written = attention_of(self.kernels, q_BTNH, new, mask, cache, start_B)
+        project = Linear(
+            c.d_model, c.out_bias, self.dtype, kernels=self.kernels, name="o_proj"
+        )
+        return project(out_BTD), written
 
 
 class Mlp(nn.Module):
@@ -186,20 +193,22 @@ class Mlp(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     shards: int
+    kernels: Kernels = PLAIN
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         c = self.config
+        linear = partial(
+            Linear, use_bias=c.mlp_bias, dtype=self.dtype, kernels=self.kernels
+        )
         if self.shards:
-            fused = Linear(
-                2 * c.d_ff, c.mlp_bias, self.dtype, self.shards, name="gate_up_proj"
-            )
+            fused = linear(2 * c.d_ff, shards=self.shards, name="gate_up_proj")
             gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
         else:
-            gate = Linear(c.d_ff, c.mlp_bias, self.dtype, name="gate_proj")(x_BTD)
-            up = Linear(c.d_ff, c.mlp_bias, self.dtype, name="up_proj")(x_BTD)
+            gate = linear(c.d_ff, name="gate_proj")(x_BTD)
+            up = linear(c.d_ff, name="up_proj")(x_BTD)
         inner = (nn.silu(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
-        return Linear(c.d_model, c.mlp_bias, self.dtype, name="down_proj")(inner)
+        return linear(c.d_model, name="down_proj")(inner)
 
 
 class Block(nn.Module):
@@ -211,7 +220,7 @@ class Block(nn.Module):
     config: LlamaConfig
     dtype: DTypeLike
     shards: int = 0
-    native: bool = False
+    kernels: Kernels = PLAIN
     input_norm: bool = True
 
     @nn.compact
@@ -242,18 +251,19 @@ class Block(nn.Module):
         if isinstance(mask, PathMask):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
-            x_BTD, cache = cpu().layer(
+            x_BTD, cache = self.kernels.layer(
                 c, layer, x_BTD, rope, mask, cache, start_B, read_BTI
             )
             return row_of(x_BTD, only_B), cache
-        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.native)
+        norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
         if read_BTI is None:
             read_BTI = norm(name="input_layernorm")(x_BTD)
-        attention = Attention(c, self.dtype, self.shards, self.native, name="self_attn")
+        attention = Attention(c, self.dtype, self.shards, self.kernels, name="self_attn")
         out_BTD, cache = attention(read_BTI, rope, mask, cache, start_B, only_B)
         x_BTD = row_of(x_BTD, only_B) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
-        return x_BTD + Mlp(c, self.dtype, self.shards, name="mlp")(normed_BTD), cache
+        mlp = Mlp(c, self.dtype, self.shards, self.kernels, name="mlp")
+        return x_BTD + mlp(normed_BTD), cache
 
 
 def zero_output(layer: Params) -> Params:

@@ -16,12 +16,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.model.cache import KVCache
+from medusa_jax.model.barrier import rematerialise
+from medusa_jax.model.cache import KVCache, Pair
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Adapter, Block, Embed, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask, Mask, PathMask, mask_after
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.model.rope import rope_tables
-from medusa_jax.model.seams import Pair, training
 from medusa_jax.sharding import Params, PyTree, split_embedded, split_rows
 
 
@@ -45,8 +46,7 @@ class Llama(nn.Module):
         tensor axis of n devices.
       mesh: the devices that rows are split over; None: no constraint.
       scored: number of outputs of the LM head if it scores only some tokens; 0: the vocabulary.
-      native: norms, and attention of few new tokens, use the CPU engine (float32, one device);
-        the result of a token is then independent of the number of tokens.
+      kernels: the operations that differ by platform (`kernels/choose.py`).
       taps: layers whose input (the residual stream) is returned as well; `n_layers` is the output of
         the last one. With A of them hidden states are E = (1 + A) D wide: the final ones first.
     """
@@ -57,7 +57,7 @@ class Llama(nn.Module):
     shards: int = 0
     mesh: Mesh | None = None
     scored: int = 0
-    native: bool = False
+    kernels: Kernels = PLAIN
     taps: tuple[int, ...] = ()
 
     def setup(self) -> None:
@@ -67,12 +67,14 @@ class Llama(nn.Module):
             c.vocab_size, c.d_model, dtype=self.dtype, embedding_init=init
         )
         self.layers = [
-            Block(c, self.dtype, self.shards, self.native) for _ in range(c.n_layers)
+            Block(c, self.dtype, self.shards, self.kernels) for _ in range(c.n_layers)
         ]
-        self.norm = RMSNorm(c.rms_eps, self.dtype, self.native)
+        self.norm = RMSNorm(c.rms_eps, self.dtype, self.kernels)
         if not c.tie_embeddings:
             outputs = self.scored or c.vocab_size
-            self.head = Linear(outputs, False, self.dtype, name="lm_head")
+            self.head = Linear(
+                outputs, False, self.dtype, kernels=self.kernels, name="lm_head"
+            )
         else:
             self.head_adapter = Adapter(name="lm_head")
 
@@ -142,7 +144,8 @@ class Llama(nn.Module):
         """The masks of new tokens in layers without and with the sliding window."""
         window = self.config.sliding_window
         T = positions_BT.shape[1]
-        mask = mask_after(T, slots, start_B, self_mask_TR, self.native)
+        fused = self.kernels.fuses(self.config.head_dim)
+        mask = mask_after(T, slots, start_B, self_mask_TR, fused)
         if isinstance(mask, CausalMask | PathMask):
             return mask, mask.replace(window=window)
         if not window:
@@ -204,7 +207,7 @@ class Llama(nn.Module):
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        again = training("barrier").rematerialise(run, trained)
+        again = rematerialise(run, trained)
         return again(variables, x_BTD, rope, mask)
 
 

@@ -8,7 +8,6 @@ separate products in training: with W + AB, autodiff would build a full-size dW.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +16,7 @@ from jax import lax
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig
-from medusa_jax.model.dropout import dropout_by_seed
-from medusa_jax.model.product import product
-from medusa_jax.sharding import Params, PyTree
-
-
-def with_adapter(adapter: Mapping[str, PyTree], x: jax.Array, y: jax.Array) -> jax.Array:
-    """y + (dropout(x) A) B, in float32 or wider; inputs are dropped only if the adapter has a seed.
-
-    Args:
-      adapter: a, b and keep (1 - dropout rate), as `scale` and `with_dropout` make them.
-    """
-    a, b, dtype = adapter["a"], adapter["b"], x.dtype
-    if "seed" in adapter:
-        x = dropout_by_seed(x, 1 - adapter["keep"], adapter["seed"])
-    return y + product(product(x, a.astype(dtype)).astype(dtype), b.astype(dtype))
+from medusa_jax.sharding import Params
 
 
 def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:

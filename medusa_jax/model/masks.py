@@ -40,7 +40,7 @@ class CausalMask(struct.PyTreeNode):
 
 
 class PathMask(struct.PyTreeNode):
-    """Visibility in whole layers of the CPU engine: the cached text and the path to the token itself.
+    """Visibility in `Kernels.layer`: the cached text and the path to the token itself.
 
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
@@ -61,20 +61,20 @@ def mask_after(
     slots: int,
     start_B: jax.Array,
     self_mask_TR: jax.Array | None = None,
-    native: bool = False,
+    fused: bool = False,
 ) -> Mask:
     """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
 
     Args:
       slots: slots of the cache.
       start_B: where the text ends.
-      native: the CPU engine runs the layers (`Llama.native`).
+      fused: a whole layer is one call (`Kernels.fuses`).
     """
     if self_mask_TR is None and T > MAX_MASKED:
         return CausalMask()
     if self_mask_TR is None:
         self_mask_TR = jnp.asarray(np.tri(T, dtype=bool))
-    return PathMask(self_mask_TR) if native else tree_mask(slots, start_B, self_mask_TR)
+    return PathMask(self_mask_TR) if fused else tree_mask(slots, start_B, self_mask_TR)
 
 
 def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ the next (argument `convert`), so a device never holds more than the converted m
 
 import dataclasses
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +16,24 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import ACTIVATIONS, DRAFT_WEIGHTS, WEIGHTS, LlamaConfig
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.model.blocks import split_blocks
+from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama, decoding_config, init_params
-from medusa_jax.model.seams import cpu, engine_for
-from medusa_jax.model.stored import Storage, store
+from medusa_jax.model.stored import Codes, Storage, int8_codes
 from medusa_jax.sharding import Params, param_shardings
 
-_in_form = jax.jit(store, static_argnums=1)
+# Names of parameters that multiply: kernels, and the factors of low-rank LM heads.
+KERNELS = ("kernel", "down", "up")
 
 
 def choose_storage(
+    kernels: Kernels,
     dtype: DTypeLike,
     mesh: Mesh,
     weights: str | None = None,
     draft_weights: str | None = None,
     activations: int = 16,
 ) -> Storage:
-    """The form of kernels on these devices: panels where the CPU engine computes.
+    """The form in which parameters are stored on these devices, in the panels of the kernels.
 
     Args:
       weights: type to store kernels in, one of `WEIGHTS`; None is `dtype`.
@@ -47,21 +50,17 @@ def choose_storage(
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
     same = weights in (None, jnp.dtype(dtype).name)
-    plain = Storage(0, "" if same else weights or "", draft_weights or "", activations)
-    engine = engine_for(dtype, mesh)
-    return dataclasses.replace(plain, panel=engine.panel()) if engine else plain
+    weights = "" if same else weights or ""
+    return Storage(kernels.panel, weights, draft_weights or "", activations)
 
 
-def reads_blocks(dtype: DTypeLike, mesh: Mesh) -> bool:
-    """Whether weights can be read here in the blocks of a GGUF file."""
-    return jnp.dtype(dtype) == jnp.float32 and engine_for(dtype, mesh) is not None
-
-
-def decoder(config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage) -> Llama:
+def decoder(
+    config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage, kernels: Kernels
+) -> Llama:
     """The backbone for parameters from `place_part`."""
-    native = bool(storage.panel) and dtype == jnp.float32 and cpu().attends(config.head_dim)
     shards = fused_shards(mesh, storage)
-    return Llama(decoding_config(config), dtype, shards=shards, mesh=mesh, native=native)
+    config = decoding_config(config)
+    return Llama(config, dtype, shards=shards, mesh=mesh, kernels=kernels)
 
 
 def fused_shards(mesh: Mesh, storage: Storage) -> int:
@@ -70,7 +69,12 @@ def fused_shards(mesh: Mesh, storage: Storage) -> int:
 
 
 def place_part(
-    config: LlamaConfig, part: Params, dtype: DTypeLike, mesh: Mesh, storage: Storage
+    config: LlamaConfig,
+    part: Params,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    storage: Storage,
+    kernels: Kernels,
 ) -> Params:
     """Fuse and place an entry of the backbone, with its kernels in the form of `storage`.
 
@@ -79,28 +83,69 @@ def place_part(
     [(name, inner)] = part.items()
     blocks, rest = split_blocks(inner)
     if blocks:
-        others = (
-            place_part(config, {name: rest}, dtype, mesh, storage) if rest else {name: rest}
-        )
-        return cpu().prepare(config, part, blocks, others, storage)
+        others = {name: rest}
+        if rest:
+            others = place_part(config, others, dtype, mesh, storage, kernels)
+        return kernels.read_blocks(config, part, blocks, others, storage)
     # One program places every layer; the sharding table needs only one layer's name.
     known = "layers_0" if name.startswith("layers_") else name
-    out = jax.block_until_ready(_prepared({known: inner}, config, dtype, mesh, storage))
+    out = jax.block_until_ready(
+        _prepared({known: inner}, config, dtype, mesh, storage, kernels)
+    )
     return {name if entry == known else entry: value for entry, value in out.items()}
 
 
-def place_head(part: Params, form: Storage) -> Params:
+def place_head(part: Params, form: Storage, kernels: Kernels) -> Params:
     """Convert the kernels of an entry of the draft heads, already in its type, to `form`."""
-    return jax.block_until_ready(_in_form(part, form))
+    return jax.block_until_ready(_in_form(part, form, kernels))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _prepared(
-    part: Params, config: LlamaConfig, dtype: DTypeLike, mesh: Mesh, storage: Storage
+    part: Params,
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    storage: Storage,
+    kernels: Kernels,
 ) -> Params:
     out = prepare(part, config, dtype, fused_shards(mesh, storage))
     out = jax.lax.with_sharding_constraint(out, param_shardings(mesh, out))
-    return store(out, storage)
+    return store(out, storage, kernels)
+
+
+def store(params: Any, storage: Storage, kernels: Kernels = PLAIN) -> Any:
+    """Convert the kernels of a tree to the form of `storage`; other leaves are unchanged.
+
+    Args:
+      kernels: make the panels, if there are any.
+    """
+    if not isinstance(params, dict):
+        return params
+    return {
+        name: _stored(value, storage, kernels)
+        if name in KERNELS and hasattr(value, "ndim")
+        else store(value, storage, kernels)
+        for name, value in params.items()
+    }
+
+
+_in_form = jax.jit(store, static_argnums=(1, 2))
+
+
+def _stored(kernel: jax.Array, storage: Storage, kernels: Kernels) -> Any:
+    flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
+    scales = None
+    if storage.converted == "int8":
+        flat, scales = int8_codes(flat)
+        scales = scales[0] / 127
+    elif storage.converted:
+        flat = flat.astype(storage.converted)
+    if storage.panel:
+        return kernels.panels(flat, scales, storage)
+    if scales is not None:
+        return Codes(flat, scales)
+    return flat.reshape(kernel.shape)
 
 
 def prepare(

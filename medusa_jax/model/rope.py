@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.seams import tpu
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -62,8 +61,6 @@ def rope_tables(
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
     """Rotary position embedding; plane i pairs components i and i + H/2."""
-    if on_tpu := tpu():
-        return on_tpu.rotate(x_BTNH, cos_BT1H, sin_BT1H)
     first, second = jnp.split(x_BTNH, 2, axis=-1)
     swapped = jnp.concatenate([-second, first], axis=-1)
     wide = x_BTNH.astype(cos_BT1H.dtype)

@@ -10,20 +10,17 @@ Reading the weights bounds a decoding step, so their size matters, and whether t
 int8 has one scale for each output. `model/quantise.py` has the forms of frozen kernels in training.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
 
 from medusa_jax.arch import STORED
-from medusa_jax.model.product import product
-from medusa_jax.model.seams import cpu
 
-# Names of parameters that multiply: kernels, and the factors of low-rank LM heads.
-KERNELS = ("kernel", "down", "up")
+# x [..., in], kernel [in, ...] -> x times the kernel, summed in float32 or wider (`Kernels.product`).
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -79,8 +76,12 @@ class Stored(struct.PyTreeNode):
         """Weights by the type they are stored in, such as {"int8": 4096}."""
         raise NotImplementedError
 
-    def product(self, x: jax.Array) -> jax.Array:
-        """x [..., inputs] times the kernel, summed in float32 or wider."""
+    def product(self, x: jax.Array, product: Product) -> jax.Array:
+        """x [..., inputs] times the kernel, summed in float32 or wider.
+
+        Args:
+          product: multiplies by a plain array.
+        """
         raise NotImplementedError
 
     def rows(self, tokens: jax.Array) -> jax.Array:
@@ -98,7 +99,7 @@ class Codes(Stored):
     def types(self) -> dict[str, int]:
         return {"int8": self.codes.size}
 
-    def product(self, x: jax.Array) -> jax.Array:
+    def product(self, x: jax.Array, product: Product) -> jax.Array:
         # Codes are exact in 16 bits, so the scales can wait for the float32 sums.
         y = product(x, self.codes.astype(x.dtype))
         return y * jnp.broadcast_to(self.scales, y.shape)
@@ -108,43 +109,9 @@ class Codes(Stored):
 Kernel = jax.Array | Stored
 
 
-def multiply(x: jax.Array, kernel: Kernel, dtype: DTypeLike) -> jax.Array:
-    """x [..., inputs] times a kernel in any form, computed in `dtype`, summed in float32 or wider."""
-    if isinstance(kernel, Stored):
-        return kernel.product(x.astype(dtype))
-    return product(x, kernel.astype(dtype))
-
-
 def int8_codes(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A kernel [in, out] -> codes int8 [in, out] and scales [1, out]: code / 127 x scale."""
     wide = kernel.astype(jnp.float32)
     scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=0, keepdims=True), 1e-30)
     codes = jnp.round(wide / jnp.broadcast_to(scales, wide.shape) * 127)
     return codes.astype(jnp.int8), scales
-
-
-def store(params: Any, storage: Storage) -> Any:
-    """Convert the kernels of a tree to the form of `storage`; other leaves are unchanged."""
-    if not isinstance(params, dict):
-        return params
-    return {
-        name: _stored(value, storage)
-        if name in KERNELS and hasattr(value, "ndim")
-        else store(value, storage)
-        for name, value in params.items()
-    }
-
-
-def _stored(kernel: jax.Array, storage: Storage) -> Any:
-    flat = kernel.reshape(kernel.shape[0], -1)  # a fused kernel [inputs, 1, outputs], too
-    scales = None
-    if storage.converted == "int8":
-        flat, scales = int8_codes(flat)
-        scales = scales[0] / 127
-    elif storage.converted:
-        flat = flat.astype(storage.converted)
-    if storage.panel:
-        return cpu().panels(flat, scales, storage)
-    if scales is not None:
-        return Codes(flat, scales)
-    return flat.reshape(kernel.shape)

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.devices.platforms import platform
-from medusa_jax.model.grouped import dot, flat, fold_queries, group_queries
+from medusa_jax.model.cache import Pair
+from medusa_jax.model.grouped import dot, flat, fold_queries
 from medusa_jax.model.masks import CausalMask
-from medusa_jax.model.seams import Pair
 from medusa_jax.sharding import PyTree
 
 # Queries of a text per block, and cache slots per block for a piece of a prompt.
@@ -68,33 +67,17 @@ def merge_parts(a: Part, b: Part) -> Part:
     return Part(a.out_BGTRH * share_a + b.out_BGTRH * share_b, norm)
 
 
-def attend_text(
-    q_BTNH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
-) -> jax.Array:
-    """Attention within whole rows: [B, T, N * H]."""
-    part = text_part(group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH, v_BGTH, mask)
-    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
-
-
-def text_part(
+def rows_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> Part:
-    """Attention of a text over itself.
-
-    A CPU processes one row at a time, so that its scores fit the CPU's cache. On several devices a loop over rows
-    would gather them all on each.
-    """
-    given = (q_BGTRH, k_BGTH, v_BGTH, mask)
-    mesh = jax.sharding.get_abstract_mesh()
-    if platform() != "cpu" or not (mesh.empty or mesh.size == 1):
-        return blocks_part(*given)
+    """As `blocks_part`, one row at a time."""
 
     @jax.checkpoint
     def row(given: tuple[PyTree, ...]) -> Part:
         part = blocks_part(*jax.tree.map(lambda x: x[None], given))
         return jax.tree.map(lambda x: x[0], part)
 
-    return lax.map(row, given)
+    return lax.map(row, (q_BGTRH, k_BGTH, v_BGTH, mask))
 
 
 def blocks_part(
@@ -126,22 +109,22 @@ def blocks_part(
 
 
 def attend_cached(
-    q_BTNH: jax.Array, new: Pair, cache: Pair, start_B: jax.Array, window: int
+    q_BGTRH: jax.Array, new_part: Part, cache: Pair, start_B: jax.Array, window: int
 ) -> jax.Array:
     """Attention of T consecutive tokens over themselves and a cached text before them.
 
     Reads only slots that some row can see, so the cost depends on the text, not on the cache size.
 
     Args:
-      new: keys and values of the tokens, each [B, G, T, H], for the slots from `start_B` on.
+      new_part: attention of the tokens over themselves. It comes first: every token sees itself, so no
+        running softmax starts empty.
       cache: keys and values [B, G, S, H] without the new ones; slots [0, start) are visible.
       window: as in `CausalMask`.
 
     Returns: [B, T, N * H].
     """
-    T, S = q_BTNH.shape[1], cache[0].shape[2]
+    T, S = q_BGTRH.shape[2], cache[0].shape[2]
     size = min(SLOTS, S)
-    q_BGTRH = group_queries(q_BTNH, cache[0].shape[1])
 
     def with_block(i: jax.Array, part: Part) -> Part:
         first = jnp.minimum(i * size, S - size)  # the last block may overlap the one before
@@ -153,16 +136,10 @@ def attend_cached(
         seen_BTS = seen_BS[:, None, :] & (distance_BTS < (window or S + T))
         return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
 
-    # The new keys come first: every token sees itself, so no running softmax starts empty.
-    mask = CausalMask(window=window)
-    if platform() == "cpu":
-        part = blocks_part(q_BGTRH, *new, mask)
-    else:  # all at once: loops over blocks cost more
-        part = attend_part(q_BGTRH, *new, mask.visible(0, T, 0, T))
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
-    part = lax.fori_loop(*blocks, with_block, part)
-    return flat(part.out_BGTRH.astype(q_BTNH.dtype))
+    part = lax.fori_loop(*blocks, with_block, new_part)
+    return flat(part.out_BGTRH.astype(q_BGTRH.dtype))
 
 
 def whole_blocks(*trees: PyTree) -> tuple[PyTree, ...]:

@@ -19,6 +19,7 @@ from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
@@ -109,7 +110,14 @@ def make_stage(
     trains_backbone = groups.keys() != {"heads"}
     # Without gradients through the backbone there is nothing to recompute.
     remat = train.remat and trains_backbone
-    llama = Llama(arch, jnp.dtype(train.dtype), remat=remat, mesh=mesh, taps=taps)
+    llama = Llama(
+        arch,
+        jnp.dtype(train.dtype),
+        remat,
+        mesh=mesh,
+        kernels=choose_kernels(mesh),
+        taps=taps,
+    )
     backbone = GroupedBackbone(llama, lora, train.backbone_loss == "kl")
     init = partial(fresh_groups, arch, drafter, lora.rank)
     lambda_0 = heads_weight(train.lambda_0_schedule, train.lambda_0, steps)

@@ -17,6 +17,7 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.hlo.collectives import collectives, sent_by_kind
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import (
@@ -89,10 +90,15 @@ def compiled_loop(
     """
     several = mesh if mesh.size > 1 else None
     shards = mesh.shape["tensor"]
-    llama = Llama(decoding_config(config), dtype, shards=shards, mesh=several)
+    kernels = choose_kernels(mesh)
+    if storage and storage.panel:  # in panels, with fused kernels
+        kernels = choose_kernels(mesh, dtype)
+    llama = Llama(
+        decoding_config(config), dtype, shards=shards, mesh=several, kernels=kernels
+    )
     engine = Engine(llama, drafter, tree, acceptance)
     of_heads = drafter if tree.depth else None
-    shapes = abstract_variables(config, of_heads, dtype, storage, shards)
+    shapes = abstract_variables(config, of_heads, dtype, storage, shards, kernels)
     state = abstract_state(engine, shapes, context, rows)
     variables = shapes_with(
         shapes, {k: param_shardings(mesh, v) for k, v in shapes.items()}

@@ -8,6 +8,7 @@ import pytest
 
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
@@ -88,7 +89,9 @@ def test_a_compiler_that_is_no_command(monkeypatch):
 
 
 def choose(dtype="float32", weights=None):
-    return choose_storage(jnp.dtype(dtype), make_mesh(), weights)
+    number, mesh = jnp.dtype(dtype), make_mesh()
+    kernels = choose_kernels(mesh, number, head_dim=32)
+    return choose_storage(kernels, number, mesh, weights)
 
 
 def test_panels_where_the_kernels_compute(monkeypatch):

@@ -19,11 +19,13 @@ from medusa_jax.cpu.panels import Panels
 from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import decoder, prepare
+from medusa_jax.model.placing import decoder, prepare, store
 from medusa_jax.model.rope import rotate
-from medusa_jax.model.stored import Storage, multiply, store
+from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.tree import Tree
 
@@ -51,10 +53,11 @@ def test_a_product_in_panels(rows, inputs, outputs, weights):
     @jax.jit
     def run(x, kernel):
         """The product, the kernel as it is stored without panels, some rows alone."""
-        [panels] = store({"kernel": kernel}, Storage(library().panel, weights)).values()
+        storage = Storage(library().panel, weights)
+        [panels] = store({"kernel": kernel}, storage, EngineKernels()).values()
         [plain] = store({"kernel": kernel}, Storage(0, weights)).values()
         got, *alone = (
-            multiply(part, panels, jnp.float32)
+            EngineKernels().multiply(part, panels, jnp.float32)
             for part in (x, *(x[row : row + 1] for row in some))
         )
         return got, plain, alone
@@ -105,16 +108,18 @@ def test_a_fused_layer_call(weights, options):
     tokens_BT = rng.integers(0, config.vocab_size, (2, tree.n_nodes))
     positions_BT = start_B[:, None] + tree.depth_M[None]
 
-    def run(storage, params):
-        llama = decoder(config, jnp.float32, make_mesh(), storage)
-        params = store(prepare(params, config, jnp.float32, llama.shards), storage)
+    def run(kernels, params):
+        storage = Storage(kernels.panel, weights)
+        llama = decoder(config, jnp.float32, make_mesh(), storage, kernels)
+        params = prepare(params, config, jnp.float32, llama.shards)
+        params = store(params, storage, kernels)
         args = (tokens_BT, positions_BT, cache, start_B, jnp.asarray(tree.mask_MM))
         return llama.apply({"params": params}, *args, method="decode")
 
     params = random_params(config, 1)
     native, plain = (
-        jax.jit(partial(run, Storage(panel, weights)))(params)
-        for panel in (library().panel, 0)
+        jax.jit(partial(run, kernels))(params)
+        for kernels in (EngineKernels(), CpuKernels())
     )
     assert_close(native, plain, roundings=8192 if weights == "int8" else 256)
 
@@ -139,9 +144,9 @@ def model(request):
     params = random_params(CONFIG, 0)
     weights, _, bits = request.param.partition("/")
     storage = Storage(library().panel, weights, activations=int(bits or 16))
-    llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
-    assert llama.native
-    stored = jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage))
+    kernels = EngineKernels()
+    llama = decoder(CONFIG, jnp.float32, make_mesh(), storage, kernels)
+    stored = jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage, kernels))
     return llama, stored(params)
 
 
@@ -216,11 +221,12 @@ def test_layers_of_draft_heads_are_native_calls(name):
     hidden = rng.standard_normal((3, B, T, E)).astype(np.float32)
     tokens, counts = rng.integers(0, 70, (4, B, T)), ([5, 3], [1, 5], [4, 2])
 
-    def run(panel):
-        storage = Storage(panel)
-        llama = decoder(CONFIG, jnp.float32, make_mesh(), storage)
-        params = store(prepare(raw, CONFIG, jnp.float32, llama.shards), storage)
-        backbone, own = Backbone(llama, params), store(given, storage)
+    def run(kernels):
+        storage = Storage(kernels.panel)
+        llama = decoder(CONFIG, jnp.float32, make_mesh(), storage, kernels)
+        params = prepare(raw, CONFIG, jnp.float32, llama.shards)
+        params = store(params, storage, kernels)
+        backbone, own = Backbone(llama, params), store(given, storage, kernels)
         # Without room for a block after the text.
         slots = 13 if name == "dspark" else 32
         state, at = drafter.start(B, slots, jnp.float32), np.zeros(B, int)
@@ -236,7 +242,7 @@ def test_layers_of_draft_heads_are_native_calls(name):
         return nodes, [r.logits for r in ranked], kept
 
     run = jax.jit(run, static_argnums=0)
-    (nodes, *native), (wanted, *plain) = run(library().panel), run(0)
+    (nodes, *native), (wanted, *plain) = run(EngineKernels()), run(CpuKernels())
     np.testing.assert_array_equal(nodes, wanted)
     assert_close(native, plain, roundings=1024)
-    assert "medusa_layer" in run.lower(library().panel).as_text()
+    assert "medusa_layer" in run.lower(EngineKernels()).as_text()

@@ -1,6 +1,7 @@
 """Acceptance rules against slow, plain references."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from medusa_jax.decoding.acceptance.targets import (
     target_tokens,
 )
 from medusa_jax.decoding.acceptance.typical import accept_typical
-from medusa_jax.decoding.sampling import BLOCK, best_token
+from medusa_jax.kernels.cpu import BLOCK, CpuKernels
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.tree.tree import Tree
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
@@ -67,8 +69,9 @@ def both_ways(nodes, logits, tree, sampling, length):
     """Target tokens of all nodes at once, as on an accelerator, and down the path, as on a CPU."""
     drafts = Drafts(tree, nodes, (), None)
     v = Verified(drafts, None, logits, None, sampling, length)
-    tokens = target_tokens(logits, v.positions_BM, sampling, tree)
-    return accept_targets(nodes, tokens, tree), accept_down(v)
+    kernels = CpuKernels()
+    tokens = target_tokens(kernels, logits, v.positions_BM, sampling, tree)
+    return accept_targets(nodes, tokens, tree), accept_down(kernels, v)
 
 
 @pytest.mark.usefixtures("x64")
@@ -104,8 +107,8 @@ def typical_reference(tree, nodes, logits, temperature, epsilon, delta):
     return path, int(np.argmax(logits[path[-1]]))
 
 
-traced_typical = jax.jit(accept_typical)
-typical = jax.jit(accept_typical, static_argnums=2)
+traced_typical = jax.jit(partial(accept_typical, CpuKernels()))
+typical = jax.jit(partial(accept_typical, CpuKernels()), static_argnums=2)
 
 
 @pytest.mark.usefixtures("x64")
@@ -173,8 +176,9 @@ def test_typical_thresholds_belong_to_rows_and_temperature_zero_is_greedy():
     assert got.n_B.tolist() == [1, 0, 0, 1]
 
 
+@pytest.mark.parametrize("best_token", [CpuKernels().best_token, Kernels().best_token])
 @pytest.mark.parametrize("V", [4, 4 * BLOCK, 9 * BLOCK // 4, 1000])
-def test_best_token_is_the_first_of_equals_even_of_strange_rows(V):
+def test_best_token_is_the_first_of_equals_even_of_strange_rows(V, best_token):
     rows = np.random.default_rng(V).integers(0, 4, (2, 8, V)).astype(np.float32)
     rows[0, 0] = -np.inf
     rows[0, 1, [V // 2, V - 1]] = 9

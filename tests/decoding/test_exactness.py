@@ -35,11 +35,12 @@ from trees import trees
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding import sampling
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
-from medusa_jax.model import attention, grouped, kernels, seams, texts, tpu
+from medusa_jax.kernels import tpu, tpu_operations
+from medusa_jax.kernels.cuda import CudaKernels
+from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -207,47 +208,43 @@ def test_rules_whose_text_is_another_obey_the_options(acceptance):
             assert (scores[np.arange(len(text)), text] > -50).all()  # a bias of -100 bars
 
 
+OWN_ATTENTION = TpuKernels(attention=False)
+
+
 @pytest.mark.parametrize(
-    "platform, kernel, acceptance, vocab",
+    "kernels, acceptance, vocab",
     [
-        ("tpu", "tree", "sampled", 31),
-        ("tpu", "own", "sampled", 33),
-        ("cuda", "own", "sampled", 35),
-        *wide(("tpu", "tree", "greedy", 29), ("cuda", "own", "greedy", 34)),
+        (TpuKernels(), "sampled", 31),
+        (OWN_ATTENTION, "sampled", 33),
+        (CudaKernels(), "sampled", 35),
+        *wide((TpuKernels(), "greedy", 29), (CudaKernels(), "greedy", 34)),
     ],
 )
 def test_the_forms_for_accelerators_give_the_same_text(
-    monkeypatch, platform, kernel, acceptance, vocab
+    monkeypatch, kernels, acceptance, vocab
 ):
     """The attention kernel, interpreted; queries times keys; rotation by head; caches
     and tokens written row by row."""
     # A vocabulary that no other test has traced, ragged rows, a sliding window.
     window = {"sliding_window": 3, "sliding_window_start_layer": 1}
     m = Mechanism(tiny_arch(vocab_size=vocab, **window))
-    model, tree = random_model(m.config, 1), Tree.cartesian([2, 2, 1])
-    request = m.request(acceptance, 1)
-    expected = plain_texts(m.config, model, request, acceptance)
-    for module in (attention, grouped, texts, seams, sampling):
-        monkeypatch.setattr(module, "platform", lambda: platform)
-    calls = []
+    stored, llama, prepared = random_model(m.config, 1)
+    tree, request = Tree.cartesian([2, 2, 1]), m.request(acceptance, 1)
+    expected = plain_texts(m.config, (stored, llama, prepared), request, acceptance)
+    calls, run = [], tpu_operations.attend_tree
 
-    def counted(run, **how):
-        def call(q_BTNH, *args):
-            calls.append(q_BTNH.shape[1])
-            return run(q_BTNH, *args, **how)
+    def interpreted(q_BTNH, *args):
+        calls.append(q_BTNH.shape[1])
+        return run(q_BTNH, *args, interpret=True)
 
-        return call
-
-    forms = {"own": None, "tree": counted(tpu.attend_tree, interpret=True)}
-    monkeypatch.setattr(attention, "attend", counted(attention.attend))
-    monkeypatch.setattr(kernels, "for_cache", lambda *args: forms[kernel])
+    monkeypatch.setattr(tpu_operations, "attend_tree", interpreted)
+    monkeypatch.setattr(tpu, "kernel_takes", lambda *args: True)
+    model = stored, llama.clone(kernels=kernels), prepared
     given = m.config, model, request, expected
     assert texts_of(drafted(*given, tree, 1, acceptance)) == expected
-    assert tree.n_nodes in calls
-    if kernel == "tree":  # one row: a batch that the plain loop was not traced for
-        first = {name: [value[0]] for name, value in vars(request).items() if value}
-        plain = plain_texts(m.config, model, loop.DecodeRequest(**first), acceptance)
-        assert plain == expected[:1] and 1 in calls
+    assert (tree.n_nodes in calls) == (kernels == TpuKernels())
+    assert plain_texts(m.config, model, request, acceptance) == expected
+    assert (1 in calls) == (kernels == TpuKernels())
 
 
 @pytest.mark.parametrize("acceptance", ["sampled", *wide("rejection")])

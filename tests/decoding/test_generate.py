@@ -17,6 +17,8 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED
 from medusa_jax.heads.lookahead import Lookahead, LookaheadConfig
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -250,20 +252,20 @@ MORE = 1 + 3 * 3 + 3 + 4 + 4
 
 
 @pytest.mark.parametrize(
-    ("longest", "needed", "native", "drafter", "expected"),
+    ("longest", "needed", "kernels", "drafter", "expected"),
     [
-        (1, 40, False, planted(CONFIG), [128]),
-        (120, 130, False, planted(CONFIG), [128, 256]),
-        (100, 480, False, planted(CONFIG), [128, 256, 512]),
-        (300, 310, False, planted(CONFIG), [512]),
-        (1, 40, True, planted(CONFIG), [512]),
-        (100, 520, True, planted(CONFIG), [512, 1024]),
-        (128 - MORE, 1, False, LOOKAHEAD, [128]),
-        (128 - MORE + 1, 1, False, LOOKAHEAD, [256]),
+        (1, 40, CpuKernels(), planted(CONFIG), [128]),
+        (120, 130, CpuKernels(), planted(CONFIG), [128, 256]),
+        (100, 480, CpuKernels(), planted(CONFIG), [128, 256, 512]),
+        (300, 310, CpuKernels(), planted(CONFIG), [512]),
+        (1, 40, EngineKernels(), planted(CONFIG), [512]),
+        (100, 520, EngineKernels(), planted(CONFIG), [512, 1024]),
+        (128 - MORE, 1, CpuKernels(), LOOKAHEAD, [128]),
+        (128 - MORE + 1, 1, CpuKernels(), LOOKAHEAD, [256]),
     ],
 )
-def test_slot_ladder(longest, needed, native, drafter, expected):
+def test_slot_ladder(longest, needed, kernels, drafter, expected):
     tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
-    engine = Engine(SimpleNamespace(native=native, taps=()), drafter, tree)
+    engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, tree)
     assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
     assert loop.slot_ladder(engine, longest, needed) == expected

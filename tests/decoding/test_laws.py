@@ -23,6 +23,7 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -40,7 +41,7 @@ FAR = 0.035
 @pytest.fixture(autouse=True)
 def _small_caches(monkeypatch):
     """Thousands of rows of a few tokens: with 128 slots each the tests would move memory only."""
-    monkeypatch.setattr(loop, "MIN_SLOTS", 16)
+    monkeypatch.setattr(CpuKernels, "least_slots", 16)
 
 
 @cache
@@ -142,7 +143,7 @@ def one_noise(key_B, positions_BL, vocab, dtype):
 true_rule = targets.accept_down
 
 
-def likeliest_drafts_pass(v):
+def likeliest_drafts_pass(kernels, v):
     """The first branch is believed without a look."""
     tree = v.drafts.tree
     leaf = int(np.flatnonzero(tree.depth_M == tree.depth)[0])
@@ -150,21 +151,22 @@ def likeliest_drafts_pass(v):
     path_BL = jnp.broadcast_to(jnp.asarray(tree.ancestors_ML[leaf]), (*rows, 3))
     positions_BM = v.positions_BM[:, leaf : leaf + 1]
     logits_B1V = v.logits_BMV[:, leaf : leaf + 1]
-    bonus_B1 = targets.target_tokens(logits_B1V, positions_BM, v.sampling)
+    bonus_B1 = targets.target_tokens(kernels, logits_B1V, positions_BM, v.sampling)
     return Accepted(path_BL, jnp.full(rows, tree.depth), bonus_B1[:, 0])
 
 
-def bonus_of_the_root(v):
+def bonus_of_the_root(kernels, v):
     """The bonus token is the one after the root, not after the accepted path."""
-    of_root = targets.target_tokens(v.logits_BMV[:, :1], v.positions_BM[:, :1], v.sampling)
-    return true_rule(v)._replace(bonus_B=of_root[:, 0])
+    root = v.logits_BMV[:, :1], v.positions_BM[:, :1], v.sampling
+    of_root = targets.target_tokens(kernels, *root)
+    return true_rule(kernels, v)._replace(bonus_B=of_root[:, 0])
 
 
 MUTATIONS = {
     "one_noise": (targets, "gumbel", one_noise),
     "drafts_believed": (targets, "accept_down", likeliest_drafts_pass),
     "bonus_of_the_root": (targets, "accept_down", bonus_of_the_root),
-    "no_filters": (targets, "filtered", lambda logits, sampling: logits),
+    "no_filters": (targets, "filtered", lambda kernels, logits, sampling: logits),
 }
 
 

@@ -17,6 +17,7 @@ from scipy.special import softmax
 
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.acceptance.rejection import accept_rejection
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -57,7 +58,8 @@ def step(p_VV, q_DVV, by_path, sampling, length_B, tree=TREE):
         draft_logits.append(logits_BPV if by_path else logits_BPV[:, 0])
     nodes_BM = jnp.stack(nodes, axis=1)
     logits_BMV = jnp.asarray(p_VV)[nodes_BM]
-    got = accept_rejection(nodes_BM, logits_BMV, tree, sampling, length_B, draft_logits)
+    given = nodes_BM, logits_BMV, tree, sampling, length_B, draft_logits
+    got = accept_rejection(CpuKernels(), *given)
     path_BM = jnp.take_along_axis(nodes_BM, got.path_BL, axis=1)
     tokens_BL = jnp.where(
         jnp.arange(tree.path_length)[None] < got.n_B[:, None],
@@ -130,7 +132,9 @@ MUTATIONS = {
     # The rest is drawn without noise.
     "gumbel": lambda key_B, at_BL, V, dtype: jnp.zeros((*at_BL.shape, V), dtype),
     # Accepted by the raw verifier, without temperature.
-    "log_target_probs": lambda logits, sampling: jax.nn.log_softmax(logits, axis=-1),
+    "log_target_probs": lambda kernels, logits, sampling: jax.nn.log_softmax(
+        logits, axis=-1
+    ),
 }
 
 
@@ -209,7 +213,8 @@ def test_trees_that_are_not_dense_and_drafters_that_do_not_tell():
     nodes = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="ranks 0, 1"):
         tree = Tree((((1,)),))
-        accept_rejection(nodes, logits, tree, sampling, length, [logits[:, 0]])
+        given = nodes, logits, tree, sampling, length, [logits[:, 0]]
+        accept_rejection(CpuKernels(), *given)
     with pytest.raises(ValueError, match="did not rank its guesses"):  # while it is traced
-        accept = jax.jit(accept_rejection, static_argnums=2)
-        accept(nodes, logits, Tree.chain(1), sampling, length, [])
+        accept = jax.jit(accept_rejection, static_argnums=(0, 3))
+        accept(CpuKernels(), nodes, logits, Tree.chain(1), sampling, length, [])

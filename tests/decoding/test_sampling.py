@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from planted import filtered_scores, sampling_of
 
 from medusa_jax.decoding import sampling as noise
-from medusa_jax.decoding.sampling import ordered_sum, row_keys
+from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.cuda import CudaKernels
+from medusa_jax.kernels.tpu import TpuKernels
+from medusa_jax.model.kernels import Kernels
 
 gumbel = jax.jit(noise.gumbel, static_argnums=(2, 3))
 
@@ -86,14 +90,14 @@ def test_a_nucleus_is_that_of_the_row_alone():
     np.testing.assert_array_equal(among, alone)
     nodes = filtered_scores(logits[:, 0][None], sampling_of(1, top_p=top_p[0]))
     np.testing.assert_array_equal(nodes[0, 0], alone[0][0])
-    total = jax.jit(ordered_sum)(logits)
+    total = jax.jit(CpuKernels().row_sum)(logits)
     assert_close(total, logits.astype(np.float64).sum(-1, keepdims=True), dtype="float32")
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("kernels", [TpuKernels(), CudaKernels()])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_accelerators_keep_the_same_tokens(platform, dtype, monkeypatch):
+def test_accelerators_keep_the_same_tokens(kernels, dtype):
     """They test the thresholds of several rounds at once, and XLA orders the sums.
 
     In float32 the order changes a nucleus at its very edge, so only counts (top-k) are compared.
@@ -111,24 +115,22 @@ def test_accelerators_keep_the_same_tokens(platform, dtype, monkeypatch):
         given = sampling_of(5, **setting)
         expected = np.asarray(filtered_scores(logits, given))
         assert 0 < np.isfinite(expected).sum() < np.isfinite(logits).sum()
-        with monkeypatch.context() as patched:
-            patched.setattr(noise, "platform", lambda: platform)
-            found = jax.jit(lambda *args: noise.filtered(*args))(logits, given)
+        found = jax.jit(noise.filtered, static_argnums=0)(kernels, logits, given)
         np.testing.assert_array_equal(found, expected)
 
 
-def test_thresholds_are_exact_in_few_passes(monkeypatch):
+def test_thresholds_are_exact_in_few_passes():
     """Several rounds at once find what single rounds find; a pass is what costs time."""
     values = np.random.default_rng(0).standard_normal((6, 400)).astype(np.float32)
-    for platform, n in {"cpu": 32, "tpu": 8, "cuda": 7, "rocm": 7}.items():
-        monkeypatch.setattr(noise, "platform", lambda platform=platform: platform)
+    passes_of = {CpuKernels(): 32, TpuKernels(): 8, CudaKernels(): 7, Kernels(): 7}
+    for kernels, n in passes_of.items():
         passes = []
 
         def keep(cuts, passes=passes):
             jax.debug.callback(lambda: passes.append(1))
             return [jnp.sum(values >= t, -1, keepdims=True) >= 17 for t in cuts]
 
-        found = noise._largest_threshold(keep, values[:, :1])
+        found = noise._largest_threshold(keep, values[:, :1], kernels.thresholds_at_once)
         jax.effects_barrier()
         np.testing.assert_array_equal(found[:, 0], np.sort(values)[:, -17])
         assert len(passes) == n

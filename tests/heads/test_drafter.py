@@ -9,7 +9,6 @@ from tiny import tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads import fill
 from medusa_jax.heads.amphista import AmphistaConfig
 from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.draft_model import DraftModelConfig
@@ -18,12 +17,14 @@ from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.cuda import TOP_K_PARTS, TOP_K_WIDTH, CudaKernels
+from medusa_jax.model.kernels import Kernels
 
-LEAST = fill.TOP_K_PARTS * fill.TOP_K_WIDTH
+LEAST = TOP_K_PARTS * TOP_K_WIDTH
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernels", [Kernels(), CudaKernels()])
 @settings(max_examples=15, deadline=None)
 @given(
     rows=st.sampled_from([1, 4]),
@@ -33,15 +34,13 @@ LEAST = fill.TOP_K_PARTS * fill.TOP_K_WIDTH
     seed=st.integers(0, 2**31),
 )
 def test_best_places_are_in_order_and_the_first_of_equal_ones(
-    platform, rows, columns, n, kinds, seed
+    kernels, rows, columns, n, kinds, seed
 ):
     """As a stable sort has them; few kinds of scores: many are equal, some are -inf."""
     rng = np.random.default_rng(seed)
     scores = rng.integers(0, kinds, (rows, columns)).astype(np.float32)
     scores[scores == 0] = -np.inf
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fill, "platform", lambda: platform)
-        found = fill.best_places(jnp.asarray(scores), n)
+    found = kernels.top_k(jnp.asarray(scores), n)
     # With 64-bit integers too: tokens are carried by a loop.
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, np.argsort(-scores, kind="stable")[:, :n])

@@ -9,17 +9,19 @@ import pytest
 from cases import wide
 from closeness import assert_close
 
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model import texts
-from medusa_jax.model.attention import attend
 from medusa_jax.model.cache import write_rows
+from medusa_jax.model.grouped import attend
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask
-from medusa_jax.model.texts import attend_cached, attend_text
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 
+@pytest.mark.parametrize("kernels", [CpuKernels(), *wide(Kernels())])
 @pytest.mark.parametrize("T", [*wide(1, 64), 65, *wide(130, 256), 400, 600])
-def test_blocks_of_queries_give_what_one_attention_gives(T):
+def test_blocks_of_queries_give_what_one_attention_gives(T, kernels):
     """Values and gradients, over packed rows with a window."""
     rng = np.random.default_rng(T)
     q = rng.standard_normal((2, T, 2, 4))
@@ -36,7 +38,7 @@ def test_blocks_of_queries_give_what_one_attention_gives(T):
 
     results = [
         jax.jit(jax.value_and_grad(partial(total, *see), (0, 1, 2), has_aux=True))(q, k, v)
-        for see in ((attend, mask), (attend_text, CausalMask(segments, 90)))
+        for see in ((attend, mask), (kernels.attend_text, CausalMask(segments, 90)))
     ]
     # All gradients as one array: those of a single token's query and key are zero but for rounding.
     flat = [(x, np.concatenate(list(map(np.ravel, grads)))) for x, grads in results]
@@ -52,7 +54,7 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
         segments = jax.ShapeDtypeStruct((1, T), jnp.int32)
 
         def total(q, k, v, segments):
-            return attend_text(q, k, v, CausalMask(segments)).sum()
+            return CpuKernels().attend_text(q, k, v, CausalMask(segments)).sum()
 
         run = jax.jit(jax.grad(total, (0, 1, 2)))
         memory = run.lower(q, kv, kv, segments).compile().memory_analysis()
@@ -64,13 +66,14 @@ def test_memory_of_a_gradient_grows_with_the_length_of_the_row():
 
 
 @pytest.mark.parametrize("window, first", [(0, 0), (70, 0), (70, 190)])
-@pytest.mark.parametrize("T, platform", [(3, "cpu"), (300, "cpu"), (300, "tpu")])
-def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, monkeypatch):
+@pytest.mark.parametrize(
+    "T, kernels", [(3, CpuKernels()), (300, CpuKernels()), (300, Kernels())]
+)
+def test_a_text_after_a_cache_sees_it_and_itself(T, kernels, window, first, monkeypatch):
     """What `attend` gives over the written cache: ragged starts, a last block that overlaps.
 
     In the last case no row sees the first block of slots.
     """
-    monkeypatch.setattr(texts, "platform", lambda: platform)
     monkeypatch.setattr(texts, "SLOTS", 64)
     S, rng = 500, np.random.default_rng(T)
     q = jnp.asarray(rng.standard_normal((3, T, 4, 6)))
@@ -82,5 +85,6 @@ def test_a_text_after_a_cache_sees_it_and_itself(T, platform, window, first, mon
     mask_BTS = (behind_BTS >= 0) & (behind_BTS < (window or S))
     written = (write_rows(c, n, start_B) for c, n in zip(cache, new))
     expected = attend(q, *written, mask_BTS)
-    got = jax.jit(partial(attend_cached, window=window))(q, new, cache, start_B)
+    run = jax.jit(partial(kernels.attend_prompt, window=window))
+    got = run(q, new, cache, start_B)
     assert_close(got, expected)

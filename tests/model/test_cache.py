@@ -1,7 +1,5 @@
 """The key/value cache: writing, committing and growing rows."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,25 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_jax.cpu import library
-from medusa_jax.model import seams
-from medusa_jax.model.cache import KVCache, write_rows
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.one_cpu import EngineKernels
+from medusa_jax.kernels.tpu import TpuKernels
+from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
-FORMS = ["cpu", pytest.param("native", marks=native), "tpu"]
+engine = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+ALL = [Kernels(), CpuKernels(), pytest.param(EngineKernels(), marks=engine), TpuKernels()]
 
 
-@pytest.fixture(autouse=True, scope="module", params=FORMS)
-def commit(request):
-    """`KVCache.commit` in its form for each platform, traced again, and by the CPU engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        platform = request.param.replace("native", "cpu")
-        patch.setattr(seams, "platform", lambda: platform)
-        jax.clear_caches()
-        yield jax.jit(partial(KVCache.commit, native=request.param == "native"))
-    jax.clear_caches()
+@pytest.fixture(scope="module", params=ALL, ids=lambda kernels: type(kernels).__name__)
+def kernels(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def commit(kernels):
+    return jax.jit(kernels.commit)
 
 
 def counting(batch, slots):
@@ -69,12 +69,12 @@ def test_a_row_without_room_gets_numbers(commit):
 
 @SETTINGS
 @given(st.integers(0, 2**20), st.sampled_from([1, 3]))
-def test_rows_are_written_where_each_starts_and_nowhere_else(seed, batch):
+def test_rows_are_written_where_each_starts_and_nowhere_else(kernels, seed, batch):
     rng = np.random.default_rng(seed)
     cache = rng.standard_normal((batch, 2, 12, 3)).astype(np.float32)
     rows = rng.standard_normal((batch, 2, 5, 3)).astype(np.float32)
     start = rng.integers(0, 8, batch).astype(np.int32)
-    got = jax.jit(write_rows)(cache, rows, start)
+    got = jax.jit(kernels.write_rows)(cache, rows, start)
     for row in range(batch):
         cache[row, :, start[row] : start[row] + 5] = rows[row]
     np.testing.assert_array_equal(got, cache)

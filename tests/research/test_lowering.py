@@ -27,6 +27,8 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.cuda import CudaKernels
+from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.model.llama import Llama, decoding_config
 from medusa_jax.model.lora import merge
 from medusa_jax.model.stored import Storage
@@ -34,10 +36,10 @@ from medusa_jax.training import dry
 from medusa_jax.tree.tree import Tree
 from research.weights import abstract_prompts, abstract_state, abstract_variables
 
-PLATFORMS = ("tpu", "cuda")
+PLATFORMS = {"tpu": TpuKernels(), "cuda": CudaKernels()}
 ARCH = LlamaConfig(64, 32, 2, 4, 2, 8, 48, max_position=256)
 TREE = Tree.from_choices([[0], [1], [0, 0], [0, 1]])
-SLOTS = 128
+SLOTS = 1024
 NAMES = sorted(DRAFTERS)
 
 
@@ -47,9 +49,10 @@ def heads_of(name, **fields):
     return drafter_class(name).Config(drafter=name, **fields)
 
 
-def decoding(heads, dtype, tree=TREE, weights=""):
-    """A decode step and the prefill before it, each with its arguments."""
-    llama = Llama(decoding_config(ARCH), dtype, shards=1)
+def decoding(heads, dtype, tree=TREE, weights="", platform="cuda"):
+    """A platform's decode step and the prefill before it, each with its arguments."""
+    config, kernels = decoding_config(ARCH), PLATFORMS[platform]
+    llama = Llama(config, dtype, shards=1, kernels=kernels)
     drafter = make_drafter(heads, decoding_config(ARCH))
     engine = Engine(llama, drafter, tree, "sampled")
     variables = abstract_variables(ARCH, drafter, dtype, Storage(weights=weights))
@@ -85,9 +88,9 @@ def adapted(cfg):
     return cfg
 
 
-def lowered(function, *shapes):
-    """The program for both platforms at once."""
-    return jax.export.export(jax.jit(function), platforms=PLATFORMS)(*shapes).mlir_module()
+def lowered(platforms, function, *shapes):
+    """The program for these platforms."""
+    return jax.export.export(jax.jit(function), platforms=platforms)(*shapes).mlir_module()
 
 
 def what_would_be_slow(text):
@@ -102,10 +105,11 @@ def what_would_be_slow(text):
     return {what for what, sign in signs.items() if re.search(sign, text)}
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
-def test_the_decode_step_lowers(name):
-    step, _ = decoding(heads_of(name), jnp.bfloat16)
-    assert what_would_be_slow(lowered(*step)) == set()
+def test_the_decode_step_lowers(name, platform):
+    step, _ = decoding(heads_of(name), jnp.bfloat16, platform=platform)
+    assert what_would_be_slow(lowered([platform], *step)) == set()
 
 
 @pytest.mark.parametrize("name", thinned(NAMES, "medusa"))
@@ -114,7 +118,7 @@ def test_the_training_step_lowers(name):
     if name == "medusa":
         cfg = adapted(cfg)
         cfg.optim.name = "adamw8bit"
-    assert what_would_be_slow(lowered(*training(cfg))) == set()
+    assert what_would_be_slow(lowered([*PLATFORMS], *training(cfg))) == set()
 
 
 def test_what_would_be_slow_is_seen():

@@ -21,6 +21,7 @@ from medusa_jax.decoding.step import decode_step
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.heads.drafter import Backbone, Drafter, Proposal
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.tree.tree import Tree
 
@@ -148,7 +149,7 @@ def drafted(
 
 
 # Called on its own, every `lax.cond` of it would be compiled again each time.
-filtered_scores = jax.jit(filtered)
+filtered_scores = jax.jit(partial(filtered, CpuKernels()))
 
 
 def sampling_of(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Sampling:

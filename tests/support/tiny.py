@@ -17,6 +17,7 @@ from medusa_jax.files.layouts import own_heads
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.llama import Llama, decoding_config, init_params
 from medusa_jax.model.placing import prepare
 
@@ -67,7 +68,8 @@ def _prepared(params, config: LlamaConfig, dtype):
 
 def decoder(config: LlamaConfig, params, dtype=jnp.float64):
     """The backbone as the decode loop runs it, and its prepared parameters."""
-    return Llama(decoding_config(config), dtype, shards=1), _prepared(params, config, dtype)
+    llama = Llama(decoding_config(config), dtype, shards=1, kernels=CpuKernels())
+    return llama, _prepared(params, config, dtype)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -84,7 +86,9 @@ def forward_logits(config: LlamaConfig, params, text, dtype=jnp.float64) -> np.n
     padded = -(-len(text) // 64) * 64
     tokens = np.zeros((1, padded), np.int32)
     tokens[0, : len(text)] = text
-    return np.asarray(_forward_logits(Llama(config, dtype), params, tokens))[0, : len(text)]
+    return np.asarray(
+        _forward_logits(Llama(config, dtype, kernels=CpuKernels()), params, tokens)
+    )[0, : len(text)]
 
 
 @partial(jax.jit, static_argnums=0)

@@ -28,7 +28,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified
-from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.tree.tree import Tree
 
 # Noise streams of a row in addition to the verifier's, which is keyed by position. Positions stay far
@@ -43,14 +44,16 @@ def draft_noise(
     return gumbel(sampling.stream(DRAFT).key_B, positions_BD, tokens, dtype)
 
 
-def log_target_probs(logits_BMV: jax.Array, sampling: Sampling) -> jax.Array:
+def log_target_probs(
+    kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling
+) -> jax.Array:
     """log p of the token after each node: the distribution that plain sampling draws from.
 
     Rows of temperature 0 have all mass on the most likely token, the first among equals.
     """
-    log_p_BMV = jax.nn.log_softmax(filtered(logits_BMV, sampling), axis=-1)
+    log_p_BMV = jax.nn.log_softmax(filtered(kernels, logits_BMV, sampling), axis=-1)
     token_V = jnp.arange(logits_BMV.shape[-1])
-    is_best_BMV = token_V[None, None] == best_token(logits_BMV)[..., None]
+    is_best_BMV = token_V[None, None] == kernels.best_token(logits_BMV)[..., None]
     certain_BMV = jnp.where(is_best_BMV, 0.0, -jnp.inf)
     greedy_B11 = (sampling.temperature_B == 0)[:, None, None]
     return jnp.where(greedy_B11, certain_BMV.astype(log_p_BMV.dtype), log_p_BMV)
@@ -66,6 +69,7 @@ def uniform(key_B: jax.Array, position_B: jax.Array, n: int) -> jax.Array:
 
 
 def accept_rejection(
+    kernels: Kernels,
     nodes_BM: jax.Array,
     logits_BMV: jax.Array,
     tree: Tree,
@@ -101,7 +105,8 @@ def accept_rejection(
     log_g_BV = jnp.zeros((B, V), logits_BMV.dtype)
 
     for depth in range(tree.path_length):
-        log_p_BV = log_target_probs(logits_BMV[row_B, node_B][:, None], sampling)[:, 0]
+        logits_B1V = logits_BMV[row_B, node_B][:, None]
+        log_p_BV = log_target_probs(kernels, logits_B1V, sampling)[:, 0]
         log_g_BV = jnp.where(active_B[:, None], log_p_BV, log_g_BV)
         width = tree.width(depth)
         if width == 0:
@@ -145,7 +150,7 @@ def accept_rejection(
     noise_BV = gumbel(sampling.key_B, (length_B + n_B + 1)[:, None], V, log_g_BV.dtype)[
         :, 0
     ]
-    return Accepted(path_BL, n_B, best_token(log_g_BV + noise_BV))
+    return Accepted(path_BL, n_B, kernels.best_token(log_g_BV + noise_BV))
 
 
 def parents_logits(
@@ -173,12 +178,12 @@ def normalised(log_weights_BV: jax.Array) -> jax.Array:
     return weights_BV / jnp.where(total_B1 > 0, total_B1, 1)
 
 
-def _rejection(v: Verified) -> Accepted:
+def _rejection(kernels: Kernels, v: Verified) -> Accepted:
     drafts = v.drafts
     assert isinstance(drafts.tree, Tree)
     logits = [ranked.logits for ranked in drafts.ranked]
     verified = (v.logits_BMV, drafts.tree, v.sampling, v.length_B)
-    return accept_rejection(drafts.nodes_BM, *verified, logits, drafts.ids_O)
+    return accept_rejection(kernels, drafts.nodes_BM, *verified, logits, drafts.ids_O)
 
 
 # Drafts use a noise stream independent of the verifier's.

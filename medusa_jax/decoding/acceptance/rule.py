@@ -11,6 +11,7 @@ from medusa_jax.decoding.copying import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.kernels import Kernels
 
 
 class Accepted(NamedTuple):
@@ -90,7 +91,7 @@ class Rule:
     name: str
     lossless: bool
     guarantee: str
-    accept: Callable[[Verified], Accepted]
+    accept: Callable[[Kernels, Verified], Accepted]
     noise: NoiseFn | None = None
     dense: bool = False
     by_drafts: bool = False

@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.copying import Nodes
-from medusa_jax.decoding.sampling import Sampling, best_token, filtered, gumbel
-from medusa_jax.devices.platforms import platform
+from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
+from medusa_jax.model.kernels import Kernels
 
 
 def target_tokens(
+    kernels: Kernels,
     logits_BMV: jax.Array,
     positions_BM: jax.Array,
     sampling: Sampling | None,
@@ -33,7 +34,7 @@ def target_tokens(
         is then drawn once per depth.
     """
     if sampling is None:
-        return best_token(logits_BMV)
+        return kernels.best_token(logits_BMV)
 
     def draw() -> jax.Array:
         at = positions_BM
@@ -43,11 +44,11 @@ def target_tokens(
         if tree is not None:
             noise = jnp.take(noise, jnp.asarray(tree.depth_M), axis=1)
         noise = jnp.where((sampling.temperature_B > 0)[:, None, None], noise, 0)
-        return best_token(filtered(logits_BMV, sampling) + noise)
+        return kernels.best_token(filtered(kernels, logits_BMV, sampling) + noise)
 
     # A server runs greedy rows with this program, too: they need no filters and no noise.
     sampled = jnp.any(sampling.temperature_B > 0)
-    return lax.cond(sampled, draw, lambda: best_token(logits_BMV))
+    return lax.cond(sampled, draw, lambda: kernels.best_token(logits_BMV))
 
 
 def _noise(
@@ -73,12 +74,9 @@ def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Nodes) -> A
 Walk = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def accept_down(v: Verified) -> Accepted:
-    """As `accept_targets`, computing target tokens only down the accepted path, one depth at a time.
-
-    Filters and noise of a large vocabulary take a CPU a fifth of a step with four nodes. An
-    accelerator computes all nodes at once faster than it starts a round.
-    """
+def accept_down(kernels: Kernels, v: Verified) -> Accepted:
+    """As `accept_targets`, computing target tokens only down the accepted path, one depth at a time
+    (`Kernels.path_only`)."""
     tree, nodes_BM = v.drafts.tree, v.drafts.nodes_BM
     parent_M, depth_M = jnp.asarray(tree.parent_M), jnp.asarray(tree.depth_M)
 
@@ -89,7 +87,7 @@ def accept_down(v: Verified) -> Accepted:
         node_B = jnp.where(jnp.any(agree_BM, axis=1), first_B, node_B)
         logits_B1V = jnp.take_along_axis(v.logits_BMV, node_B[:, None, None], axis=1)
         position_B1 = (v.length_B + depth_M[node_B])[:, None]
-        target_B1 = target_tokens(logits_B1V, position_B1, v.sampling)
+        target_B1 = target_tokens(kernels, logits_B1V, position_B1, v.sampling)
         agree_BM = agree_BM[:, parent_M] & (nodes_BM == target_B1) & (depth_M > 0)[None]
         return agree_BM, node_B, target_B1[:, 0]
 
@@ -100,16 +98,16 @@ def accept_down(v: Verified) -> Accepted:
     return Accepted(jnp.asarray(tree.ancestors_ML)[node_B], depth_M[node_B], bonus_B)
 
 
-def _greedy(v: Verified) -> Accepted:
-    targets_BM = target_tokens(v.logits_BMV, v.positions_BM, None)
+def _greedy(kernels: Kernels, v: Verified) -> Accepted:
+    targets_BM = target_tokens(kernels, v.logits_BMV, v.positions_BM, None)
     return accept_targets(v.drafts.nodes_BM, targets_BM, v.drafts.tree)
 
 
-def _sampled(v: Verified) -> Accepted:
+def _sampled(kernels: Kernels, v: Verified) -> Accepted:
     tree = v.drafts.tree
-    if platform() == "cpu" and tree.n_nodes > 1:
-        return accept_down(v)
-    targets_BM = target_tokens(v.logits_BMV, v.positions_BM, v.sampling, tree)
+    if kernels.path_only and tree.n_nodes > 1:
+        return accept_down(kernels, v)
+    targets_BM = target_tokens(kernels, v.logits_BMV, v.positions_BM, v.sampling, tree)
     return accept_targets(v.drafts.nodes_BM, targets_BM, tree)
 
 

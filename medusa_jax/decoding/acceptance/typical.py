@@ -6,11 +6,16 @@ import jax.numpy as jnp
 from medusa_jax.decoding.acceptance.rejection import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
 from medusa_jax.decoding.copying import Nodes
-from medusa_jax.decoding.sampling import Sampling, best_token
+from medusa_jax.decoding.sampling import Sampling
+from medusa_jax.model.kernels import Kernels
 
 
 def accept_typical(
-    nodes_BM: jax.Array, logits_BMV: jax.Array, tree: Nodes, sampling: Sampling
+    kernels: Kernels,
+    nodes_BM: jax.Array,
+    logits_BMV: jax.Array,
+    tree: Nodes,
+    sampling: Sampling,
 ) -> Accepted:
     """Typical acceptance (Medusa 2.3.1), lossy.
 
@@ -19,7 +24,7 @@ def accept_typical(
     longest path wins, ties go to the larger summed log-probability; the token after it is the most
     likely one. In rows of temperature 0 only the most likely token is accepted: greedy decoding.
     """
-    log_p_BMV = log_target_probs(logits_BMV, sampling)
+    log_p_BMV = log_target_probs(kernels, logits_BMV, sampling)
     p_BMV = jnp.exp(log_p_BMV)
     entropy_BM = -jnp.sum(jnp.where(p_BMV > 0, p_BMV * log_p_BMV, 0), axis=-1)
     epsilon_B1, delta_B1 = (
@@ -37,14 +42,15 @@ def accept_typical(
         jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1
     )
     path_BL, n_B, best_B = walk(passed_BM, tree, total_BM)
-    likeliest_BM = best_token(logits_BMV)
+    likeliest_BM = kernels.best_token(logits_BMV)
     return Accepted(
         path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0]
     )
 
 
-def _typical(v: Verified) -> Accepted:
-    return accept_typical(v.drafts.nodes_BM, v.logits_BMV, v.drafts.tree, v.sampling)
+def _typical(kernels: Kernels, v: Verified) -> Accepted:
+    nodes_BM, tree = v.drafts.nodes_BM, v.drafts.tree
+    return accept_typical(kernels, nodes_BM, v.logits_BMV, tree, v.sampling)
 
 
 TYPICAL = Rule(

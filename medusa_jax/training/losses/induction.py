@@ -19,7 +19,7 @@ from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.grouped import group_queries
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.rope import rope_tables, rotate
+from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.texts import BLOCK, block, scores, whole_blocks
 from medusa_jax.sharding import Params
 from medusa_jax.training.losses import Batch
@@ -58,7 +58,8 @@ def queries_keys(
     )  # fmt: skip
     (q,) = found["intermediates"]["layers_0"]["self_attn"][name]["__call__"]
     q_BTNH = q.reshape(*tokens_BT.shape, shape.n_heads, shape.head_dim)
-    return rotate(q_BTNH, *rope_tables(shape, positions_BT, dtype)), text[0][0]
+    rope = rope_tables(shape, positions_BT, dtype)
+    return backbone.kernels.rotate(q_BTNH, *rope), text[0][0]
 
 
 def induction_sum(

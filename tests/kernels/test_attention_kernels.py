@@ -15,70 +15,63 @@ from children import devices, output_of
 from closeness import assert_close
 from trees import random_tree
 
-from medusa_jax.model import attention, kernels, seams, texts, tpu
-from medusa_jax.model.attention import attend
+from medusa_jax.kernels import cuda, tpu, tpu_operations
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.kernels.cuda import CudaKernels
+from medusa_jax.kernels.tpu import TpuKernels
+from medusa_jax.model.grouped import attend
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask, tree_mask
-from medusa_jax.model.texts import attend_text
 
 
 @pytest.fixture(autouse=True)
 def cudnn_is_here(monkeypatch):
-    monkeypatch.setattr(kernels, "has_cudnn", lambda: True)
+    monkeypatch.setattr(cuda, "has_cudnn", lambda: True)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    monkeypatch.delenv("MEDUSA_JAX_ATTENTION", raising=False)
 
 
 @pytest.mark.parametrize(
-    "platform, dtype, T, H, expected",
+    "takes, dtype, T, H, expected",
     [
-        ("cuda", "bfloat16", 2048, 128, kernels.cudnn),
-        ("cuda", "float16", 640, 64, kernels.cudnn),
-        ("cuda", "float32", 2048, 128, None),
-        ("cuda", "bfloat16", 2047, 128, None),
-        ("cuda", "bfloat16", 2048, 100, None),
-        ("cuda", "bfloat16", 2048, 256, None),
-        ("cuda", "bfloat16", 131072, 128, None),
-        ("tpu", "bfloat16", 131072, 128, tpu.splash),
-        ("tpu", "float32", 2048, 128, None),
-        ("tpu", "bfloat16", 2000, 128, None),
-        ("tpu", "bfloat16", 2048, 64, None),
+        (cuda.cudnn_takes, "bfloat16", 2048, 128, True),
+        (cuda.cudnn_takes, "float16", 640, 64, True),
+        (cuda.cudnn_takes, "float32", 2048, 128, False),
+        (cuda.cudnn_takes, "bfloat16", 2047, 128, False),
+        (cuda.cudnn_takes, "bfloat16", 2048, 100, False),
+        (cuda.cudnn_takes, "bfloat16", 2048, 256, False),
+        (cuda.cudnn_takes, "bfloat16", 131072, 128, False),
+        (tpu.splash_takes, "bfloat16", 131072, 128, True),
+        (tpu.splash_takes, "float32", 2048, 128, False),
+        (tpu.splash_takes, "bfloat16", 2000, 128, False),
+        (tpu.splash_takes, "bfloat16", 2048, 64, False),
     ],
 )
-def test_the_kernel_for_a_text(platform, dtype, T, H, expected):
+def test_texts_that_the_libraries_kernels_take(takes, dtype, T, H, expected, monkeypatch):
     q = jax.ShapeDtypeStruct((2, T, 4, H), dtype)
-    found = kernels.for_text(platform, q)
-    assert (found and found.args[0]) == expected
-
-
-@pytest.mark.parametrize("platform", ["cpu", "rocm", "cuda", "tpu"])
-def test_the_platform_and_the_variable_choose(platform, monkeypatch):
-    monkeypatch.setattr(seams, "platform", lambda: platform)
-    assert (seams.attention_kernels() is kernels) == (platform in ("cuda", "tpu"))
-    monkeypatch.setenv("MEDUSA_JAX_ATTENTION", "own")
-    assert seams.attention_kernels() is None
+    assert takes(q) == expected
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert not takes(q)  # without a mesh the placement of rows is unknown
 
 
 @pytest.mark.parametrize(
-    "platform, B, T, S, kernel",
+    "B, T, S, expected",
     [
-        ("tpu", 2, 64, 1024, True),
-        ("tpu", 2, 64, 1000, False),  # whole tiles only
-        ("cuda", 8, 64, 1024, False),
+        (2, 64, 1024, True),
+        (2, 64, 1000, False),  # whole tiles only
         # One token a row: where the caches of a TPU are long.
-        ("tpu", 1, 1, 4096, False),
-        ("tpu", 8, 1, 1024, True),
+        (1, 1, 4096, False),
+        (8, 1, 1024, True),
     ],
 )
-def test_the_kernel_for_a_cache(platform, B, T, S, kernel, monkeypatch):
+def test_caches_that_the_kernel_takes(B, T, S, expected, monkeypatch):
     """One device and 16 bits for all."""
     q = jax.ShapeDtypeStruct((B, T, 32, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((B, 8, S, 128), jnp.bfloat16)
-    expected = tpu.attend_tree if kernel else None
-    assert kernels.for_cache(platform, q, k, T) is expected
+    assert tpu.kernel_takes(q, k, T) == expected
     single = k.update(dtype=jnp.float32)
-    assert kernels.for_cache(platform, q.update(dtype=jnp.float32), single, T) is None
+    assert not tpu.kernel_takes(q.update(dtype=jnp.float32), single, T)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert kernels.for_cache(platform, q, k, T) is None
+    assert not tpu.kernel_takes(q, k, T)
 
 
 def rows(window, B=2, T=256, N=2, G=1, H=128):
@@ -89,17 +82,24 @@ def rows(window, B=2, T=256, N=2, G=1, H=128):
     return (q, k, v), CausalMask(jnp.asarray(segments), window)
 
 
+def attended(kernels, q, k, v, mask):
+    out = kernels.attend_text(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+    return out.reshape(q.shape)
+
+
 def own(q, k, v, mask):
-    return attend_text(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask).reshape(q.shape)
+    return attended(CpuKernels(), q, k, v, mask)
 
 
 @pytest.mark.parametrize("window", [20, *wide(0)])
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(partial(kernels.cudnn, implementation="xla"), id="cudnn"),
+        pytest.param(partial(cuda.cudnn_attention, implementation="xla"), id="cudnn"),
         pytest.param(
-            partial(tpu.splash, interpret=True), id="splash", marks=pytest.mark.wide
+            partial(tpu_operations.splash, interpret=True),
+            id="splash",
+            marks=pytest.mark.wide,
         ),
     ],
 )
@@ -121,12 +121,7 @@ def test_values_and_gradients_are_our_own(run, window):
         assert np.abs(a - b).max() < 1e-5 * np.abs(b).max()
 
 
-def attended(q, k, v, mask):
-    swapped = q, (k.swapaxes(1, 2), v.swapaxes(1, 2)), mask
-    return attention.attention_of(*swapped, None, None)[0].reshape(q.shape)
-
-
-has_cudnn = kernels.has_cudnn
+has_cudnn = cuda.has_cudnn
 
 
 @pytest.mark.parametrize("found", [True, False])
@@ -140,31 +135,27 @@ def test_cudnn_is_asked_for_where_it_is(found, monkeypatch, capsys):
         return q
 
     has_cudnn.cache_clear()
-    monkeypatch.setattr(kernels, "has_cudnn", has_cudnn)
-    for module in (attention, texts, seams):
-        monkeypatch.setattr(module, "platform", lambda: "cuda")
+    monkeypatch.setattr(cuda, "has_cudnn", has_cudnn)
     qkv, mask = rows(0, T=16, H=8)
     given = *(x.astype(jnp.bfloat16) for x in qkv), mask
-    expected = given[0] if found else own(*given)
+    expected = given[0] if found else attended(Kernels(), *given)
     monkeypatch.setattr(jax.nn, "dot_product_attention", library)
     for _ in range(2):
-        assert (attended(*given) == expected).all()
+        assert (attended(CudaKernels(), *given) == expected).all()
     assert capsys.readouterr().err.count("cuDNN was not found") == (not found)
     has_cudnn.cache_clear()
-    monkeypatch.setattr(kernels, "before_ampere", lambda: True)  # a T4: JAX would not raise
+    monkeypatch.setattr(cuda, "before_ampere", lambda: True)  # a T4: JAX would not raise
     assert not has_cudnn()
     has_cudnn.cache_clear()
 
 
-def test_splash_attention_is_lowered_for_a_tpu(monkeypatch):
-    """Forward and backward, by the layer's own way to it."""
-    for module in (attention, texts, seams):
-        monkeypatch.setattr(module, "platform", lambda: "tpu")
+def test_splash_attention_is_lowered_for_a_tpu():
+    """Forward and backward."""
     qkv, mask = rows(100)
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in qkv]
 
     def total(q, k, v):
-        return attended(q, k, v, mask).astype(jnp.float32).sum()
+        return attended(TpuKernels(), q, k, v, mask).astype(jnp.float32).sum()
 
     run = jax.jit(jax.grad(total, (0, 1, 2)))
     exported = jax.export.export(run, platforms=["tpu"])(*shapes)
@@ -175,15 +166,16 @@ ON_A_MESH = """
 import jax, numpy as np
 from functools import partial
 from closeness import assert_close
-from test_kernels import kernels, own, rows
+from test_attention_kernels import cuda, own, rows
+from medusa_jax.kernels.by_row import by_row
 from medusa_jax.sharding import batch_sharding, make_mesh
 mesh = make_mesh((2, 1, 2))
 for G in (2, 1):
     qkv, mask = rows(5, T=32, N=4, G=G, H=8)
     placed = jax.device_put((*qkv, mask), batch_sharding(mesh))
-    cudnn = partial(kernels.cudnn, implementation="xla")
+    cudnn = partial(cuda.cudnn_attention, implementation="xla")
     def run(q, k, v, mask):
-        return kernels.by_row(cudnn, mesh, q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+        return by_row(cudnn, mesh, q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
     run = jax.jit(run)
     with jax.set_mesh(mesh):
         text = run.lower(*placed).compile().as_text()
@@ -229,8 +221,8 @@ def test_is_attend_for_random_trees_and_ragged_rows(B, T, N, G, S, window):
         mask_BTS = mask_BTS & (near_BTS | ~of_text_BTS)
     expected = attend(q_BTNH, k_BGSH, v_BGSH, mask_BTS)
     # Blocks of slots after the last used one are not read.
-    size = next(size for size in tpu.BLOCKS if S % size == 0)
+    size = next(size for size in tpu_operations.BLOCKS if S % size == 0)
     unread_BS = np.arange(S)[None] // size > (np.asarray(start_B)[:, None] + T - 1) // size
     junk = (jnp.where(unread_BS[:, None, :, None], jnp.nan, x) for x in (k_BGSH, v_BGSH))
-    found = tpu.attend_tree(q_BTNH, *junk, mask_BTS, start_B + T, interpret=True)
+    found = tpu_operations.attend_tree(q_BTNH, *junk, mask_BTS, start_B + T, interpret=True)
     assert_close(found, expected, roundings=64)

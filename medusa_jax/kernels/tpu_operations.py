@@ -1,8 +1,4 @@
-"""Forms of single operations for TPUs: attention, rotation, and writes to the cache.
-
-None has run on a TPU yet; the compiler's estimates guided their choices (research/log/).
-MEDUSA_JAX_ATTENTION=own disables the attention kernels.
-"""
+"""Single operations of `TpuKernels`: attention, rotation, and writes to the cache."""
 
 import functools
 from typing import Any
@@ -45,7 +41,7 @@ def attend_tree(
     end_B: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """`attention.attend` of T queries over the slots before `end`: [B, T, N * H].
+    """`grouped.attend` of T queries over the slots before `end`: [B, T, N * H].
 
     XLA writes the scores of long caches to memory, in float32: at batch 8, 4,096 slots and 64 nodes this
     takes longer than reading the weights. This kernel keeps one block of scores in vector memory, with a

@@ -1,0 +1,54 @@
+"""Choose the kernels: the only place that asks which platform a program is for, and two variables."""
+
+import os
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
+
+from medusa_jax.devices.platforms import platform, platform_of
+from medusa_jax.model.kernels import PLAIN, Kernels
+
+# "own": attention without the libraries' kernels and those for TPUs.
+ATTENTION = "MEDUSA_JAX_ATTENTION"
+
+
+def choose_kernels(
+    mesh: Mesh | AbstractMesh | None = None,
+    dtype: DTypeLike | None = None,
+    head_dim: int = 0,
+) -> Kernels:
+    """The fastest kernels for these devices, which need not be here.
+
+    MEDUSA_JAX_ATTENTION=own disables attention kernels. On one CPU, MEDUSA_JAX_PRODUCTS chooses whether a model is
+    decoded by our engine: "plain", "native", or "" where it can be compiled.
+
+    Args:
+      mesh: None: the mesh in sight, else the default device.
+      dtype: the type that a model is decoded in; None: for training, or for parameters in plain form.
+      head_dim: of that model's attention; 0: without whole layers by the engine.
+
+    Raises:
+      UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
+    """
+    name = platform() if mesh is None else platform_of(mesh)
+    library_attention = os.environ.get(ATTENTION) != "own"
+    # Only the chosen file is loaded.
+    if name == "cuda":
+        from medusa_jax.kernels.cuda import CudaKernels
+
+        return CudaKernels(library_attention)
+    if name == "tpu":
+        from medusa_jax.kernels.tpu import TpuKernels
+
+        return TpuKernels(library_attention)
+    if name != "cpu":
+        return PLAIN
+    if mesh is not None and mesh.size == 1 and dtype is not None:
+        from medusa_jax.kernels.one_cpu import engine_kernels
+
+        if engine := engine_kernels(jnp.dtype(dtype), head_dim):
+            return engine
+    from medusa_jax.kernels.cpu import CpuKernels
+
+    return CpuKernels()

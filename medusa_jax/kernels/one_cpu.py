@@ -1,0 +1,106 @@
+"""Our engine for one CPU device (`cpu/`): products in panels, and whole layers in one call.
+
+XLA for CPU reads kernels below memory speed and rounds by the number of rows. The products are
+`Panels.product`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from medusa_jax import cpu
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.model.cache import KVCache, Pair
+from medusa_jax.model.masks import PathMask
+from medusa_jax.model.stored import Storage, Stored
+from medusa_jax.sharding import Params
+
+
+def engine_kernels(dtype: np.dtype, head_dim: int) -> "PanelKernels | None":
+    """The engine's kernels for a model that computes in this type; None if it cannot or must not run.
+
+    Raises:
+      UserError: MEDUSA_JAX_PRODUCTS is unknown or cannot be followed.
+    """
+    if not cpu.usable(dtype):
+        return None
+    layers = dtype == jnp.float32 and head_dim > 0 and cpu.attends(head_dim)
+    return EngineKernels() if layers else PanelKernels()
+
+
+@dataclass(frozen=True)
+class PanelKernels(CpuKernels):
+    """Kernels in panels, whose products are the engine's; norms, rotations and attention are XLA's."""
+
+    @property
+    def panel(self) -> int:
+        return cpu.panel()
+
+    @property
+    def mark(self) -> str:
+        return cpu.mark()
+
+    def panels(
+        self, kernel_IO: jax.Array, scales_O: jax.Array | None, storage: Storage
+    ) -> Stored:
+        return cpu.panels(kernel_IO, scales_O, storage)
+
+    def read_blocks(
+        self,
+        config: LlamaConfig,
+        part: Params,
+        blocks: Params,
+        rest: Params,
+        storage: Storage,
+    ) -> Params:
+        return cpu.prepare(config, part, blocks, rest, storage)
+
+    def layer(
+        self,
+        config: LlamaConfig,
+        params: Mapping[str, Any],
+        x_BTD: jax.Array,
+        rope: Pair,
+        mask: PathMask,
+        cache: Pair,
+        start_B: jax.Array,
+        read_BTI: jax.Array | None = None,
+    ) -> tuple[jax.Array, Pair]:
+        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, read_BTI)
+
+
+@dataclass(frozen=True)
+class EngineKernels(PanelKernels):
+    """Also layers of few tokens, norms and rotations, in float32: rounded alike in every program."""
+
+    # The engine's attention reads only the text.
+    least_slots: ClassVar[int] = 512
+    bitwise: ClassVar[bool] = True
+
+    @property
+    def by_xla(self) -> PanelKernels:
+        return PanelKernels()
+
+    def fuses(self, head_dim: int) -> bool:
+        return cpu.attends(head_dim)
+
+    def norm(
+        self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike
+    ) -> jax.Array:
+        return cpu.norm(x, scale_D, eps)
+
+    def rotate(
+        self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
+    ) -> jax.Array:
+        return cpu.rotate(x_BTNH, cos_BT1H, sin_BT1H)
+
+    def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
+        leaves, structure = jax.tree.flatten(cache)
+        moved = cpu.commit(leaves, length_B, path_BL)
+        return jax.tree.unflatten(structure, moved)
