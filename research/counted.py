@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from medusa_jax.config import Config
 from medusa_jax.heads.drafter import Drafter, TextRows
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, bytes_on_device, row_shards
@@ -70,7 +71,7 @@ def _temporaries(cfg: Config, shapes: Shapes) -> dict[str, int]:
     rows, tensor, fsdp = B // row_shards(mesh), mesh.shape["tensor"], mesh.shape["fsdp"]
     joint = not trained_groups(t, cfg.lora).keys() <= {"heads"}
     wide = jnp.dtype(t.dtype).itemsize
-    drafter = make_drafter(cfg.heads, arch).loss_view(t.levels)
+    drafter = loss_view(make_drafter(cfg.heads, arch), t.levels)
     K, shared = drafter.n_heads, cfg.heads.lm_head == "shared"
     # LM heads that train; low-rank ones are negligible. The levels of a drafter have one.
     own = min(drafter.stored_counts[0], K) if cfg.heads.lm_head == "own" else 0

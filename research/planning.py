@@ -10,6 +10,7 @@ import jax
 
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.devices.chips import CHIPS, Chip
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.sharding import PyTree
 from medusa_jax.training.partition import trained_groups
@@ -49,7 +50,7 @@ def flops_per_token(cfg: Config, params: PyTree) -> float:
     if "heads" in groups:
         scored = cfg.heads.draft_vocab or arch.vocab_size
         head_logits = 2.0 * arch.d_model * scored
-        view = make_drafter(cfg.heads, arch).loss_view(t.levels)
+        view = loss_view(make_drafter(cfg.heads, arch), t.levels)
         # Levels share their layers; all but the first are recomputed.
         runs = view.n_heads / view.stored_counts[0]
         total += (4 * runs - 1) * 2.0 * _kernels(params["heads"])

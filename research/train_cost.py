@@ -29,6 +29,7 @@ from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hub import is_here, resolve
 from medusa_jax.heads.drafter import Backbone
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import PyTree, make_mesh
@@ -52,7 +53,7 @@ def naive_stage(stage: Stage, cfg: Config) -> Stage:
     """Medusa-1 with `equation_1`; its sums are zero, since nothing logs them."""
     drafter = make_drafter(cfg.heads, cfg.model.arch)
     llama = Llama(cfg.model.arch, jnp.dtype(cfg.train.dtype), taps=drafter.taps)
-    view = drafter.loss_view(cfg.train.levels)
+    view = loss_view(drafter, cfg.train.levels)
     zeros = jnp.zeros((len(stage.offsets),))
     empty = losses.Sums(*[zeros] * len(losses.Sums._fields))
 

@@ -54,7 +54,10 @@ def load(directory, drafter="", **more):
         "{directory}/own",
         "prompt_lookup",
         pytest.param("draft_model:{directory}", marks=pytest.mark.wide),
-        pytest.param("lookahead:window=3:ngram=3:guesses=2", marks=pytest.mark.wide),
+        pytest.param(
+            "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_text_does_not_depend_on_the_trees(directory, drafter, free):

@@ -31,8 +31,8 @@ from medusa_jax.files.layouts import heads_io
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.names import BASELINES
-from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.names import split_drafter
+from medusa_jax.heads.registry import is_baseline, make_drafter
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.placing import choose_storage, place_head, place_part, reads_blocks
 from medusa_jax.model.seams import attention_kernels, cpu
@@ -127,7 +127,7 @@ def load(
     directory = find_model(model_path)
     name = heads_path or default_drafter(model_path)
     baseline = None
-    if name.partition(":")[0] in BASELINES:  # the drafter's name chooses
+    if is_baseline(split_drafter(name)[0]):  # the drafter's name chooses
         baselines = importlib.import_module("medusa_jax.api.baselines")
         baseline = baselines.find_baseline(name, bundled_draft_model(model_path))
     stored = None if baseline else find_heads(model_path, name)

@@ -86,7 +86,7 @@ class Flags(TreeFlags):
 
     drafters: str | None = flag(
         "comma-separated names, directories, files or hub ids; NAME@TREE gives one a tree, none is plain "
-        "decoding (default: all heads that come with the model, prompt_lookup and lookahead)",
+        "decoding (default: all heads that come with the model, and prompt_lookup)",
         None,
     )
 
@@ -117,7 +117,7 @@ def default_names(model: str | None) -> list[str]:
     from medusa_jax.api.finding import bundled_draft_model, bundled_heads
 
     draft_model = ["draft_model"] if bundled_draft_model(model) else []
-    return [*bundled_heads(model), *draft_model, "prompt_lookup", "lookahead"]
+    return [*bundled_heads(model), *draft_model, "prompt_lookup"]
 
 
 def names_of(flags: RaceFlags) -> list[str]:

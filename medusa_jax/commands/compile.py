@@ -152,7 +152,7 @@ def case_of(flags: Flags, target: "Target") -> "tuple[Case, Drafter, Tree]":
         kind = drafter_class("medusa" if plain else flags.drafter)
         if not kind.trained:
             raise UserError(f"--drafter {flags.drafter} has no heads to compile")
-        heads = kind.Config(drafter=kind.name, n_heads=4)
+        heads = kind.Config(drafter="medusa" if plain else flags.drafter, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
     tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)

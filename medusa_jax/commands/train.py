@@ -23,6 +23,7 @@ from medusa_jax.console import (
     warn_if_accelerator_unused,
 )
 from medusa_jax.errors import UserError, did_you_mean, nearest
+from medusa_jax.heads.names import is_module_class
 
 EXAMPLES = """\
 examples:
@@ -108,8 +109,9 @@ def run(cfg: Config) -> int:
         model, heads = heads, inside  # a trained backbone
     if os.path.isfile(os.path.join(heads, "heads.json")):
         tree = os.path.join(heads, "tree.json")
-        prompts = prompts_in(cfg.data)
-        following("calibrate", model=model, drafter=heads, prompts=prompts, out=tree)
+        prompts, name = prompts_in(cfg.data), cfg.heads.drafter
+        drafter = f"{name}:{heads}" if is_module_class(name) else heads
+        following("calibrate", model=model, drafter=drafter, prompts=prompts, out=tree)
     return 0
 
 

@@ -46,9 +46,9 @@ Carry = tuple[jax.Array, DecodeState]
 
 
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
-    """The decode step of the engine's drafter."""
-    own = engine.own_step
-    return own.decode_step if own else decode_step
+    """The decode step of the engine's drafter: its own if it has one."""
+    own = engine.drafter.own_step
+    return decode_step if own is None else own
 
 
 @jax.named_scope("draft")

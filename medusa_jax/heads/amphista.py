@@ -116,7 +116,6 @@ class Amphista(SeparateHeads):
 
     heads: AmphistaConfig
 
-    name = "amphista"
     Config = AmphistaConfig
     separable = False
 
@@ -276,5 +275,4 @@ class AmphistaAlpha(Amphista):
 
     heads: AmphistaAlphaConfig
 
-    name = "amphista_alpha"
     Config = AmphistaAlphaConfig

@@ -90,10 +90,8 @@ class DFlash(Tapped):
 
     heads: DFlashConfig
 
-    name = "dflash"
     Config = DFlashConfig
     separable = False
-    anchored = True
     qk_norm = True
 
     def check(self) -> None:
@@ -278,6 +276,15 @@ class DFlash(Tapped):
             logits += self.bias(params, backbone, features[..., D:])
         return logits
 
+    def head_params(self, params: Params, k: int) -> Params:
+        read = ("lm_head", "markov_w2", "confidence")
+        mine = params["heads_0"]
+        return {"heads_0": {key: mine[key] for key in mine if key in read}}
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.heads.confidence
+
     def confidence(self, params: Params, features: jax.Array) -> jax.Array:
         linear = Linear(1, True, at_least_f32(features.dtype))
         return applied(linear, params["heads_0"]["confidence"], features)[..., 0]
@@ -352,5 +359,4 @@ class DSpark(DFlash):
 
     heads: DSparkConfig
 
-    name = "dspark"
     Config = DSparkConfig

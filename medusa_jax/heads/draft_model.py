@@ -62,7 +62,6 @@ class DraftModel(Untrained):
 
     heads: DraftModelConfig
 
-    name = "draft_model"
     Config = DraftModelConfig
 
     def check(self) -> None:

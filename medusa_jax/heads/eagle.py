@@ -61,7 +61,6 @@ class Eagle(Autoregressive):
 
     heads: EagleConfig
 
-    name = "eagle"
     Config = EagleConfig
 
     def layers(self, dtype: DTypeLike) -> Layers:

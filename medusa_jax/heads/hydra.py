@@ -79,7 +79,6 @@ class Hydra(LastHidden):
 
     heads: HydraConfig
 
-    name = "hydra"
     Config = HydraConfig
 
     def check(self) -> None:

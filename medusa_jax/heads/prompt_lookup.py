@@ -66,7 +66,6 @@ class PromptLookup(Untrained):
 
     heads: PromptLookupConfig
 
-    name = "prompt_lookup"
     Config = PromptLookupConfig
     copies = True
 
