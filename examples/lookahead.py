@@ -120,8 +120,8 @@ class Lookahead(Untrained):
         depth = column + np.maximum(level, 1)
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
-        own = within & (column[None, :] == column[:, None])
-        return depth.astype(np.int32), above | own
+        same_column = within & (column[None, :] == column[:, None])
+        return depth.astype(np.int32), above | same_column
 
     @property
     def extra_rows(self) -> int:
@@ -198,11 +198,11 @@ class Lookahead(Untrained):
           logits_BWV: the backbone's logits of the window's last level.
         """
         W = self.heads.window
-        found_BW = jnp.argmax(logits_BWV, axis=-1).astype(jnp.int32)
+        next_BW = jnp.argmax(logits_BWV, axis=-1).astype(jnp.int32)
         first_BW, *below = jnp.split(
             state.window_BX, np.cumsum([W - 1] + [W] * (self.heads.ngram - 3)), axis=1
         )
-        levels = [*below, found_BW]
+        levels = [*below, next_BW]
         keys_BW = jnp.concatenate([root_B[:, None].astype(jnp.int32), first_BW], axis=1)
         pool = remembered(state.pool_BVGY, keys_BW, jnp.stack(levels, axis=-1))
         moved_BX = jnp.concatenate([levels[0][:, 1:], *levels[1:]], axis=1)

@@ -11,6 +11,7 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import Carry, draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.sharding import Params, pin_state
 from medusa_jax.tree.tree import Tree
@@ -37,7 +38,7 @@ def loops(
             accepted_B: jax.Array | None = None
             if index:
                 accepted_B = new.n_new_B - old.n_new_B - 1
-            elif own.drafter.copies:  # a draft costs nothing: test one
+            elif isinstance(own.drafter, CopiesText):  # a draft costs nothing: test one
                 drafted_BM = draft(own, variables, old, Tree.chain(1)).nodes_BM
                 accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
             running_B = old.status_B == RUNNING

@@ -15,6 +15,7 @@ from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
+from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.cache import KVCache, write_rows
 from medusa_jax.model.product import at_least_f32
@@ -201,7 +202,7 @@ def accept(
         path_BL1 = accepted.path_BL[..., None]
         logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    copied_M = jnp.asarray(tree.copied_M) | engine.drafter.copies
+    copied_M = jnp.asarray(tree.copied_M) | isinstance(engine.drafter, CopiesText)
     copied_BL = jnp.roll(copied_M[accepted.path_BL], -1, axis=1)
     return Outcome(*accepted, emitted_BL, copied_BL, logprobs)
 

@@ -84,9 +84,9 @@ class TextRows(NamedTuple):
 
 def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    rest = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(rest, pad)
+    shifted = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - shifted.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(shifted, pad)
 
 
 class DraftRequest(NamedTuple):
@@ -140,8 +140,8 @@ class Backbone:
         if self.ids_O is None:
             return tokens
         place = jnp.searchsorted(self.ids_O, tokens)
-        found = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
-        return jnp.where(found, place, self.outputs)
+        is_scored = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
+        return jnp.where(is_scored, place, self.outputs)
 
     def of_scored(self, x: jax.Array) -> jax.Array:
         """Entries of an array [..., V] for the scored tokens: [..., O]."""
@@ -216,7 +216,6 @@ class Drafter:
       least_layers: minimum number of hidden layers of a head.
       separable: the first heads also work alone, so the others need not be loaded.
       trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
-      copies: its drafts are tokens copied from the text.
     """
 
     heads: HeadsConfig
@@ -226,7 +225,6 @@ class Drafter:
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
-    copies: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.

@@ -32,9 +32,10 @@ def split_drafter(drafter: str) -> tuple[str, str]:
               examples.tiny_drafter:Tiny:work/heads   examples.tiny_drafter:Tiny, work/heads
     """
     name, _, rest = drafter.partition(":")
-    if name not in DRAFTERS | BASELINES and (match := _MODULE_CLASS.fullmatch(drafter)):
-        return match[1], match[2] or ""
-    return name, rest
+    match = _MODULE_CLASS.fullmatch(drafter)
+    if name in DRAFTERS or name in BASELINES or match is None:
+        return name, rest
+    return match[1], match[2] or ""
 
 
 def is_module_class(name: str) -> bool:

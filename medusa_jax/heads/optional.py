@@ -1,4 +1,4 @@
-"""Optional parts of the contract between drafters and training, which only some families have.
+"""Optional parts of the contract of drafters, which only some families have.
 
 A drafter has such a part if its class has these methods; nothing is registered.
 """
@@ -9,7 +9,7 @@ import jax
 
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
-from medusa_jax.sharding import Params
+from medusa_jax.sharding import Params, PyTree
 
 
 @runtime_checkable
@@ -54,6 +54,16 @@ class SupportsInduction(Protocol):
         self, params: Params, backbone: Backbone, rows: TextRows
     ) -> tuple[jax.Array, jax.Array]:
         """Rotated queries [B, T, N, H] and keys [B, G, T, H] of that layer; row t reads tokens up to t + 1."""
+
+
+@runtime_checkable
+class CopiesText(Protocol):
+    """All drafts are tokens of the text so far: they count as copied, and cost nothing."""
+
+    def copied(
+        self, state: PyTree, root_B: jax.Array, n: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The n tokens to copy after the root [B, n], and how many tokens matched [B], 0 for none."""
 
 
 def loss_view(drafter: Drafter, levels: int = 1) -> Drafter:

@@ -127,10 +127,11 @@ def make_stage(
     hidden = None if trains_backbone else backbone.hidden_states
 
     def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
-        given = backbone.drafting(frozen | backbone.with_adapters(params))
-        hidden_BTE = objectives.hidden_states(given, batch)
-        model = (params["heads"], drafter, given)
-        return estimate.head_ranks(*model, hidden_BTE, batch, train.loss_chunk)
+        drafting = backbone.drafting(frozen | backbone.with_adapters(params))
+        hidden_BTE = objectives.hidden_states(drafting, batch)
+        return estimate.head_ranks(
+            params["heads"], drafter, drafting, hidden_BTE, batch, train.loss_chunk
+        )
 
     return Stage(
         groups, arch, offsets, loss, init, lambda_0, taps, hidden, ranks, heads.draft_vocab,
@@ -152,10 +153,10 @@ class GroupedBackbone:
 
     def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone with its adapters, if any."""
-        own = groups.get("lora")
-        if own is not None and dropout_key is not None and self.lora.dropout:
-            own = adapters.with_dropout(own, dropout_key)
-        return Backbone(self.llama, groups["backbone"], own)
+        adapter = groups.get("lora")
+        if adapter is not None and dropout_key is not None and self.lora.dropout:
+            adapter = adapters.with_dropout(adapter, dropout_key)
+        return Backbone(self.llama, groups["backbone"], adapter)
 
     def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""

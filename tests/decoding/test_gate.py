@@ -6,6 +6,7 @@ import pytest
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.decoding.gate import PRIOR, RECENT, Gate, follows_free
+from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import make_drafter, whole_config
 from medusa_jax.tree.tree import Tree
 
@@ -26,7 +27,7 @@ def decode(drafter, right, ratios=(1.0, 1.3, 1.6), n=400, acceptance_rate=0.5):
         size = int(gate.index_1[0])
         depth = TREES[size].depth
         found = next((d for d in range(depth) if not right(at + d)), depth)
-        watched = size == 0 and drafter.copies
+        watched = size == 0 and isinstance(drafter, CopiesText)
         accepted_B = jnp.array([int(right(at)) if watched else found])
         at += found + 1
         one = jnp.ones(1, bool)

@@ -36,6 +36,7 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
+from medusa_jax.training.losses.lm_heads import HeadReads
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -156,6 +157,22 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
     for k in range(4):  # as far as tokens up to t + k + 1 are there
         end = 8 - k - 1
         assert_close(packed[k, :, 6 : 6 + end], alone[k, :, :end])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_read_only_the_parameters_that_the_drafter_names(name):
+    """The loss passes, and differentiates, only these."""
+    backbone, drafter, params = noisy(name)
+    rng = np.random.default_rng(7)
+    rows = TextRows(*family.random_rows(rng, E=family.width(drafter)))
+    shapes = jax.eval_shape(lambda: drafter.features(params, backbone, rows))
+    for k, shape in enumerate(shapes.shape[1:] for _ in range(drafter.n_heads)):
+        x = rng.standard_normal(shape)
+        reads = HeadReads.of_head(drafter, params, backbone, k)
+        assert jax.tree.leaves(reads.heads)
+        small = reads.as_backbone(backbone.llama)
+        logits = drafter.head_logits(reads.heads, small, k, x)
+        assert_close(logits, drafter.head_logits(params, backbone, k, x))
 
 
 @pytest.mark.parametrize("name", NAMES)
