@@ -8,7 +8,7 @@ at the end (`RowSplit`).
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,13 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.training.losses import Sums
 from medusa_jax.training.losses.lm_heads import Head
 from medusa_jax.training.losses.packing import Rows, RowSplit, columns, pack
-from medusa_jax.training.losses.terms import Guesses, TeacherProbs, TermWeights, term_sums
+from medusa_jax.training.losses.terms import (
+    TERMS,
+    Guesses,
+    TeacherProbs,
+    TermWeights,
+    masked_sum,
+)
 
 
 class LossPlan(NamedTuple):
@@ -57,23 +63,22 @@ class Gradients(NamedTuple):
     sums: Sums
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def streamed_loss(
-    plan: LossPlan, arrays: list[jax.Array], weight_K: jax.Array, rows: Rows
-) -> tuple[jax.Array, Sums]:
-    """sum_k weight_k loss_k of K heads, and the sums per head, each [K], without gradients.
+def over_chunks(
+    plan: LossPlan,
+    arrays: list[jax.Array],
+    weight_K: jax.Array,
+    rows: Rows,
+    gradients: bool,
+) -> Any:
+    """sum_k weight_k loss_k of K heads, as `streamed_loss` without gradients and as its forward pass with them.
 
     Args:
       arrays: of the plan's heads (`HeadArrays.arrays`).
       weight_K: factor of each head's loss.
+
+    Returns: the loss and the sums per head, each [K]. With `gradients` a pair of these and of the gradients of
+      arrays (None for fixed ones) and features.
     """
-    return over_chunks(plan, arrays, weight_K, rows, gradients=False)[0]
-
-
-def over_chunks(
-    plan: LossPlan, arrays: list[jax.Array], weight_K: jax.Array, rows: Rows, gradients: bool
-) -> tuple[tuple[jax.Array, Sums], tuple[list[jax.Array | None], tuple[jax.Array, ...]]]:  # fmt: skip
-    """The loss and its sums; and, with `gradients`, those of arrays (None for fixed ones) and features."""
     split = plan.split
     packed = pack(rows, plan.chunk)
     gathered = list(arrays)
@@ -103,10 +108,13 @@ def over_chunks(
         )
     end = lax.fori_loop(0, packed.n_chunks, body, start)
     d_params, sums = split.total((end.params, end.sums))
+    loss = jnp.sum(weight_K * sums.loss)
+    if not gradients:
+        return loss, sums
     # The gradient of columns after the last chunk is the initial zero.
     d_features = tuple(columns(d, packed.back_BT) for d in end.features_K)
     d_arrays = [d_params.get(place) for place in range(len(arrays))]
-    return (jnp.sum(weight_K * sums.loss), sums), (d_arrays, d_features)
+    return (loss, sums), (d_arrays, d_features)
 
 
 def add_block(
@@ -129,8 +137,15 @@ def add_block(
     done: jax.Array | None = None
     for k, head in enumerate(plan.heads):
         head_loss = partial(
-            weighted_loss, plan, arrays, head, weight_K[k], block.labels_BT, block.mask_K[k], teacher
-        )  # fmt: skip
+            chunk_loss,
+            plan=plan,
+            arrays=arrays,
+            head=head,
+            weight=weight_K[k],
+            labels_BT=block.labels_BT,
+            mask_BT=block.mask_K[k],
+            teacher=teacher,
+        )
         trained = {place: arrays[place] for place in head.trained}
         features_BTD = block.features_K[k]
         if not gradients:
@@ -149,7 +164,10 @@ def add_block(
     return Gradients(d_params, d_features, jax.tree.map(jnp.add, sums, new))
 
 
-def weighted_loss(
+def chunk_loss(
+    trained: dict[int, jax.Array],
+    features_BTD: jax.Array,
+    *,
     plan: LossPlan,
     arrays: list[jax.Array],
     head: Head,
@@ -157,10 +175,8 @@ def weighted_loss(
     labels_BT: jax.Array,
     mask_BT: jax.Array,
     teacher: TeacherProbs | None,
-    trained: dict[int, jax.Array],
-    features_BTD: jax.Array,
 ) -> tuple[jax.Array, Sums]:
-    """The weighted loss and the sums of one head over one chunk.
+    """The weighted loss of one head over one chunk: the sum of its terms over the counted pairs; and what is logged.
 
     Args:
       trained: the arrays with respect to which the gradient is computed, by place.
@@ -168,8 +184,22 @@ def weighted_loss(
     params = head.params(dict(enumerate(arrays)) | trained)
     logits_BTV, confidence_BT = head.logits(params, features_BTD)
     guesses = Guesses(logits_BTV, labels_BT, confidence_BT, teacher)
-    sums = term_sums(guesses, mask_BT, plan.weights)
-    return weight * sums.loss, sums
+    nll = masked_sum(guesses.nll_BT, mask_BT)
+    loss, entropy = jnp.zeros_like(nll), jnp.zeros_like(nll)
+    for name, term_weight in plan.weights._asdict().items():
+        if term_weight:
+            loss += term_weight * masked_sum(TERMS[name](guesses), mask_BT)
+    if teacher is not None:
+        entropy = masked_sum(teacher.entropy_BT, mask_BT)
+    sums = Sums(
+        loss=loss,
+        nll=nll,
+        top1=jnp.sum((mask_BT & (guesses.rank_BT == 0)).astype(jnp.float32)),
+        top5=jnp.sum((mask_BT & (guesses.rank_BT < 5)).astype(jnp.float32)),
+        scored=jnp.sum(mask_BT.astype(jnp.float32)),
+        entropy=entropy,
+    )
+    return weight * loss, sums
 
 
 def _backward(
@@ -182,4 +212,6 @@ def _backward(
     return d_arrays, None, Rows(d_features, None, None, None)  # type: ignore[arg-type]
 
 
+# (plan, arrays, weight_K, rows) -> the loss and the sums per head.
+streamed_loss = jax.custom_vjp(partial(over_chunks, gradients=False), nondiff_argnums=(0,))
 streamed_loss.defvjp(partial(over_chunks, gradients=True), _backward)

@@ -1,4 +1,4 @@
-"""The terms of a loss that read logits, and their sums over a chunk of targets.
+"""The terms of a loss that read logits, for one head and a chunk of targets.
 
 A new term is a function of `Guesses`, an entry of `TERMS` and a field of `TermWeights`.
 """
@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-
-from medusa_jax.training.losses import Sums
 
 
 class TermWeights(NamedTuple):
@@ -121,25 +119,6 @@ TERMS: dict[str, Callable[[Guesses], jax.Array]] = {
     "distance": distance_term,
     "confidence": confidence_term,
 }
-
-
-def term_sums(guesses: Guesses, mask_BT: jax.Array, weights: TermWeights) -> Sums:
-    """The weighted sum of all terms over the counted pairs, and what is logged."""
-    nll = masked_sum(guesses.nll_BT, mask_BT)
-    loss, entropy = jnp.zeros_like(nll), jnp.zeros_like(nll)
-    for name, weight in weights._asdict().items():
-        if weight:
-            loss += weight * masked_sum(TERMS[name](guesses), mask_BT)
-    if guesses.teacher is not None:
-        entropy = masked_sum(guesses.teacher.entropy_BT, mask_BT)
-    return Sums(
-        loss=loss,
-        nll=nll,
-        top1=jnp.sum((mask_BT & (guesses.rank_BT == 0)).astype(jnp.float32)),
-        top5=jnp.sum((mask_BT & (guesses.rank_BT < 5)).astype(jnp.float32)),
-        scored=jnp.sum(mask_BT.astype(jnp.float32)),
-        entropy=entropy,
-    )
 
 
 def masked_sum(x_BT: jax.Array, mask_BT: jax.Array) -> jax.Array:
