@@ -36,14 +36,15 @@ class Tiny(LastHidden):
         return hidden + jax.nn.silu(applied(linear, params[f"heads_{k}"]["layers_0"], both))
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        read = backbone, rows.hidden_BTE, shift_left(rows.tokens_BT, 1)
+        hidden_BTD, root_BT = rows.hidden_BTE, shift_left(rows.tokens_BT, 1)
+        heads = range(self.n_heads)
         return jnp.stack(
-            [self.head_features(params, k, *read) for k in range(self.n_heads)]
+            [self.head_features(params, k, backbone, hidden_BTD, root_BT) for k in heads]
         )
 
     def propose(
         self, params: Params, backbone: Backbone, state: jax.Array, request: DraftRequest
     ) -> Proposal:
-        depths, read = range(request.tree.depth), (backbone, state, request.root_B)
-        features = [self.head_features(params, k, *read) for k in depths]
+        heads, root_B = range(request.tree.depth), request.root_B
+        features = [self.head_features(params, k, backbone, state, root_B) for k in heads]
         return self.fill(params, backbone, features, request)

@@ -61,7 +61,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if name := config.getoption("--drafter"):
+    name = config.getoption("--drafter")
+    if name:
         os.environ["MEDUSA_JAX_TEST_DRAFTER"] = name
 
 

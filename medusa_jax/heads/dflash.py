@@ -116,7 +116,7 @@ class DFlash(Tapped):
     @property
     def n_slots(self) -> int:
         """Slots of a block."""
-        return self.n_heads + (not self.heads.root_guesses)
+        return self.n_heads if self.heads.root_guesses else self.n_heads + 1
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """c starts as the last tap's stream; the first layer adds its mean to the block, the others nothing.
