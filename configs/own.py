@@ -27,7 +27,8 @@ from medusa_jax.config import (
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
-from medusa_jax.heads.registry import DRAFTERS, drafter_class, whole_config
+from medusa_jax.heads.names import DRAFTERS
+from medusa_jax.heads.registry import drafter_class, whole_config
 
 # DFlash and DSpark.
 BLOCKS = {
@@ -103,8 +104,7 @@ def complete(cfg: Config, given: frozenset[str]) -> Config:
         )
     if not cfg.data.source:
         raise UserError("set --config.data.source: a file of JSON lines, or a dataset's id")
-    if cfg.heads.drafter not in DRAFTERS:
-        drafter_class(cfg.heads.drafter)  # refuses unknown names
+    if not drafter_class(cfg.heads.drafter).trained:  # refuses unknown names
         raise UserError(f"{cfg.heads.drafter} has no heads: choose {', '.join(DRAFTERS)}")
     arch = model_shape(resolve(cfg.model.path, ["config.json"]))
     fields: dict[str, object] = FAMILIES.get(cfg.heads.drafter, {}).copy()

@@ -54,6 +54,18 @@ _after_a_test = pytest.fixture(restored_x64, autouse=True)
 _after_a_module = pytest.fixture(restored_x64, autouse=True, scope="module")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--drafter", help="a drafter as module:Class, which test_contract.py tests alone"
+    )
+
+
+def pytest_configure(config):
+    name = config.getoption("--drafter")
+    if name:
+        os.environ["MEDUSA_JAX_TEST_DRAFTER"] = name
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _drop_programs():
     """Let go of compiled programs where they have become many.

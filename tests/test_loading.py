@@ -174,7 +174,7 @@ def test_a_shared_lm_head_is_read_in_columns(
 
 
 def test_fields_of_a_spec_make_the_tree(directory):
-    model = load(directory, "lookahead:window=3:ngram=3:guesses=2")
+    model = load(directory, "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2")
     assert model.tree == Tree.from_choices([[0], [1], [0, 0], [1, 0]])
 
 
@@ -195,7 +195,10 @@ def test_a_draft_model_needs_the_same_tokenizer(directory, tmp_path):
     [
         ("draft_model", "--drafter draft_model:PATH"),
         ("draft_model:", "--drafter draft_model:PATH"),
-        ("lookahead:windows=3", "the fields guesses, ngram, window, not 'windows=3'"),
+        (
+            "examples.lookahead:Lookahead:windows=3",
+            "the fields guesses, ngram, window, not 'windows=3'",
+        ),
         ("prompt_lookup:ngram=two", "the fields ngram, tokens, not 'ngram=two'"),
         ("prompt_lookup:ngram=0", "ngram is from 1"),
     ],

@@ -1,6 +1,7 @@
 """Drafters that need no heads on disk, as `--drafter` names them.
 
-prompt_lookup, lookahead           with fields of their own if wanted: lookahead:window=7:ngram=4
+prompt_lookup                      with fields of their own if wanted: prompt_lookup:tokens=4:ngram=2
+module:Class                       a drafter without heads from another package, with fields if wanted
 draft_model:PATH                   any smaller model with the same tokenizer
 draft_model                        the one that comes with the model, as with the demo
 """
@@ -16,9 +17,9 @@ from medusa_jax.arch import STORED, HeadsConfig
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.files import hf
 from medusa_jax.files.hub import resolve
-from medusa_jax.heads.draft_model import MODEL, DraftModel, DraftModelConfig
-from medusa_jax.heads.names import BASELINES
-from medusa_jax.heads.registry import drafter_class
+from medusa_jax.heads.draft_model import MODEL, DraftModelConfig
+from medusa_jax.heads.names import split_drafter
+from medusa_jax.heads.registry import drafter_class, is_baseline
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.placing import place_part
 from medusa_jax.model.stored import Storage
@@ -52,10 +53,10 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
     Raises:
       UserError: unknown fields, or no path of a draft model.
     """
-    name, _, rest = drafter.partition(":")
-    if name not in BASELINES:
+    name, rest = split_drafter(drafter)
+    if not is_baseline(name):
         return None
-    if name == DraftModel.name:
+    if name == DraftModelConfig.drafter:
         path = rest or draft_model
         if not path:
             raise UserError(
@@ -75,7 +76,7 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
                 f"{'' if field in own else did_you_mean(field, own)}"
             )
         fields[field] = int(value)
-    return Baseline(kind(**fields))
+    return Baseline(kind(**fields | {"drafter": name}))
 
 
 def load_baseline(

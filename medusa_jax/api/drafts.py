@@ -17,8 +17,8 @@ from medusa_jax.files.layouts.heads_io import check_base, load_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
-from medusa_jax.heads.names import BASELINES
-from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.names import split_drafter
+from medusa_jax.heads.registry import is_baseline, make_drafter
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.placing import place_head, store
 from medusa_jax.model.stored import Storage
@@ -122,7 +122,7 @@ def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None
     Raises:
       UserError: there is no such drafter.
     """
-    if name.partition(":")[0] in BASELINES:
+    if is_baseline(split_drafter(name)[0]):
         from medusa_jax.api.baselines import find_baseline
 
         return find_baseline(name, bundled_draft_model(model))

@@ -8,7 +8,8 @@ from medusa_jax.files.hub import resolve
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
 from medusa_jax.files.names import named
-from medusa_jax.heads.names import BASELINES, DRAFTERS
+from medusa_jax.heads.names import BASELINES, DRAFTERS, is_module_class, split_drafter
+from medusa_jax.heads.registry import drafter_class
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
@@ -62,13 +63,18 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
     """
     if drafter == "none":
         return None
+    name, path = split_drafter(drafter)
+    if is_module_class(name) and not os.path.exists(drafter):
+        drafter_class(name)  # heads.json may name it from now on
+        if not path:
+            raise UserError(f"give the directory of its heads: --drafter {name}:PATH")
+        return open_heads(path)
     if drafter not in DRAFTERS:
-        kind = drafter.partition(":")[0]  # lookahead:window=7
         if "/" not in drafter and not os.path.exists(drafter):
             names = [*DRAFTERS, *BASELINES, "none"]
             raise UserError(
                 f"there is no drafter {drafter!r}: give a directory, a file, a hub id or one of "
-                f"{', '.join(names)}{did_you_mean(kind, names)}"
+                f"{', '.join(names)}{did_you_mean(name, names)}"
             )
         return open_heads(drafter)
     row = named(model)

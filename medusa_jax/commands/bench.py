@@ -101,7 +101,7 @@ class Flags(TemplateFlags, RaceFlags):
 
     drafters: str | None = flag(
         "comma-separated names, directories, files or hub ids; NAME@TREE gives one a tree, none is plain "
-        "decoding (default: all heads that come with the model, prompt_lookup and lookahead)",
+        "decoding (default: all heads that come with the model, and prompt_lookup)",
         None,
     )
     questions: str | None = flag(

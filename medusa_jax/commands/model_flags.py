@@ -60,9 +60,9 @@ class ModelFlags(BaseFlags):
     """The model and its drafter."""
 
     drafter: str | None = flag(
-        "a name, a directory, file or hub id with heads, prompt_lookup, lookahead, draft_model or "
-        "draft_model:PATH, or none (default: hydra for the demo, heads that come with a name, none for another "
-        "model)",
+        "a name, a directory, file or hub id with heads, prompt_lookup, draft_model or draft_model:PATH, "
+        "module:Class or module:Class:PATH of a drafter of yours, or none (default: hydra for the demo, "
+        "heads that come with a name, none for another model)",
         None,
     )
 

@@ -20,6 +20,7 @@ from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fiel
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import warn_if_accelerator_unused
 from medusa_jax.errors import UserError, did_you_mean, nearest
+from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
 from medusa_jax.typed import field_value
 
@@ -106,7 +107,7 @@ def run(cfg: Config) -> int:
     use_compilation_cache()  # a resumed run starts at once
     if stopped := train_plan(plan).get("stopped"):
         return int(128 + stopped)
-    tell_calibration(plan.workdir, plan.model.path, plan.data)
+    tell_calibration(plan.workdir, plan.model.path, plan.data, plan.heads.drafter)
     return 0
 
 
@@ -125,7 +126,7 @@ def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
         inform(f"not {engine}: {why}")
 
 
-def tell_calibration(workdir: str, model: str, data: DataConfig) -> None:
+def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> None:
     """Say how to calibrate the exported heads, if there are any."""
     export = os.path.join(workdir, "export")
     heads = os.path.join(export, "heads")
@@ -134,9 +135,12 @@ def tell_calibration(workdir: str, model: str, data: DataConfig) -> None:
     else:
         heads = export
     if os.path.isfile(os.path.join(heads, "heads.json")):
-        tree, prompts = os.path.join(heads, "tree.json"), prompts_in(data)
         following(
-            "calibrate", model=model or None, drafter=heads, prompts=prompts, out=tree
+            "calibrate",
+            model=model or None,
+            drafter=f"{name}:{heads}" if is_module_class(name) else heads,
+            prompts=prompts_in(data),
+            out=os.path.join(heads, "tree.json"),
         )
 
 

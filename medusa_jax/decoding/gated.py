@@ -11,6 +11,7 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.optional import CopiesText
 from medusa_jax.sharding import Params, pin_state
 from medusa_jax.tree.tree import Tree
 
@@ -58,7 +59,9 @@ def step_with(engine: Engine, variables: Params, old: DecodeState) -> Stepped:
     """A step with the engine's tree."""
     new = step_of(engine)(engine, variables, old)
     accepted_B, levels = new.n_new_B - old.n_new_B - 1, engine.tree.depth
-    if not levels and engine.drafter.copies:  # a draft costs nothing: test one
+    if not levels and isinstance(
+        engine.drafter, CopiesText
+    ):  # a draft costs nothing: test one
         drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
         accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
         levels = 1

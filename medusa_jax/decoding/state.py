@@ -1,8 +1,6 @@
 """The engine, which is fixed at compile time, and the state of the rows being decoded."""
 
-import importlib
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +19,6 @@ from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
-
-# Drafters with their own decode step, and its module.
-OWN_STEPS = {"lookahead": "lookahead"}
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,10 @@ class Engine:
         return rule_named(self.acceptance)
 
     @property
-    def own_step(self) -> ModuleType | None:
-        """The module with the drafter's own `decode_step` and `n_rows`; None for the standard step.
-
-        A seam: the drafter's name chooses.
-        """
-        name = OWN_STEPS.get(self.drafter.name)
-        return importlib.import_module(f"medusa_jax.decoding.{name}") if name else None
-
-    @property
     def n_rows(self) -> int:
         """Rows of a backbone pass, which need free cache slots: the tree's nodes, and further rows of
         the drafter's own step."""
-        own = self.own_step
-        return own.n_rows(self) if own else self.tree.n_nodes
+        return self.tree.n_nodes + self.drafter.extra_rows
 
     @property
     def depth_only(self) -> "Engine":

@@ -15,6 +15,7 @@ from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
+from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
@@ -47,9 +48,9 @@ Carry = tuple[jax.Array, DecodeState]
 
 
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
-    """The decode step of the engine's drafter."""
-    own = engine.own_step
-    return own.decode_step if own else decode_step
+    """The decode step of the engine's drafter: its own if it has one."""
+    own = engine.drafter.own_step
+    return decode_step if own is None else own
 
 
 @jax.named_scope("draft")
@@ -203,7 +204,7 @@ def accept(
         path_BL1 = accepted.path_BL[..., None]
         logits_BLV = jnp.take_along_axis(reported_BMV, path_BL1, axis=1)
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
-    copied_M = jnp.asarray(tree.copied_M) | engine.drafter.copies
+    copied_M = jnp.asarray(tree.copied_M) | isinstance(engine.drafter, CopiesText)
     copied_BL = jnp.roll(copied_M[accepted.path_BL], -1, axis=1)
     return Outcome(*accepted, emitted_BL, copied_BL, logprobs)
 

@@ -120,7 +120,6 @@ class Amphista(SeparateHeads):
 
     heads: AmphistaConfig
 
-    name = "amphista"
     Config = AmphistaConfig
     separable = False
 
@@ -281,5 +280,4 @@ class AmphistaAlpha(Amphista):
 
     heads: AmphistaAlphaConfig
 
-    name = "amphista_alpha"
     Config = AmphistaAlphaConfig

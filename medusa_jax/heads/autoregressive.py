@@ -85,7 +85,7 @@ class Autoregressive(Drafter):
     def stored_counts(self) -> tuple[int, int]:
         return 1, self.heads.n_layers
 
-    def loss_view(self, levels: int = 1) -> Drafter:
+    def with_levels(self, levels: int) -> Drafter:
         if not 1 <= levels <= self.n_heads:
             raise UserError(
                 f"train.levels is from 1 to heads.n_heads {self.n_heads}, not {levels}"
@@ -146,6 +146,30 @@ class Autoregressive(Drafter):
             feature_BTD, caches = once_more(feature_BTD, caches)
             features.append(feature_BTD)
         return jnp.stack(features)
+
+    def queries_keys(
+        self, params: Params, backbone: Backbone, rows: TextRows
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the first layer, for `train.induction_weight`.
+
+        Row t matches `features`: it reads tokens up to t + 1.
+        """
+        hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
+        shape, dtype = self.shape, backbone.llama.dtype
+        name = "q_norm" if shape.qk_norm else "q_proj"
+        next_BTD = shift_left(backbone.embed(tokens_BT), 1)
+        read_BTD = self.first_input(params, backbone, hidden_BTE)
+        mask = CausalMask(segment_ids_BT)
+        (_, text), captured = self.run(
+            params, backbone, read_BTD, next_BTD, positions_BT, mask,
+            capture_intermediates=lambda module, _: module.name == name,
+            mutable=["intermediates"],
+        )  # fmt: skip
+        (q,) = captured["intermediates"]["layers_0"]["self_attn"][name]["__call__"]
+        q_BTNH = q.reshape(*tokens_BT.shape, shape.n_heads, shape.head_dim)
+        k_BGTH, _ = text[0]
+        rope = rope_tables(shape, positions_BT, dtype)
+        return backbone.kernels.rotate(q_BTNH, *rope), k_BGTH
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LayerState:
         state = LayerState.zeros(self.shape, self.heads.n_layers, batch, slots, dtype)

@@ -91,10 +91,8 @@ class DFlash(Tapped):
 
     heads: DFlashConfig
 
-    name = "dflash"
     Config = DFlashConfig
     separable = False
-    anchored = True
     qk_norm = True
 
     def check(self) -> None:
@@ -119,7 +117,7 @@ class DFlash(Tapped):
     @property
     def n_slots(self) -> int:
         """Slots of a block."""
-        return self.n_heads + (not self.heads.root_guesses)
+        return self.n_heads if self.heads.root_guesses else self.n_heads + 1
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """c starts as the last tap's stream; the first layer adds its mean to the block, the others nothing.
@@ -143,7 +141,8 @@ class DFlash(Tapped):
             "hidden_norm": {"scale": jnp.ones((D,))},
             "norm": {"scale": jnp.broadcast_to(size, (D,))},
         }
-        if r := h.markov_rank:
+        r = h.markov_rank
+        if r:
             w1_VR = 0.02 * jax.random.normal(key, (self.llama.vocab_size, r))
             params["markov_w1"] = {"embedding": w1_VR}
             params["markov_w2"] = {"kernel": jnp.zeros((r, backbone.outputs))}
@@ -155,8 +154,8 @@ class DFlash(Tapped):
     def reading(self, key: jax.Array, final_D: jax.Array) -> Params:
         """Random values and outputs that add a projection of c, as the backbone's final norm scales it.
 
-        It outweighs the block's embeddings: a slot would guess its own input, since embeddings are often the
-        rows of the LM head.
+        Large enough to dominate the embeddings: with a tied LM head a slot would otherwise predict its own input
+        token.
         """
         c, D = self.shape, self.llama.d_model
         J, R = c.n_kv_heads * c.head_dim, c.n_heads // c.n_kv_heads
@@ -252,25 +251,25 @@ class DFlash(Tapped):
             x_BA = jnp.pad(x_BA, ((0, 0), (0, n * BLOCKS - A)))
             return jnp.moveaxis(x_BA.reshape(B, n, BLOCKS), 1, 0)
 
-        def taken(x_BT: jax.Array) -> jax.Array:
+        def at_index(x_BT: jax.Array) -> jax.Array:
             return jnp.take_along_axis(x_BT, index_BA, axis=1)
 
         @jax.checkpoint
-        def some(given: tuple[jax.Array, ...]) -> jax.Array:
-            at_BQ, segment_BQ, root_BQ, position_BQ = given
+        def block_features(inputs: tuple[jax.Array, ...]) -> jax.Array:
+            at_BQ, segment_BQ, root_BQ, position_BQ = inputs
             visible_BQT = jnp.arange(T)[None, None] <= at_BQ[..., None]
             visible_BQT &= segment_ids_BT[:, None] == segment_BQ[..., None]
             caches = [BlockCache(pair, visible_BQT) for pair in text]
             return self.guesses(params, backbone, root_BQ, position_BQ, caches)
 
-        given = (index_BA, taken(segment_ids_BT), taken(shift_left(tokens_BT, 1)),
-                 taken(positions_BT) + 1)  # fmt: skip
-        out = lax.map(some, tuple(map(blocks, given)))  # [n, B, BLOCKS, K, D]
+        inputs = (index_BA, at_index(segment_ids_BT), at_index(shift_left(tokens_BT, 1)),
+                  at_index(positions_BT) + 1)  # fmt: skip
+        out = lax.map(block_features, tuple(map(blocks, inputs)))  # [n, B, BLOCKS, K, D]
         out = jnp.moveaxis(out, 0, 1).reshape(B, n * BLOCKS, self.n_heads, -1)[:, :A]
         features_KBAD = jnp.moveaxis(out, 2, 0)
         if not self.heads.markov_rank:
             return features_KBAD
-        before = [taken(shift_left(tokens_BT, k + 1)) for k in range(self.n_heads)]
+        before = [at_index(shift_left(tokens_BT, k + 1)) for k in range(self.n_heads)]
         after_KBAR = self.after(params, dtype, jnp.stack(before))
         return jnp.concatenate([features_KBAD, after_KBAR], axis=-1)
 
@@ -278,11 +277,20 @@ class DFlash(Tapped):
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
         D = self.llama.d_model
-        own = features[..., :D]
-        logits = lm_head_logits(self.heads, params["heads_0"], backbone, own)
+        slot_features = features[..., :D]
+        logits = lm_head_logits(self.heads, params["heads_0"], backbone, slot_features)
         if self.heads.markov_rank:
             logits += self.bias(params, backbone, features[..., D:])
         return logits
+
+    def head_params(self, params: Params, k: int) -> Params:
+        read = ("lm_head", "markov_w2", "confidence")
+        mine = params["heads_0"]
+        return {"heads_0": {key: mine[key] for key in mine if key in read}}
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.heads.confidence
 
     def confidence(self, params: Params, features: jax.Array) -> jax.Array:
         linear = Linear(1, True, at_least_f32(features.dtype))
@@ -358,5 +366,4 @@ class DSpark(DFlash):
 
     heads: DSparkConfig
 
-    name = "dspark"
     Config = DSparkConfig

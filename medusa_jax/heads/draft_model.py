@@ -62,14 +62,13 @@ class DraftModel(Untrained):
 
     heads: DraftModelConfig
 
-    name = "draft_model"
     Config = DraftModelConfig
 
     def check(self) -> None:
-        own, theirs = self.heads.arch.vocab_size, self.llama.vocab_size
-        if own != theirs:
+        draft_size, model_size = self.heads.arch.vocab_size, self.llama.vocab_size
+        if draft_size != model_size:
             raise UserError(
-                f"the draft model has a vocabulary of {own} tokens, the model has {theirs}: "
+                f"the draft model has a vocabulary of {draft_size} tokens, the model has {model_size}: "
                 "they must share a tokenizer"
             )
         between(f"{self.name}: gamma", self.heads.gamma, 1, self.heads.n_heads)

@@ -6,14 +6,13 @@ that the caller carries. The decode loop, the trainer and the calibrator use onl
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
-from medusa_jax.errors import UserError
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
@@ -85,9 +84,9 @@ class TextRows(NamedTuple):
 
 def shift_left(x: jax.Array, ahead: int) -> jax.Array:
     """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    rest = x[:, ahead:]
-    pad = ((0, 0), (0, x.shape[1] - rest.shape[1])) + ((0, 0),) * (x.ndim - 2)
-    return jnp.pad(rest, pad)
+    shifted = x[:, ahead:]
+    pad = ((0, 0), (0, x.shape[1] - shifted.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(shifted, pad)
 
 
 class DraftRequest(NamedTuple):
@@ -141,8 +140,8 @@ class Backbone:
         if self.ids_O is None:
             return tokens
         place = jnp.searchsorted(self.ids_O, tokens)
-        found = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
-        return jnp.where(found, place, self.outputs)
+        is_scored = self.ids_O[jnp.minimum(place, self.outputs - 1)] == tokens
+        return jnp.where(is_scored, place, self.outputs)
 
     def of_scored(self, x: jax.Array) -> jax.Array:
         """Entries of an array [..., V] for the scored tokens: [..., O]."""
@@ -156,6 +155,16 @@ class Backbone:
     def fuses(self, shape: LlamaConfig) -> bool:
         """Whether a layer of this shape over few tokens is one call."""
         return self.kernels.fuses(shape.head_dim)
+
+    @property
+    def only_lm_head(self) -> "Backbone":
+        """The backbone with only the parameters that `lm_head` reads."""
+        name = "embed_tokens" if self.llama.config.tie_embeddings else "lm_head"
+        params = {key: self.params[key] for key in self.params if key == name}
+        lora = None
+        if self.lora is not None:
+            lora = {key: self.lora[key] for key in self.lora if key == "lm_head"}
+        return dataclasses.replace(self, params=params, lora=lora)
 
     def tapped(self, taps: tuple[int, ...]) -> "Backbone":
         """The backbone with the streams of these layers appended to its hidden states."""
@@ -197,9 +206,10 @@ class Backbone:
 class Drafter:
     """Base class of all drafters. Hashable: a static argument of `jax.jit`.
 
-    A new drafter is one file in this package with one subclass that has a `name`, by which the
-    registry finds it. Parameters of head k are under "heads_{k}", its hidden layers there under
-    "layers_{j}"; other entries may have any name except "draft_vocab".
+    A new drafter is one subclass, in this package or any other: `registry.py` finds it by name, by entry
+    point or as `module:Class` (docs/write_a_drafter.md). Parameters of head k are under "heads_{k}", its
+    hidden layers there under "layers_{j}"; other entries may have any name except "draft_vocab". What only
+    some families can do is in `optional.py`.
 
     With a draft vocabulary, `init`, `head_logits` and `propose` get a backbone whose LM head scores
     only its O tokens: logits are [..., O], and `best_tokens` maps them back to token ids.
@@ -207,25 +217,19 @@ class Drafter:
     Attributes:
       heads: the kind and sizes of the heads.
       llama: the shape of their backbone.
-      name: the drafter's name in configurations and files.
       Config: configuration class, with the fields that only this drafter has.
       least_layers: minimum number of hidden layers of a head.
       separable: the first heads also work alone, so the others need not be loaded.
       trained: it has heads, which are trained and stored in files; otherwise see `Untrained`.
-      copies: its drafts are tokens copied from the text.
-      anchored: `features` can be limited to some positions of each row (`train.anchors`).
     """
 
     heads: HeadsConfig
     llama: LlamaConfig
 
-    name: ClassVar[str] = ""
     Config: ClassVar[type[HeadsConfig]] = HeadsConfig
     least_layers: ClassVar[int] = 1
     separable: ClassVar[bool] = True
     trained: ClassVar[bool] = True
-    copies: ClassVar[bool] = False
-    anchored: ClassVar[bool] = False
 
     def check(self) -> None:
         """Refuse invalid fields.
@@ -233,6 +237,11 @@ class Drafter:
         Raises:
           UserError: names the field.
         """
+
+    @property
+    def name(self) -> str:
+        """The drafter's name in configurations and files."""
+        return self.heads.drafter
 
     @property
     def n_heads(self) -> int:
@@ -252,21 +261,15 @@ class Drafter:
         """Layers of the backbone whose input the drafter reads, from 0 to the number of layers."""
         return ()
 
-    def loss_view(self, levels: int = 1) -> "Drafter":
-        """The drafter whose heads the training loss covers; it has the same parameters.
+    @property
+    def own_step(self) -> Callable[[Any, Params, Any], Any] | None:
+        """A decode step (engine, variables, state) -> state instead of `decoding.step.decode_step`; None: that one."""
+        return None
 
-        Args:
-          levels: `train.levels`, for a drafter whose levels share their parameters.
-
-        Raises:
-          UserError: more than one level for any other drafter, or more than the depth limit of trees.
-        """
-        if levels != 1:
-            raise UserError(
-                f"train.levels {levels} is for drafters whose levels share their layers, such as "
-                f"eagle; all heads of {self.name} train anyway"
-            )
-        return self
+    @property
+    def extra_rows(self) -> int:
+        """Rows of the backbone's pass in addition to the tree's nodes, if there is an `own_step`."""
+        return 0
 
     @property
     def default_tree(self) -> Tree:
@@ -295,21 +298,19 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def features_at(
-        self, params: Params, backbone: Backbone, rows: TextRows, index_BA: jax.Array
-    ) -> jax.Array:
-        """Columns `index` of `features` [K, B, A, D], if the drafter is `anchored`."""
-        raise NotImplementedError
-
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array
     ) -> jax.Array:
-        """Logits [..., O] of head k (0-based, static) from its features [..., D]."""
+        """Logits [..., O] of head k (0-based, static) from its features [..., D].
+
+        In training `params` has only `head_params`, and the backbone only the LM head that heads may share.
+        """
         raise NotImplementedError
 
-    def confidence(self, params: Params, features: jax.Array) -> jax.Array:
-        """Logit [...] of the probability that a guess with these features is accepted, if trained."""
-        raise NotImplementedError
+    def head_params(self, params: Params, k: int) -> Params:
+        """The entries of `params` that `head_logits` of head k reads: by default the LM head of its own."""
+        name = f"heads_{min(k, self.stored_counts[0] - 1)}"
+        return {name: {key: params[name][key] for key in params[name] if key == "lm_head"}}
 
     # Decoding.
 
@@ -335,6 +336,10 @@ class NoDrafter(Drafter):
 
     It leaves the state of any other drafter unchanged.
     """
+
+    @property
+    def name(self) -> str:
+        return "none"
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> tuple[()]:
         return ()

@@ -64,7 +64,6 @@ class Eagle(Autoregressive):
 
     heads: EagleConfig
 
-    name = "eagle"
     Config = EagleConfig
 
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:

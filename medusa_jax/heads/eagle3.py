@@ -132,7 +132,6 @@ class Eagle3(Tapped, Autoregressive):
 
     heads: Eagle3Config
 
-    name = "eagle3"
     Config = Eagle3Config
 
     @property
@@ -162,6 +161,11 @@ class Eagle3(Tapped, Autoregressive):
             lambda x: x.astype(jnp.float32), backbone.params["norm"]
         )
         return self.start_as_identity(params, backbone)
+
+    def head_params(self, params: Params, k: int) -> Params:
+        read = ("lm_head",) if self.heads.norm_output else ("lm_head", "norm")
+        mine = params["heads_0"]
+        return {"heads_0": {key: mine[key] for key in mine if key in read}}
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array

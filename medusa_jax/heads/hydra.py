@@ -83,7 +83,6 @@ class Hydra(LastHidden):
 
     heads: HydraConfig
 
-    name = "hydra"
     Config = HydraConfig
 
     def check(self) -> None:
@@ -107,8 +106,10 @@ class Hydra(LastHidden):
             first["linear"] = jax.tree.map(jnp.zeros_like, first["linear"])
             if self.heads.skip == "identity":
                 first["skip"]["kernel"] = jnp.eye((k + 2) * D, D)
-            rest = {f"layers_{j}": later_block for j in range(1, self.stored_counts[1])}
-            params[f"heads_{k}"] = {"layers_0": first} | rest | start
+            later_layers = {
+                f"layers_{j}": later_block for j in range(1, self.stored_counts[1])
+            }
+            params[f"heads_{k}"] = {"layers_0": first} | later_layers | start
         return params
 
     def _first(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> FirstBlock:

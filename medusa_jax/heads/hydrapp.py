@@ -33,7 +33,6 @@ class HydraPP(Hydra):
 
     heads: HydraPPConfig
 
-    name = "hydrapp"
     Config = HydraPPConfig
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

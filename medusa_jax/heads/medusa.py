@@ -15,7 +15,6 @@ from medusa_jax.heads.layers import LastHidden, ResBlock, applied, lm_head_start
 class Medusa(LastHidden):
     """K independent heads on the last accepted hidden state, which is the whole state."""
 
-    name = "medusa"
     least_layers = 0
 
     def check(self) -> None:

@@ -66,9 +66,7 @@ class PromptLookup(Untrained):
 
     heads: PromptLookupConfig
 
-    name = "prompt_lookup"
     Config = PromptLookupConfig
-    copies = True
 
     def check(self) -> None:
         for field in ("tokens", "ngram"):
@@ -93,16 +91,20 @@ class PromptLookup(Untrained):
         text_BS = write(state.text_BS, new.tokens_BT.astype(jnp.int32), state.length_B)
         return TextState(state.length_B + new.n_B, text_BS)
 
+    def copied(
+        self, state: TextState, root_B: jax.Array, n: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """The n tokens after the match [B, n], and the length of the match [B], 0 for none."""
+        index_1S = jnp.arange(state.text_BS.shape[1])[None, :]
+        is_root_BS = index_1S == state.length_B[:, None]
+        text_BS = jnp.where(is_root_BS, root_B[:, None], state.text_BS)
+        return continuations(text_BS, state.length_B, self.heads.ngram, n)
+
     def propose(
         self, params: Params, backbone: Backbone, state: TextState, request: DraftRequest
     ) -> Proposal:
         root_B, tree, _ = request
-        index_1S = jnp.arange(state.text_BS.shape[1])[None, :]
-        is_root_BS = index_1S == state.length_B[:, None]
-        text_BS = jnp.where(is_root_BS, root_B[:, None], state.text_BS)
-        chain_BL, match_B = continuations(
-            text_BS, state.length_B, self.heads.ngram, tree.depth
-        )
+        chain_BL, match_B = self.copied(state, root_B, tree.depth)
         on_chain_M = np.array([False] + [not any(choice) for choice in tree.choices])
         given_BM = (match_B > 0)[:, None] & on_chain_M[None, :]
         drafts_BM = chain_BL[:, np.maximum(tree.depth_M - 1, 0)]

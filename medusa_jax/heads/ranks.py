@@ -59,6 +59,6 @@ def label_ranks(
             return jnp.where(scored_BC, jnp.minimum(rank_BC, MISS), MISS)
 
         labels = pieces(shift_left(tokens_BT, k + 2))
-        found = lax.map(one, (pieces(features_KBTD[k]), labels, positions))
-        ranks.append(jnp.moveaxis(found, 0, 1).reshape(B, -1)[:, :T])
+        ranks_NBC = lax.map(one, (pieces(features_KBTD[k]), labels, positions))
+        ranks.append(jnp.moveaxis(ranks_NBC, 0, 1).reshape(B, -1)[:, :T])
     return jnp.stack(ranks, axis=-1).astype(jnp.int32)

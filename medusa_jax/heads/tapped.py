@@ -22,11 +22,11 @@ class Tapped(Drafter):
     heads: Any
 
     def check(self) -> None:
-        L, given = self.llama.n_layers, self.heads.tap_layers
-        layers = given.split(",") if given else []
+        L, tap_layers = self.llama.n_layers, self.heads.tap_layers
+        layers = tap_layers.split(",") if tap_layers else []
         if not all(x.strip().isdecimal() and int(x) <= L for x in layers):
             raise UserError(
-                f"heads.tap_layers are numbers from 0 to {L} with commas between, not {given!r}"
+                f"heads.tap_layers are numbers from 0 to {L} with commas between, not {tap_layers!r}"
             )
         c = self.shape
         sizes = (c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)

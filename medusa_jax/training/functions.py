@@ -27,6 +27,7 @@ from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Params, TextRows
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.training.losses import Batch, StepInputs, draw_anchors, pair_counts
 from medusa_jax.training.partition import trained_groups
@@ -62,7 +63,7 @@ class HeadFunctions:
         groups = trained_groups(train.stage, lora.rank)
         self._stage = make_stage(train, arch, groups, drafter, lora, 1)
         self.heads, self.arch, self.taps = drafter.heads, arch, drafter.taps
-        self._levels = drafter.loss_view(train.levels)
+        self._levels = loss_view(drafter, train.levels)
         self._grouped = self._stage.backbone
 
     def init(self, key: jax.Array, frozen: Params) -> Params:

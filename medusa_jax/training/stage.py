@@ -19,12 +19,13 @@ from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.optional import SupportsAnchors, has_confidence, loss_view
 from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model import lora as adapters
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.training import losses
-from medusa_jax.training.losses import StepInputs, Sums, objectives
+from medusa_jax.training.losses import StepInputs, Sums, induction, objectives
 from medusa_jax.training.optim.optimizer import heads_weight
 from medusa_jax.training.partition import Trains
 
@@ -46,7 +47,7 @@ class Stage:
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
       backbone: builds the backbone from its groups.
-      view: the heads as their loss reads them (`Drafter.loss_view`); None without heads.
+      view: the heads as their loss reads them (`optional.loss_view`); None without heads.
       taps: layers of the backbone that the heads read (`Drafter.taps`).
       hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
         they are cached.
@@ -125,13 +126,13 @@ def make_stage(
     view = None
     if drafter is not None:
         check_terms(train, drafter)
-        view = drafter.loss_view(train.levels)
+        view = loss_view(drafter, train.levels)
         offsets += tuple(k + 2 for k in range(view.n_heads))
     return Stage(
         groups,
         arch,
         offsets,
-        loss=stage_loss(backbone, train, view, trains_backbone),
+        loss=StageLoss(backbone, train, view, trains_backbone),
         init=init,
         lambda_0=lambda_0,
         backbone=backbone,
@@ -146,10 +147,10 @@ def make_stage(
 def check_terms(train: TrainConfig, drafter: Drafter) -> None:
     """Refuse terms of the loss that these heads do not have."""
     if train.induction_weight:
-        objectives.induction().check(drafter)
-    if train.anchors and not drafter.anchored:
+        induction.check(drafter)
+    if train.anchors and not isinstance(drafter, SupportsAnchors):
         raise UserError(f"train.anchors is for dflash and dspark, not {drafter.name}")
-    if bool(train.confidence_weight) != getattr(drafter.heads, "confidence", False):
+    if bool(train.confidence_weight) != has_confidence(drafter):
         raise UserError("train.confidence_weight and heads.confidence need each other")
 
 
@@ -167,10 +168,10 @@ class GroupedBackbone:
 
     def backbone(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone with its adapters, if any."""
-        own = groups.get("lora")
-        if own is not None and dropout_key is not None and self.lora.dropout:
-            own = adapters.with_dropout(own, dropout_key)
-        return Backbone(self.llama, groups["backbone"], own)
+        adapter = groups.get("lora")
+        if adapter is not None and dropout_key is not None and self.lora.dropout:
+            adapter = adapters.with_dropout(adapter, dropout_key)
+        return Backbone(self.llama, groups["backbone"], adapter)
 
     def drafting(self, groups: PyTree, dropout_key: jax.Array | None = None) -> Backbone:
         """The backbone for heads: with a draft vocabulary its LM head scores only those tokens."""
@@ -197,54 +198,61 @@ class GroupedBackbone:
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
-def stage_loss(
-    grouped: GroupedBackbone,
-    train: TrainConfig,
-    view: Drafter | None,
-    trains_backbone: bool,
-) -> LossFn:
+@dataclasses.dataclass(frozen=True)
+class StageLoss:
     """The loss of a stage: L_LM, sum_k lambda_k L_k (Medusa equation 1), or both (equation 2).
 
     L = L_LM + lambda_0 sum_k lambda_k L_k: one pass of the backbone serves both terms, and the heads' gradient
     flows into it. A frozen backbone runs once, outside the gradient. The sums of both terms are one after the
     other, the backbone's first.
 
-    Args:
-      view: `Drafter.loss_view` of the heads; None without heads.
+    Attributes:
+      grouped: makes the backbone from the groups of variables.
+      drafter: as `optional.loss_view` returns it; None without heads.
+      trains_backbone: whether L_LM is a term.
     """
 
-    def loss(params: PyTree, frozen: PyTree, inputs: StepInputs) -> tuple[jax.Array, Sums]:
-        key, batch = inputs.dropout_key, inputs.batch
-        adapter_key = head_key = key
-        if view is not None and trains_backbone and key is not None:
-            adapter_key, head_key = jax.random.split(key)
+    grouped: GroupedBackbone
+    train: TrainConfig
+    drafter: Drafter | None
+    trains_backbone: bool
 
-        def backbone_of(p: PyTree) -> Backbone:
-            return grouped.backbone(frozen | p, adapter_key)
+    def __call__(
+        self, params: PyTree, frozen: PyTree, inputs: StepInputs
+    ) -> tuple[jax.Array, Sums]:
+        """The loss and its sums.
 
-        def split(p: PyTree) -> tuple[PyTree, Backbone]:
-            return p["heads"], grouped.drafting(frozen | p, adapter_key)
+        Args:
+          params, frozen: the trained groups of variables, and the others.
+        """
+        adapter_key = head_key = inputs.dropout_key
+        if self.drafter is not None and self.trains_backbone and adapter_key is not None:
+            adapter_key, head_key = jax.random.split(adapter_key)
+        groups = frozen | self.grouped.with_adapters(params)
+        backbone = self.grouped.backbone(groups, adapter_key)
+        if not self.trains_backbone:
+            assert self.drafter is not None
+            hidden_BTE = objectives.hidden_states(backbone, inputs.batch)
+            return objectives.heads_loss(
+                self.drafter, params["heads"], self.grouped.drafting(groups, adapter_key),
+                lax.stop_gradient(hidden_BTE), self.train, inputs, params.keys(),
+            )  # fmt: skip
 
-        params = grouped.with_adapters(params)
-        if not trains_backbone:
-            assert view is not None
-            hidden_BTE = lax.stop_gradient(
-                objectives.hidden_states(backbone_of(params), batch)
-            )
-            return objectives.heads_loss(params, split, hidden_BTE, view, train, inputs)
-        hidden_BTE = backbone_of(params).forward(*losses.rows(batch))
-        hidden_BTD = hidden_BTE[..., : grouped.llama.config.d_model]
-        original = grouped.original(frozen)
-        given = (hidden_BTD, inputs, train.loss_chunk, original)
-        lm_loss, own = objectives.next_token_loss(params, backbone_of, *given)
-        if view is None:
-            return lm_loss, own
-        inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
-        loss, heads = objectives.heads_loss(params, split, hidden_BTE, view, train, inputs)
-        sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), own, heads)
+        hidden_BTE = backbone.forward(*losses.rows(inputs.batch))
+        hidden_BTD = hidden_BTE[..., : self.grouped.llama.config.d_model]
+        lm_loss, lm_sums = objectives.next_token_loss(
+            backbone, hidden_BTD, inputs, self.train.loss_chunk, params.keys(),
+            self.grouped.original(frozen),
+        )  # fmt: skip
+        if self.drafter is None:
+            return lm_loss, lm_sums
+        head_inputs = inputs._replace(dropout_key=head_key, counts_K=inputs.counts_K[1:])
+        loss, head_sums = objectives.heads_loss(
+            self.drafter, params["heads"], self.grouped.drafting(groups, adapter_key),
+            hidden_BTE, self.train, head_inputs, params.keys(),
+        )  # fmt: skip
+        sums = jax.tree.map(lambda s, t: jnp.concatenate([s, t]), lm_sums, head_sums)
         return lm_loss + inputs.lambda_0 * loss, sums
-
-    return loss
 
 
 def fresh_groups(

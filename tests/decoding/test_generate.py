@@ -12,11 +12,11 @@ from planted import check_counts, planted, planted_params, random_model, texts_o
 from planted import plain_texts as plainly
 from tiny import tiny_arch
 
+from examples.lookahead import Lookahead, LookaheadConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED
-from medusa_jax.heads.lookahead import Lookahead, LookaheadConfig
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.tree.tree import Tree

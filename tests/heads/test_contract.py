@@ -1,9 +1,11 @@
 """What every registered drafter promises the decode loop, the trainer and the calibrator.
 
-A new drafter is tested here by being registered; its own equations are tested in its own file.
+A new drafter is tested here by being registered, and one from outside the package alone by
+`pytest tests/heads/test_contract.py --drafter module:Class`; its own equations are tested in its own file.
 """
 
 import dataclasses
+import os
 from functools import cache, partial
 from itertools import product
 
@@ -30,17 +32,28 @@ from medusa_jax.evaluate import ranks as recording_ranks
 from medusa_jax.files.layouts import heads_io, own_heads
 from medusa_jax.heads.drafter import Backbone, Committed, TextRows
 from medusa_jax.heads.names import BASELINES, DRAFTERS
-from medusa_jax.heads.registry import make_drafter
+from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.heads.state import grow_state, rewind_state
 from medusa_jax.model.llama import Llama
 from medusa_jax.sharding import make_mesh
+from medusa_jax.training.losses.lm_heads import HeadReads
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")
-NAMES = sorted(DRAFTERS)
-ALL = [*NAMES, *sorted(BASELINES)]
-READING = [name for name in ALL if name != "lookahead"]  # it keeps nothing of a prompt
+LOOKAHEAD = "examples.lookahead:Lookahead"
+CHOSEN = os.environ.get("MEDUSA_JAX_TEST_DRAFTER")
+OURS = [*sorted(DRAFTERS), *sorted(BASELINES), LOOKAHEAD, "examples.tiny_drafter:Tiny"]
+ALL = [CHOSEN] if CHOSEN else OURS
+NAMES = [name for name in ALL if drafter_class(name).trained]
+READING = [name for name in ALL if name != LOOKAHEAD]  # it keeps nothing of a prompt
 RULES = ("greedy", "sampled")
+
+
+def some(cases, *kept):
+    """All cases of a drafter that was chosen; else `thinned` ones."""
+    return list(cases) if CHOSEN else thinned(cases, *kept)
+
+
 # Every drafter by one of the rules; Amphista-alpha runs nothing that Amphista does not.
 ONCE = [(name, RULES[i % 2]) for i, name in enumerate(ALL) if name != "amphista_alpha"]
 
@@ -48,7 +61,7 @@ ONCE = [(name, RULES[i % 2]) for i, name in enumerate(ALL) if name != "amphista_
 @cache
 def noisy(name, lm_head="low_rank"):
     backbone = family.stored_base()
-    if name in BASELINES:
+    if name not in NAMES:
         config = backbone.llama.config
         prepared = Backbone(*decoder(config, backbone.params))
         return prepared, *family.baseline_of(name, config)
@@ -56,7 +69,7 @@ def noisy(name, lm_head="low_rank"):
     return backbone, *family.drafter_of(heads, backbone)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
+@pytest.mark.parametrize("name", some(NAMES, "amphista", "eagle"))
 def test_decoding_reads_the_features_that_training_gave(name):
     """Ragged commits, some empty, some after others: head by head the same logits, where there was
     room at first and where the state had to grow."""
@@ -131,7 +144,7 @@ def visible(state, slots, length_B):
     return jax.tree.map(seen, state)
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "amphista", "eagle"))
+@pytest.mark.parametrize("name", some(NAMES, "amphista", "eagle"))
 def test_texts_packed_into_a_row_do_not_see_each_other(name):
     backbone, drafter, params = noisy(name)
     rng, E = np.random.default_rng(2), family.width(drafter)
@@ -144,6 +157,22 @@ def test_texts_packed_into_a_row_do_not_see_each_other(name):
     for k in range(4):  # as far as tokens up to t + k + 1 are there
         end = 8 - k - 1
         assert_close(packed[k, :, 6 : 6 + end], alone[k, :, :end])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_read_only_the_parameters_that_the_drafter_names(name):
+    """The loss passes, and differentiates, only these."""
+    backbone, drafter, params = noisy(name)
+    rng = np.random.default_rng(7)
+    rows = TextRows(*family.random_rows(rng, E=family.width(drafter)))
+    shapes = jax.eval_shape(lambda: drafter.features(params, backbone, rows))
+    for k, shape in enumerate(shapes.shape[1:] for _ in range(drafter.n_heads)):
+        x = rng.standard_normal(shape)
+        reads = HeadReads.of_head(drafter, params, backbone, k)
+        assert jax.tree.leaves(reads.heads)
+        small = reads.as_backbone(backbone.llama)
+        logits = drafter.head_logits(reads.heads, small, k, x)
+        assert_close(logits, drafter.head_logits(params, backbone, k, x))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,17 +250,17 @@ def plain_texts(acceptance, tied=False, n_gram=0):
 @cache
 def engine_of(name, acceptance):
     config, params, llama, backbone = seven()
-    if name in BASELINES:
+    if name not in NAMES:
         drafter, heads = family.baseline_of(name, config)
     else:
         stored = Backbone(Llama(config, jnp.float64), params)
         drafter, heads = family.drafter_of(family.small_heads(name), stored, seed=3)
-    tree = drafter.default_tree if name == "lookahead" else WIDE
+    tree = drafter.default_tree if name == LOOKAHEAD else WIDE
     variables = {"backbone": backbone, "heads": heads}
     return Engine(llama, drafter, tree, acceptance), variables
 
 
-@pytest.mark.parametrize("name, acceptance", thinned(product(ALL, RULES), *ONCE))
+@pytest.mark.parametrize("name, acceptance", some(product(ALL, RULES), *ONCE))
 def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     engine, variables = engine_of(name, acceptance)
     request = request_of(acceptance)
@@ -239,7 +268,7 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     assert texts_of(progress) == plain_texts(acceptance)
     check_counts(progress)
     lengths = np.asarray(progress.histogram_BL).sum(0)
-    if name in BASELINES:  # of a repeated text as far as the chain goes, not by chance
+    if name not in NAMES:  # of a repeated text as far as the chain goes, not by chance
         assert lengths[0] > 0 and lengths[1:].sum() > 0
     else:
         assert (lengths[:3] > 0).all()
@@ -263,8 +292,11 @@ def prefilled(engine, variables, monkeypatch, piece):
     return visible(state.replace(sampling=None), slots, length)
 
 
-PIECES = thinned(
-    [*((name, 0) for name in READING), ("medusa", 5)],
+PIECES = some(
+    [
+        *((name, 0) for name in READING),
+        *(("medusa", 5) for name in NAMES if name == "medusa"),
+    ],
     *((name, 0) for name in ("draft_model", "hydrapp")),
     ("medusa", 5),
 )
@@ -317,12 +349,12 @@ def check_replay(engine, variables, request):
     assert found == progress.steps_B.tolist()
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "eagle3", "hydrapp"))
+@pytest.mark.parametrize("name", some(NAMES, "eagle3", "hydrapp"))
 def test_calibration_predicts_what_decoding_accepts(name):
     check_replay(*engine_of(name, "greedy"), request_of("greedy"))
 
 
-@pytest.mark.parametrize("name", thinned(NAMES, "hydrapp", "medusa"))
+@pytest.mark.parametrize("name", some(NAMES, "hydrapp", "medusa"))
 def test_rejection_finds_the_logits_that_children_came_from(name):
     """Children of a node are the best tokens of the row that `parents_logits` gives for it."""
     backbone, drafter, params = noisy(name)

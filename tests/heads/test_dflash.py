@@ -143,8 +143,7 @@ def test_the_loss_at_drawn_anchors():
             loss_chunk=3, feature_weight=0.2,
         )  # fmt: skip
         inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
-        given = hidden, drafter, train, inputs
-        return heads_loss(params, lambda p: (p, backbone), *given)[0]
+        return heads_loss(drafter, params, backbone, hidden, train, inputs)[0]
 
     mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
     for b, t in ((i, t) for i in range(2) for t in batch["anchors"][i]):

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_arch
 
+from examples.lookahead import LookaheadConfig
 from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads.amphista import AmphistaConfig
@@ -14,7 +15,6 @@ from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.draft_model import DraftModelConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.hydra import HydraConfig
-from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.heads.prompt_lookup import PromptLookupConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.kernels.cuda import TOP_K_PARTS, TOP_K_WIDTH, CudaKernels
@@ -73,7 +73,7 @@ NOT_SIZES = r"heads\.attention_heads 4, .* do not fit together"
         (DFlashConfig(n_taps=0), "heads.n_taps is from 1"),
         (DFlashConfig(confidence=True), "heads.markov_rank is from 1"),
         (PromptLookupConfig(ngram=0), "prompt_lookup: ngram is from 1"),
-        (LookaheadConfig(window=1), "lookahead: window is from 2"),
+        (LookaheadConfig(window=1), "Lookahead: window is from 2"),
         (DraftModelConfig(gamma=0, arch=CONFIG), "gamma is from 1 to 16, not 0"),
         (OTHER, "vocabulary of 9 tokens, the model has 23"),
     ],

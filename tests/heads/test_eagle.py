@@ -22,6 +22,7 @@ from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.eagle import EagleConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 from medusa_jax.heads.fill import Level
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model import texts
 from medusa_jax.training.losses import induction
@@ -158,7 +159,7 @@ def test_drafts_of_a_chain_and_of_a_tree(heads, tree):
 )
 def test_the_layers_that_are_read(n_layers, given, expected):
     drafter = make_drafter(Eagle3Config(tap_layers=given), tiny_arch(n_layers=n_layers))
-    assert drafter.taps == expected == drafter.loss_view(3).taps
+    assert drafter.taps == expected == loss_view(drafter, 3).taps
 
 
 TARGETS = TrainConfig(label_weight=0.25, teacher_weight=0.5, feature_weight=3.0)
@@ -266,7 +267,7 @@ def test_levels_keep_no_scores_for_the_gradient():
 
     def held(levels):
         def loss(params, *rows):
-            view = drafter.loss_view(levels)
+            view = loss_view(drafter, levels)
             return view.features(params, backbone, TextRows(*rows)).sum()
 
         compiled = jax.jit(jax.grad(loss)).lower(params, hidden, *[shape] * 3).compile()
@@ -278,11 +279,11 @@ def test_levels_keep_no_scores_for_the_gradient():
 
 def test_as_many_levels_as_trees_may_be_deep():
     _, drafter, _ = problem(EAGLE)
-    assert drafter.loss_view(4).n_heads == 4 and drafter.loss_view().n_heads == 1
+    assert loss_view(drafter, 4).n_heads == 4 and loss_view(drafter).n_heads == 1
     for levels in (0, 5):
         with pytest.raises(UserError, match=f"from 1 to heads.n_heads 4, not {levels}"):
-            drafter.loss_view(levels)
+            loss_view(drafter, levels)
     medusa = make_drafter(HeadsConfig(), drafter.llama)
-    assert medusa.loss_view() is medusa
+    assert loss_view(medusa) is medusa
     with pytest.raises(UserError, match=r"train\.levels 2 .* all heads of medusa train"):
-        medusa.loss_view(2)
+        loss_view(medusa, 2)

@@ -12,11 +12,11 @@ import pytest
 from tiny import tiny_arch
 from turns import TREE, Client, alone, check, run, scheduler_of
 
+from examples.lookahead import LookaheadConfig
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.decoding import rows
 from medusa_jax.decoding.state import Engine, progress_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.heads.lookahead import LookaheadConfig
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama
 from medusa_jax.serving import Request, batch

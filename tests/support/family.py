@@ -16,6 +16,7 @@ from tiny import decoder, random_heads, random_params, tiny_arch
 from medusa_jax.config import HeadsConfig
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked, TextRows
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
@@ -57,18 +58,19 @@ def problem(heads):
 # Sizes at which baselines, which have no heads, show everything they do.
 SMALL = {
     "prompt_lookup": {"tokens": 4},
-    "lookahead": {"window": 4, "ngram": 4, "guesses": 3},
+    "examples.lookahead:Lookahead": {"window": 4, "ngram": 4, "guesses": 3},
     "draft_model": {"gamma": 3},
 }
 
 
 def baseline_of(name, config, seed=0):
     """A baseline and its parameters; the draft model is a random one of one layer, eight wide."""
-    fields, params = dict(SMALL[name]), {}
+    fields, params = dict(SMALL.get(name, {})), {}
     if name == "draft_model":
         fields["arch"] = arch = dataclasses.replace(config, d_model=8, n_layers=1, d_ff=12)
         params = {"model": decoder(arch, random_params(arch, seed))[1]}
-    return make_drafter(drafter_class(name).Config(**fields), config), params
+    heads = drafter_class(name).Config(**fields | {"drafter": name})
+    return make_drafter(heads, config), params
 
 
 def start_of(drafter, backbone):
@@ -149,15 +151,15 @@ def check_levels_loss(drafter, params, backbone, train, numpy_loss, levels, deca
     batch = dict(zip(("hidden", "tokens", "positions", "segment_ids"), rows))
     batch["counted"] = counted
     train = dataclasses.replace(train, loss_chunk=4, lambda_decay=decay)
-    view = drafter.loss_view(levels)
+    view = loss_view(drafter, levels)
     counts = losses.pair_counts(batch, tuple(range(2, levels + 2)))
 
     @jax.jit
     def value_and_gradient(params):
         def loss(params):
             inputs = losses.StepInputs(batch, counts)
-            given = (jnp.asarray(batch["hidden"]), view, train, inputs)
-            return heads_loss(params, lambda p: (p, backbone), *given)[0]
+            hidden_BTE = jnp.asarray(batch["hidden"])
+            return heads_loss(view, params, backbone, hidden_BTE, train, inputs)[0]
 
         return jax.value_and_grad(loss)(params)
 

@@ -18,8 +18,11 @@ from medusa_jax.heads.drafter import Backbone, TextRows, shift_left
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.training import losses
+from medusa_jax.training.losses.lm_heads import HeadArrays, HeadReads
 from medusa_jax.training.losses.objectives import heads_loss
-from medusa_jax.training.losses.streamed import heads_cross_entropy
+from medusa_jax.training.losses.packing import Rows, RowSplit
+from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
+from medusa_jax.training.losses.terms import TermWeights
 from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.stage import make_stage
 
@@ -89,20 +92,24 @@ RANDOM = np.random.default_rng(1).random((2, 13)) < 0.7
 )
 def test_streamed_sums_and_gradients_equal_the_plain_ones(mask, chunk):
     """Prompts and padding cost nothing: as many chunks as the longest answer of a row has."""
-    rng, ones = np.random.default_rng(0), jnp.ones((1,))
+    rng = np.random.default_rng(0)
     features = rng.standard_normal((2, 13, 8)).astype(np.float32)
     weight = rng.standard_normal((8, 32)).astype(np.float32)
     labels = rng.integers(0, 32, (2, 13), np.int32)
     params, seen = {"used": weight, "unused": np.ones(3, np.float32)}, []
 
     def streamed(params, features, watched):
-        def fn(p, x):
+        def logits(reads, x):
             if watched:
                 jax.debug.callback(lambda rows: seen.append(rows.shape), x)
-            return x @ p["used"]
+            return x @ reads.heads["used"], None
 
-        given = params, ones, [features], labels, [mask], chunk
-        loss, sums = heads_cross_entropy([fn], *given)
+        arrays = HeadArrays({"heads"})
+        head = arrays.add(logits, HeadReads({"used": params["used"]}, {}))
+        rows = Rows((features,), labels, (jnp.asarray(mask),), None)
+        one = jnp.ones((1,))
+        plan = LossPlan([head], None, TermWeights(), arrays.specs, RowSplit(None), chunk)
+        loss, sums = streamed_loss(plan, arrays.arrays, one, rows)
         return 0.3 * loss, sums
 
     def plain(params, features):
@@ -139,7 +146,7 @@ def heads_problem(K=3, T=12, B=2, lm_head="own"):
 def head_loss(params, backbone, drafter, train, inputs):
     """Equation 1 on a frozen backbone."""
     hidden = jax.lax.stop_gradient(backbone.forward(*losses.rows(inputs.batch)))
-    return heads_loss(params, lambda p: (p, backbone), hidden, drafter, train, inputs)
+    return heads_loss(drafter, params, backbone, hidden, train, inputs)
 
 
 def pairs_of(batch, ahead):

@@ -21,7 +21,7 @@ from medusa_jax.files.source import flatten
 from medusa_jax.files.tensor import whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.registry import drafter_class
+from medusa_jax.heads.registry import stored_drafter_class
 from medusa_jax.sharding import Params
 from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
@@ -62,7 +62,7 @@ def _read_description(file: str, meta: Json) -> tuple[HeadsConfig, Json]:
             f"{file} has format {meta.get('format')!r}, this version reads {FORMAT}"
         )
     fields, base = (Fields(file, meta).table(name) for name in ("heads", "base"))
-    kind_of_heads = drafter_class(str(fields.get("drafter"))).Config
+    kind_of_heads = stored_drafter_class(str(fields.get("drafter")), file).Config
     kinds = {field.name: field.type for field in dataclasses.fields(kind_of_heads)}
     for name, value in fields.items():
         one_of(f"{file}: a field under heads", name, kinds)

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.errors import UserError
-from medusa_jax.heads.autoregressive import Autoregressive
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
+from medusa_jax.heads.optional import SupportsInduction
 from medusa_jax.model.grouped import group_queries
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.model.rope import rope_tables
 from medusa_jax.model.texts import BLOCK, block, scores, whole_blocks
 from medusa_jax.sharding import Params
-from medusa_jax.training.losses import Batch
+from medusa_jax.training.losses import Batch, pair_mask
 
 
 def check(drafter: Drafter) -> None:
@@ -31,35 +30,23 @@ def check(drafter: Drafter) -> None:
     Raises:
       UserError: names the drafter.
     """
-    if not isinstance(drafter, Autoregressive):
+    if not isinstance(drafter, SupportsInduction):
         raise UserError(
             "train.induction_weight is for drafters with attention over the text, eagle and eagle3, not "
             f"{drafter.name}"
         )
 
 
-def queries_keys(
-    drafter: Autoregressive, params: Params, backbone: Backbone, rows: TextRows
-) -> tuple[jax.Array, jax.Array]:
-    """Rotated queries [B, T, N, H] and keys [B, G, T, H] of the drafter's first layer.
-
-    Row t matches `features`: it reads tokens up to t + 1.
-    """
-    hidden_BTE, tokens_BT, positions_BT, segment_ids_BT, _ = rows
-    shape, dtype = drafter.shape, backbone.llama.dtype
-    name = "q_norm" if shape.qk_norm else "q_proj"
-    next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-    read_BTD = drafter.first_input(params, backbone, hidden_BTE)
-    given = (read_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
-    (_, text), found = drafter.run(
-        params, backbone, *given,
-        capture_intermediates=lambda module, _: module.name == name,
-        mutable=["intermediates"],
-    )  # fmt: skip
-    (q,) = found["intermediates"]["layers_0"]["self_attn"][name]["__call__"]
-    q_BTNH = q.reshape(*tokens_BT.shape, shape.n_heads, shape.head_dim)
-    rope = rope_tables(shape, positions_BT, dtype)
-    return backbone.kernels.rotate(q_BTNH, *rope), text[0][0]
+def induction_loss(
+    drafter: Drafter, params: Params, backbone: Backbone, text: TextRows, batch: Batch
+) -> jax.Array:
+    """`induction_sum` of the drafter's first layer over the pairs of the first head whose label has a logit."""
+    check(drafter)
+    assert isinstance(drafter, SupportsInduction)
+    q_BTNH, k_BGTH = drafter.queries_keys(params, backbone, text)
+    scored_BT = backbone.places(batch["tokens"]) < backbone.outputs
+    pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
+    return induction_sum(q_BTNH, k_BGTH, batch, pairs_BT & shift_left(scored_BT, 2))
 
 
 def induction_sum(

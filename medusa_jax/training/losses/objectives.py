@@ -4,10 +4,8 @@ The sums are computed chunk by chunk in `streamed.py`; `training/stage.py` adds 
 """
 
 import dataclasses
-import importlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +17,29 @@ from medusa_jax.config import TrainConfig
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows, shift_left
 from medusa_jax.model.barrier import regather
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import PyTree
-from medusa_jax.training.losses import Batch, StepInputs, Sums, delay, pair_mask, rows
-from medusa_jax.training.losses.packing import columns
-from medusa_jax.training.losses.streamed import Teacher, heads_cross_entropy
-
-# Variables -> (head parameters, the backbone of the heads).
-Split = Callable[[PyTree], tuple[PyTree, Backbone]]
+from medusa_jax.sharding import Params, split_rows
+from medusa_jax.training.data import hidden_store
+from medusa_jax.training.losses import Batch, StepInputs, Sums, pair_mask, rows
+from medusa_jax.training.losses.induction import induction_loss
+from medusa_jax.training.losses.lm_heads import (
+    BackboneLMHead,
+    DraftLMHead,
+    Head,
+    HeadArrays,
+    HeadReads,
+)
+from medusa_jax.training.losses.packing import Rows, RowSplit
+from medusa_jax.training.losses.streamed import LossPlan, streamed_loss
+from medusa_jax.training.losses.targets import HeadTargets, head_targets
+from medusa_jax.training.losses.terms import TermWeights, masked_sum
 
 
 def next_token_loss(
-    params: PyTree,
-    backbone_of: Callable[[PyTree], Backbone],
+    backbone: Backbone,
     hidden_BTD: jax.Array,
     inputs: StepInputs,
     chunk: int,
+    groups: Collection[str],
     original: Backbone | None = None,
 ) -> tuple[jax.Array, Sums]:
     """L_LM of the backbone's hidden states [B, T, D]: the mean over all tokens that have a loss.
@@ -41,30 +47,45 @@ def next_token_loss(
     If `original`, the backbone before training, is given, L_LM is the KL divergence from its distribution
     (Medusa 2.3.2), else the cross-entropy of the text. Counts are `pair_counts(batch, (1, ...))`.
 
+    Args:
+      groups: the trained groups of variables.
+
     Returns: L_LM, and the sums (leading axis of size 1).
     """
-    batch, teacher, teacher_BTD = inputs.batch, None, None
+    batch, mesh = inputs.batch, mesh_to_split(backbone)
+    arrays, weights = HeadArrays(groups), TermWeights()
+    head = arrays.add(BackboneLMHead(backbone.llama), HeadReads.of_backbone(backbone))
+    teacher: Head | None = None
+    teacher_BTD: jax.Array | None = None
     if original is not None:
-        teacher = Teacher(original.lm_head, 1.0, 0.0)
+        teacher = teacher_of(original, arrays)
+        weights = TermWeights(label=0.0, teacher=1.0)
         done = lax.stop_gradient(hidden_BTD)
-        weights = regather(original.params, done, original.llama.mesh)
-        original = dataclasses.replace(original, params=weights)
-        teacher_BTD = original.forward(*rows(batch))
-
-    def logits(p: PyTree, hidden: jax.Array) -> jax.Array:
-        return backbone_of(p).lm_head(hidden)
-
-    mask_BT = pair_mask(batch["counted"], batch["segment_ids"], 1)
-    total, sums = heads_cross_entropy(
-        [logits], params, jnp.ones((1,)), [hidden_BTD], shift_left(batch["tokens"], 1), [mask_BT],
-        chunk, teacher, teacher_BTD, mesh_to_split(backbone_of(params)),
-    )  # fmt: skip
+        params = regather(original.params, done, original.llama.mesh)
+        forward = dataclasses.replace(original, params=params).forward(*rows(batch))
+        teacher_BTD = split_rows(mesh, lax.stop_gradient(forward))
+    targets = Rows(
+        features_K=(split_rows(mesh, hidden_BTD),),
+        labels_BT=shift_left(batch["tokens"], 1),
+        mask_K=(pair_mask(batch["counted"], batch["segment_ids"], 1),),
+        teacher_BTD=teacher_BTD,
+    )
+    split = RowSplit.of(mesh, len(hidden_BTD))
+    plan = LossPlan([head], teacher, weights, arrays.specs, split, chunk)
+    total, sums = streamed_loss(plan, arrays.arrays, jnp.ones((1,)), targets)
     return next_token_mean(total, sums.entropy[0], inputs.counts_K[0]), sums
 
 
 def next_token_mean(loss: jax.Array, entropy: jax.Array, count: jax.Array) -> jax.Array:
     """L_LM from its sums."""
     return (loss - entropy) / jnp.maximum(count, 1.0)
+
+
+def teacher_of(backbone: Backbone, arrays: HeadArrays) -> Head:
+    """The LM head of a teacher, without gradient."""
+    reads: HeadReads = lax.stop_gradient(HeadReads.of_backbone(backbone))
+    fixed = HeadArrays((), arrays.arrays)
+    return fixed.add(BackboneLMHead(backbone.llama), reads)
 
 
 def mesh_to_split(backbone: Backbone) -> Mesh | None:
@@ -78,12 +99,13 @@ def mesh_to_split(backbone: Backbone) -> Mesh | None:
 
 
 def heads_loss(
-    params: PyTree,
-    split: Split,
-    hidden_BTE: jax.Array,
     drafter: Drafter,
+    params: Params,
+    backbone: Backbone,
+    hidden_BTE: jax.Array,
     train: TrainConfig,
     inputs: StepInputs,
+    groups: Collection[str] = ("heads",),
 ) -> tuple[jax.Array, Sums]:
     """sum_k lambda_k L_k (Medusa 2.2.1, equation 1), each L_k averaged over the head's counted pairs.
 
@@ -98,110 +120,74 @@ def heads_loss(
     With `hidden_noise` (Hydra 6.1) the heads read hidden states plus uniform(-1, 1) noise / sqrt(L d) in training.
     `induction_weight`: see `induction.py`.
 
-    Column t of every array is the prediction of token t, so all heads share one label and one teacher per
-    column; at drawn anchors (`draw_anchors`) each head has its own. If the label is outside the draft
-    vocabulary, the pair counts as a miss and adds only the feature term.
+    If the label is outside the draft vocabulary, the pair counts as a miss and adds only the feature term.
 
     Args:
-      split: returns head parameters and the heads' backbone. A draft vocabulary limits its LM head, and
-        hence the teacher's distribution (`heads/vocabulary.py`).
-      drafter: as `Drafter.loss_view` returns it.
+      drafter: as `optional.loss_view` returns it.
+      params: its parameters.
+      backbone: the heads' backbone. A draft vocabulary limits its LM head, and hence the teacher's
+        distribution (`heads/vocabulary.py`).
       inputs: counts are `pair_counts(batch, 2 ... K+1)`.
+      groups: the trained groups of variables.
 
     Returns: the loss, and the sums per head, each [K].
     """
-    batch = inputs.batch
-    heads, backbone = split(params)
-    read_BTE, dropout_key = hidden_BTE, inputs.dropout_key
+    batch, dropout_key = inputs.batch, inputs.dropout_key
+    read_BTE = hidden_BTE
     if train.hidden_noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
         read_BTE += hidden_noise(noise_key, hidden_BTE, train.hidden_noise)
     text = TextRows(read_BTE, *rows(batch), dropout_key)
-    index_BA = batch.get("anchors")
-    if index_BA is None:
-        features_KBTD = drafter.features(heads, backbone, text)
-    else:
-        features_KBTD = drafter.features_at(heads, backbone, text, index_BA)
-    teacher, weight, D = None, train.label_weight, backbone.llama.config.d_model
-    before_BTD = lax.stop_gradient(delay(hidden_BTE[..., :D], 1))  # just before the target
-    if train.teacher_weight or train.distance_weight or train.confidence_weight:
-        frozen: Backbone = lax.stop_gradient(backbone)
-        teacher = Teacher(
-            frozen.lm_head, train.teacher_weight, train.label_weight, train.distance_weight,
-            train.confidence_weight,
-        )  # fmt: skip
-        weight = 1.0  # `Teacher` weights all terms
-    label_BT, T = backbone.places(batch["tokens"]), batch["tokens"].shape[1]
-    scored_BT = label_BT < backbone.outputs
-    label_BT = jnp.where(scored_BT, label_BT, 0)
-    own = drafter.heads.lm_head != "shared"
-    mesh = backbone.llama.mesh if own else mesh_to_split(backbone)
-    logits_K, features_K, mask_K, weight_K, sums_K = [], [], [], [], []
+    targets = head_targets(drafter, params, backbone, text, hidden_BTE, batch)
+    lambda_K = [train.lambda_decay ** (k + 1) for k in range(drafter.n_heads)]
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
-    further = jnp.zeros((), count_K.dtype)
+    weights = TermWeights(
+        label=train.label_weight,
+        teacher=train.teacher_weight,
+        distance=train.distance_weight,
+        confidence=train.confidence_weight,
+    )
+    mesh = mesh_to_split(backbone)
+    if drafter.heads.lm_head != "shared":
+        mesh = backbone.llama.mesh
+
+    loss = jnp.zeros((), count_K.dtype)
     if train.induction_weight:
-        layer = induction().queries_keys(drafter, heads, backbone, text)
-        pairs_BT = pair_mask(batch["counted"], batch["segment_ids"], 2)
-        pairs_BT &= shift_left(scored_BT, 2)
-        share = train.lambda_decay / count_K[0]
-        found = induction().induction_sum(*layer, batch, pairs_BT)
-        further += train.induction_weight * share * found
-    for k in range(drafter.n_heads):
-
-        def logits(p: PyTree, features: jax.Array, k: int = k) -> PyTree:
-            heads, backbone = split(p)
-            scores = drafter.head_logits(heads, backbone, k, features)
-            if not train.confidence_weight:
-                return scores
-            return scores, drafter.confidence(heads, lax.stop_gradient(features))
-
-        ahead = k + 2
-        mask_BT = pair_mask(batch["counted"], batch["segment_ids"], ahead)
-        share = train.lambda_decay ** (k + 1) / count_K[k]
-        if index_BA is None:
-            features, mask = delay(features_KBTD[k], ahead), delay(mask_BT, ahead)
-            before = before_BTD
-        else:
-            at_BA = jnp.minimum(index_BA + ahead, T - 1)
-            features, mask = features_KBTD[k], columns(mask_BT, index_BA)
-            before = columns(before_BTD, at_BA)
+        share = train.induction_weight * train.lambda_decay / count_K[0]
+        loss += share * induction_loss(drafter, params, backbone, text, batch)
+    sums_K = []
+    for group in targets:
+        weight_K = jnp.stack([lambda_K[k] / count_K[k] for k in group.heads])
         if train.feature_weight:
-            distance = feature_sum(features[..., :D], before, mask)
-            further += train.feature_weight * share * distance
-        if index_BA is not None:
-            of_head, sums = heads_cross_entropy(
-                [logits], params, weight * share[None], [features], columns(label_BT, at_BA),
-                [mask & columns(scored_BT, at_BA)], train.loss_chunk, teacher,
-                before if teacher else None, mesh,
-            )  # fmt: skip
-            further += of_head
-            sums_K.append(sums)
-            continue
-        logits_K.append(logits)
-        features_K.append(features)
-        mask_K.append(mask & scored_BT)
-        weight_K.append(weight * share)
-    if index_BA is not None:
-        return further, jax.tree.map(lambda *s: jnp.concatenate(s), *sums_K)
-    loss, sums = heads_cross_entropy(
-        logits_K, params, jnp.stack(weight_K), features_K, label_BT, mask_K, train.loss_chunk,
-        teacher, before_BTD if teacher else None, mesh,
-    )  # fmt: skip
-    return loss + further, sums
+            loss += train.feature_weight * jnp.sum(weight_K * feature_sums(group))
+        arrays = HeadArrays(groups)
+        heads = []
+        for k in group.heads:
+            lm_head = DraftLMHead(backbone.llama, drafter, k, bool(weights.confidence))
+            heads.append(
+                arrays.add(lm_head, HeadReads.of_head(drafter, params, backbone, k))
+            )
+        teacher = teacher_of(backbone, arrays) if weights.read_teacher else None
+        split = RowSplit.of(mesh, len(group.labels_BT))
+        plan = LossPlan(heads, teacher, weights, arrays.specs, split, train.loss_chunk)
+        group_rows = group.rows(mesh, weights.read_teacher)
+        group_loss, sums = streamed_loss(plan, arrays.arrays, weight_K, group_rows)
+        loss += group_loss
+        sums_K.append(sums)
+    return loss, jax.tree.map(lambda *s: jnp.concatenate(s), *sums_K)
 
 
-def induction() -> Any:
-    """Seam: `train.induction_weight` asks for this term."""
-    return importlib.import_module("medusa_jax.training.losses.induction")
-
-
-def feature_sum(
-    features_BTD: jax.Array, hidden_BTD: jax.Array, mask_BT: jax.Array
-) -> jax.Array:
-    """Smooth L1 between features and hidden states: mean over D, summed over pairs."""
-    wide = at_least_f32(features_BTD.dtype)
-    loss_BTD = optax.losses.huber_loss(features_BTD.astype(wide), hidden_BTD.astype(wide))
-    return jnp.sum(jnp.where(mask_BT, jnp.mean(loss_BTD, axis=-1), 0.0))
+def feature_sums(targets: HeadTargets) -> jax.Array:
+    """Smooth L1 between features and hidden states: mean over D, summed over pairs, for each head [K]."""
+    sums, D = [], targets.before_BTD.shape[-1]
+    for features, pairs_BT in zip(targets.features_K, targets.pairs_K, strict=True):
+        wide = at_least_f32(features.dtype)
+        features_BTD, before_BTD = (
+            x.astype(wide) for x in (features[..., :D], targets.before_BTD)
+        )
+        loss_BTD = optax.losses.huber_loss(features_BTD, before_BTD)
+        sums.append(masked_sum(jnp.mean(loss_BTD, axis=-1), pairs_BT))
+    return jnp.stack(sums)
 
 
 def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Array:
@@ -212,10 +198,8 @@ def hidden_noise(key: jax.Array, hidden_BTD: jax.Array, alpha: float) -> jax.Arr
 
 def hidden_states(backbone: Backbone, batch: Batch) -> jax.Array:
     """[B, T, E] of a frozen backbone: from the batch if cached, otherwise computed."""
-    if "hidden" in batch:  # seam: chosen by `data.cache_features`
-        store = importlib.import_module("medusa_jax.training.data.hidden_store")
-        states_BTE: jax.Array = store.decode(
-            batch["hidden"], backbone.llama.config.d_model, backbone.llama.dtype
-        )
-        return states_BTE
-    return backbone.forward(*rows(batch))
+    if "hidden" not in batch:
+        return backbone.forward(*rows(batch))
+    config, dtype = backbone.llama.config, backbone.llama.dtype
+    states_BTE: jax.Array = hidden_store.decode(batch["hidden"], config.d_model, dtype)
+    return states_BTE

@@ -1,6 +1,6 @@
 """The rows and columns that a loss computes on: split over devices, counted ones first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ class Rows(NamedTuple):
       features_K: [B, T, D] of each head.
       labels_BT: tokens to predict.
       mask_K: [B, T] of each head, True where its prediction counts.
-      teacher_BTD: features for `Teacher.logits_fn`, or None.
+      teacher_BTD: features that the teacher's LM head reads, or None.
     """
 
     features_K: tuple[jax.Array, ...]
@@ -86,38 +86,38 @@ class RowSplit(NamedTuple):
 
     Attributes:
       mesh: None for a single shard.
-      specs: mesh axes of each parameter, from the table in `sharding.py`.
     """
 
     mesh: Mesh | None
-    specs: tuple[Spec, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh | None, n_rows: int, specs: Sequence[Spec]) -> "RowSplit":
+    def of(cls, mesh: Mesh | None, n_rows: int) -> "RowSplit":
         """The split of `n_rows` rows."""
         if mesh is None or row_shards(mesh) == 1 or n_rows % row_shards(mesh):
-            return cls(None, ())
-        return cls(mesh, tuple(specs))
+            return cls(None)
+        return cls(mesh)
 
-    def gather(self, arrays: list[jax.Array], *leading: tuple[str, ...]) -> list[jax.Array]:
-        """Parameters replicated on every device, except over the tensor axis; `leading` axes of accumulators."""
+    def gather(self, x: jax.Array, spec: Spec, accumulator: bool = False) -> jax.Array:
+        """A parameter replicated on every device, except over the tensor axis.
+
+        Args:
+          spec: its mesh axes, from the table in `sharding.py`.
+          accumulator: x is `zeros` of the parameter.
+        """
         if self.mesh is None:
-            return arrays
-        out = []
-        for x, spec in zip(arrays, self.specs, strict=True):
-            axes = [axis if axis == "tensor" else None for axis in spec]
-            sharding = NamedSharding(self.mesh, Spec(*leading, *axes))
-            out.append(jax.lax.with_sharding_constraint(x, sharding))
-        return out
+            return x
+        rows = [ROWS] if accumulator else []
+        axes: list[str | None] = []
+        for dim, axis in zip(x.shape[len(rows) :], spec):
+            divides = axis == "tensor" and dim % self.mesh.shape["tensor"] == 0
+            axes.append("tensor" if divides else None)
+        sharding = NamedSharding(self.mesh, Spec(*rows, *axes))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def zeros(self, tree: PyTree) -> PyTree:
         """An accumulator per shard for every leaf: [P, ...]."""
         n = () if self.mesh is None else (row_shards(self.mesh),)
         return jax.tree.map(lambda x: jnp.zeros((*n, *x.shape), x.dtype), tree)
-
-    def gradients(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Accumulators for the gradients of the parameters."""
-        return self.gather(self.zeros(params), ROWS)
 
     def split(self, tree: PyTree) -> PyTree:
         """Rows [B, ...] -> [P, B / P, ...]."""

@@ -18,6 +18,7 @@ from our_heads import exported, load, logits_of, write_base
 from tiny import random_params
 
 from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.heads.optional import loss_view
 from medusa_jax.heads.registry import make_drafter
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -102,7 +103,7 @@ def directory(version, path):
 def our_logits(path):
     """Logits [levels, B, T, O] of the heads in a directory."""
     heads, params, _ = load(path, CONFIG)
-    drafter = make_drafter(heads, CONFIG).loss_view(LEVELS)
+    drafter = loss_view(make_drafter(heads, CONFIG), LEVELS)
     # The engines have no stream after the last token, whose level-0 row no other row here reads.
     streams_BTE = np.concatenate([Inputs.streams_BTE, np.zeros((B, 1, 3 * D))], axis=1)
     hidden_BTE = np.concatenate([Inputs.final_BTD, streams_BTE], axis=-1)

@@ -14,12 +14,18 @@ as root b0 c0 d0 and a0 b1 c1 d1; then the window moves on, to b, c and d. The *
 stores, for every token, the last G different continuations of N - 1 tokens. The root's
 continuations are drafted, each as a branch of the tree.
 
+Loaded as `--drafter examples.lookahead:Lookahead`, with fields if wanted
+(`examples.lookahead:Lookahead:window=7:ngram=4`). It has its own decode step: `decoding.step.decode_step` with
+the window in the same pass. Rows with a constraint decode with the package's step: the window does not move,
+nothing is drafted.
+
 As in the released code, the window moves by one position per step, its new tokens are the
 most likely ones even when decoding samples, and the pool does not use the prompt. Unlike
 the release, all levels start with arbitrary tokens, so the window's shape never changes.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,6 +37,10 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
+from medusa_jax.decoding.acceptance import Drafts, Verified
+from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.step import accept, append, commit, draft, run_rows
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Params, Proposal
 from medusa_jax.heads.untrained import Untrained, propose_given
@@ -45,7 +55,7 @@ NOTHING = -1
 class LookaheadConfig(HeadsConfig):
     """Sizes as released for 7B. The depth limit of trees, `n_heads`, follows from `ngram`."""
 
-    drafter: str = "lookahead"
+    drafter: str = "examples.lookahead:Lookahead"
     lm_head: str = "shared"
     window: int = 15
     ngram: int = 5
@@ -70,7 +80,6 @@ class Lookahead(Untrained):
 
     heads: LookaheadConfig
 
-    name = "lookahead"
     Config = LookaheadConfig
 
     def check(self) -> None:
@@ -111,8 +120,61 @@ class Lookahead(Untrained):
         depth = column + np.maximum(level, 1)
         above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
         within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
-        own = within & (column[None, :] == column[:, None])
-        return depth.astype(np.int32), above | own
+        same_column = within & (column[None, :] == column[:, None])
+        return depth.astype(np.int32), above | same_column
+
+    @property
+    def extra_rows(self) -> int:
+        """The window's rows."""
+        return len(self.window[0])
+
+    @property
+    def own_step(self) -> Callable[[Engine, Params, DecodeState], DecodeState]:
+        return self.decode_step
+
+    def decode_step(
+        self, engine: Engine, variables: Params, state: DecodeState
+    ) -> DecodeState:
+        """Like `step.decode_step`; the window moves before the accepted path is committed."""
+        drafts = draft(engine, variables, state, engine.tree)
+        verified, window_BWV = self.verify(engine, variables, state, drafts)
+        outcome = accept(engine, variables, state, verified)
+        moved = self.learn(state.drafter, state.root_B, window_BWV)
+        state = state.replace(drafter=moved)
+        return append(commit(engine, variables, state, verified, outcome), outcome)
+
+    def verify(
+        self, engine: Engine, variables: Params, state: DecodeState, drafts: Drafts
+    ) -> tuple[Verified, jax.Array]:
+        """Verify the tree; also returns the logits of the window's last level [B, W, V]."""
+        backbone, M = Backbone(engine.llama, variables["backbone"]), drafts.tree.n_nodes
+        tokens_BR = jnp.concatenate([drafts.nodes_BM, state.drafter.window_BX], axis=1)
+        depth_R, mask_RR = self.rows_of_pass(drafts.tree)
+        hidden_BRE, cache = run_rows(backbone, state, tokens_BR, depth_R, mask_RR)
+        hidden_BME, last_BWE = hidden_BRE[:, :M], hidden_BRE[:, -self.heads.window :]
+        with jax.named_scope("lm_head"):  # one pass for both
+            logits_BRV = backbone.lm_head(jnp.concatenate([hidden_BME, last_BWE], axis=1))
+        verified = Verified(
+            drafts, hidden_BME, logits_BRV[:, :M], cache, state.sampling, state.length_B
+        )
+        return verified, logits_BRV[:, M:]
+
+    def rows_of_pass(self, tree: Nodes) -> tuple[jax.Array, jax.Array]:
+        """Depths and mask of all rows of a pass: tree nodes, then the window.
+
+        Example: a chain of two nodes and two window rows; the second row sees the first:
+
+            root   1 . . .
+            node   1 1 . .
+            row    1 . 1 .
+            row    1 . 1 1
+        """
+        depth_M, mask_MM = jnp.asarray(tree.depth_M), jnp.asarray(tree.mask_MM)
+        (depth_X, mask_XX), M = self.window, tree.n_nodes
+        depth_R = jnp.concatenate([depth_M, jnp.asarray(depth_X)])
+        mask_RR = jnp.pad(mask_MM, (0, len(depth_X)))
+        mask_RR = mask_RR.at[M:, M:].set(jnp.asarray(mask_XX))
+        return depth_R, mask_RR.at[M:, 0].set(True)
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> LookaheadState:
         h, V = self.heads, self.llama.vocab_size
@@ -136,11 +198,11 @@ class Lookahead(Untrained):
           logits_BWV: the backbone's logits of the window's last level.
         """
         W = self.heads.window
-        found_BW = jnp.argmax(logits_BWV, axis=-1).astype(jnp.int32)
+        next_BW = jnp.argmax(logits_BWV, axis=-1).astype(jnp.int32)
         first_BW, *below = jnp.split(
             state.window_BX, np.cumsum([W - 1] + [W] * (self.heads.ngram - 3)), axis=1
         )
-        levels = [*below, found_BW]
+        levels = [*below, next_BW]
         keys_BW = jnp.concatenate([root_B[:, None].astype(jnp.int32), first_BW], axis=1)
         pool = remembered(state.pool_BVGY, keys_BW, jnp.stack(levels, axis=-1))
         moved_BX = jnp.concatenate([levels[0][:, 1:], *levels[1:]], axis=1)
