@@ -141,7 +141,8 @@ class Lookahead(Untrained):
         outcome = accept(engine, variables, state, verified)
         moved = self.learn(state.drafter, state.root_B, window_BWV)
         state = state.replace(drafter=moved)
-        return append(commit(engine, variables, state, verified, outcome), outcome)
+        state = commit(engine, variables, state, verified, outcome)
+        return append(engine, state, outcome)
 
     def verify(
         self, engine: Engine, variables: Params, state: DecodeState, drafts: Drafts

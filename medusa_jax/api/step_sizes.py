@@ -73,7 +73,7 @@ class StepSizes:
         key = self._key(engine, rows)
         if key not in self._costs:
             costs = self._calibrated(engine, rows) or self._cache(engine).read().get(key)
-            if not _are_costs(costs, len(engine.gated)):
+            if costs is None or not _are_costs(costs, len(engine.gated)):
                 return None
             self._costs[key] = costs
         return self._costs[key]
@@ -110,7 +110,6 @@ class StepSizes:
 
 def _are_costs(costs: object, n: int) -> bool:
     """Whether a note has n costs: a damaged one is measured again."""
-    numbers = isinstance(costs, list) and all(
-        isinstance(x, int | float) and 0 < x < float("inf") for x in costs
-    )
-    return numbers and len(costs) == n
+    if not isinstance(costs, list) or len(costs) != n:
+        return False
+    return all(isinstance(x, int | float) and 0 < x < float("inf") for x in costs)

@@ -112,7 +112,7 @@ class Gate(struct.PyTreeNode):
             depths=tuple(depths),
             ratio_N=numbers(ratios),
             rate_N=numbers(rates),
-            steps_N=np.repeat(count(0), len(trees)),
+            steps_N=count(0).repeat(len(trees)),
             index_1=count(index),
             accepted_L=numbers(first_L * rates[-1]),
             tested_L=numbers(first_L),

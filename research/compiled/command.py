@@ -21,6 +21,7 @@ from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
@@ -132,17 +133,20 @@ def case_of(flags: Flags, target: Target) -> tuple[Case, Drafter, Tree]:
     )  # fmt: skip
     if target.name == HERE:  # the program that decoding would run
         dtype = jax.numpy.dtype("float32" if target.platform == "cpu" else "bfloat16")
-        storage = choose_storage(dtype, make_mesh(case.mesh, target.devices))
+        mesh = make_mesh(case.mesh, target.devices)
+        kernels = choose_kernels(mesh, dtype, config.head_dim)
+        storage = choose_storage(kernels, dtype, mesh)
         layers = flags.layers or config.n_layers
         case = dataclasses.replace(case, dtype=dtype, storage=storage, layers=layers)
     plain = flags.drafter == "none"
     if flags.drafter.endswith(".py"):
         heads = load_config(flags.drafter).heads
     else:
-        kind = drafter_class("medusa" if plain else flags.drafter)
+        name = "medusa" if plain else flags.drafter
+        kind = drafter_class(name)
         if not kind.trained:
             raise UserError(f"--drafter {flags.drafter} has no heads to compile")
-        heads = kind.Config(drafter=kind.name, n_heads=4)
+        heads = kind.Config(drafter=name, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
     tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)

@@ -15,14 +15,15 @@ from jax.stages import Compiled
 from medusa_jax.commands import train as cli
 from medusa_jax.config import Config, LlamaConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
-from medusa_jax.sharding import PyTree, make_mesh
-from medusa_jax.training import checks, dry
+from medusa_jax.sharding import PyTree
+from medusa_jax.training import dry
+from medusa_jax.training.draft_tokens import with_draft_vocab
 from medusa_jax.training.optim.optimizer import make_optimizer, make_schedule
-from medusa_jax.training.partition import trained_groups
 from medusa_jax.training.placement import batch_shapes, compile_step, microbatches
-from medusa_jax.training.setup import load_setup, with_draft_vocab
+from medusa_jax.training.plan import RunPlan
+from medusa_jax.training.setup import load_setup
 from medusa_jax.training.stage import make_stage
-from medusa_jax.training.trainer import TrainState, init_state, make_step
+from medusa_jax.training.step import TrainState, init_state, make_step
 from research.hardware.record import Record
 
 # One recipe of every loss; Medusa-2 with LoRA.
@@ -123,22 +124,19 @@ def ready(cfg: Config, steps: int) -> Ready:
     Raises:
       UserError: inconsistent sizes.
     """
-    mesh = make_mesh(cfg.mesh)
-    arch = cfg.model.arch
-    cfg = checks.settle(cfg, arch, mesh)
-    groups = trained_groups(cfg.train, cfg.lora)
-    setup = load_setup(cfg.model, cfg.heads, cfg.train, groups, mesh)
-    if n := cfg.heads.draft_vocab:
+    plan = RunPlan(cfg, dry=True)
+    mesh, train, n = plan.mesh, plan.train, plan.heads.draft_vocab
+    setup = load_setup(plan)
+    if n:
         setup = with_draft_vocab(setup, mesh, lambda: np.arange(n, dtype=np.int32))
-    stage = make_stage(cfg.train, arch, cfg.heads, cfg.lora, steps, mesh)
-    optimizer = make_optimizer(cfg.optim, groups, steps)
-    state = init_state(stage, optimizer, mesh, setup.frozen, cfg.train.seed, setup.start)
-    schedule = make_schedule(cfg.optim, steps)
-    step = make_step(stage, optimizer, schedule, cfg.train.seed, mesh)
-    rows = random_rows(cfg)
-    accumulation = cfg.train.accumulation
+    stage = make_stage(train, plan.arch, plan.groups, plan.drafter, plan.lora, steps, mesh)
+    optimizer = make_optimizer(plan.optim, plan.groups, steps)
+    state = init_state(stage, optimizer, mesh, setup.frozen, train.seed, setup.start)
+    schedule = make_schedule(plan.optim, steps)
+    step = make_step(stage, optimizer, schedule, train.seed, mesh)
+    rows, accumulation = random_rows(cfg), train.accumulation
     row = {name: x[0] for name, x in rows.items()}
-    shapes = batch_shapes(mesh, row, cfg.train.batch_size // accumulation, accumulation)
+    shapes = batch_shapes(mesh, row, plan.microbatch, accumulation)
     compiled = compile_step(step, state, setup.frozen, shapes, mesh)
     batch = jax.block_until_ready(microbatches(mesh, rows, accumulation))
     return Ready(compiled, state, setup.frozen, batch)
