@@ -18,7 +18,6 @@ a guess less, since its first slot is the root's. speculators has the layers' fi
 import re
 from dataclasses import replace
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -61,7 +60,6 @@ class DFlashFiles(Layout):
     """`model.safetensors` and `config.json` of z-lab and SpecForge, which vLLM and SGLang read."""
 
     name = "dflash"
-    drafters = ("dflash", "dspark")
     loading = (
         'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
@@ -153,21 +151,6 @@ class DFlashFiles(Layout):
             ids=ids,
         )
 
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Two kinds of heads, both with the backbone's LM head."""
-        assert isinstance(heads, DFlashConfig)
-        if heads.lm_head != "shared" or heads.draft_vocab:
-            return (
-                "other engines score all tokens by the model's LM head, these heads have LM head "
-                f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
-            )
-        if heads.root_guesses != bool(heads.markov_rank):
-            return (
-                "DSpark's root guesses and it has a Markov head, DFlash's has neither; these have "
-                f"root_guesses {heads.root_guesses} and markov_rank {heads.markov_rank}"
-            )
-        return ""
-
     def write(self, export: Export, out: str) -> None:
         """In the form of z-lab and SpecForge."""
         drafter, layers, markov = _described(export)
@@ -196,13 +179,6 @@ class SpeculatorsDFlash(DFlashFiles):
 
     name = "speculators"
     loading = speculators_config.LOADING
-    draft_vocab = True
-
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Any but low-rank LM heads."""
-        if heads.lm_head == "low_rank":
-            return "--to speculators cannot store low-rank LM heads"
-        return ""
 
     def write(self, export: Export, out: str) -> None:
         """With the backbone's embedding and a copy of a shared LM head."""

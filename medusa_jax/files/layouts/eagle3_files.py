@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -37,7 +36,6 @@ from medusa_jax.files.layouts.tapped_files import (
 )
 from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
-from medusa_jax.heads.registry import make_drafter
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -87,13 +85,11 @@ class Eagle3Files(Layout):
     """`model.safetensors` and `config.json` as SpecForge writes them and vLLM and SGLang read them."""
 
     name = "eagle3"
-    drafters = ("eagle3",)
     loading = (
         'vLLM: `speculative_config={{"method": "eagle3", "model": "{out}", '
         '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
         "--speculative-draft-model-path {out}`"
     )
-    draft_vocab = True
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether a file holds EAGLE-3 heads."""
@@ -164,26 +160,6 @@ class Eagle3Files(Layout):
             ids=ids,
         )
 
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """One layer, which reads the streams of the paper."""
-        assert isinstance(heads, Eagle3Config)
-        if reason := _needs_lm_head(heads):
-            return reason
-        if heads.n_layers != 1:
-            return (
-                f"--to {self.name} holds one layer, not {heads.n_layers}: --to speculators"
-            )
-        if llama is None:
-            return ""
-        taps = make_drafter(heads, llama).taps
-        paper = make_drafter(replace(heads, tap_layers=""), llama).taps
-        if taps != paper:
-            return (
-                f"--to {self.name} is for the paper's tapped layers {paper}, not {taps}, since engines do "
-                "not agree on how it would say others: --to speculators"
-            )
-        return ""
-
     def write(self, export: Export, out: str) -> None:
         """In the form of SpecForge."""
         layers, fields = _config(export, _drafter(export))
@@ -196,10 +172,6 @@ class SpeculatorsEagle3(Eagle3Files):
 
     name = "speculators"
     loading = speculators_config.LOADING
-
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Any layers, with a separate LM head."""
-        return _needs_lm_head(heads)
 
     def write(self, export: Export, out: str) -> None:
         """With the backbone's embedding."""
@@ -218,13 +190,6 @@ class SpeculatorsEagle3(Eagle3Files):
         # Without it speculators computes with uninitialised memory (c05b95b looks for NaN there).
         arrays = _arrays(export, _SPECULATORS) | {EMBEDDING_COPY: export.embedding()}
         export.write(out, "model.safetensors", arrays, config)
-
-
-def _needs_lm_head(heads: HeadsConfig) -> str:
-    """Why the heads' LM head does not fit; "" if it does."""
-    if heads.lm_head == "own":
-        return ""
-    return f"EAGLE-3 heads have a separate LM head, these have LM head {heads.lm_head!r}"
 
 
 def _locate(path: str, stem: str) -> tuple[str, bool]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.files.hf_config import ROPE, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
@@ -32,7 +31,6 @@ class EagleFiles(Layout):
     """The authors' `pytorch_model.bin` and `config.json`."""
 
     name = "eagle"
-    drafters = ("eagle",)
     loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
 
     def fits(self, tensors: Tensors) -> bool:
@@ -60,12 +58,6 @@ class EagleFiles(Layout):
             layers={name: getattr(llama, name) for name in _LAYER_FIELDS},
         )
 
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """There is no place for an LM head."""
-        if heads.lm_head == "shared":
-            return ""
-        return f"EAGLE-1 heads score by the model's LM head, these have LM head {heads.lm_head!r}"
-
     def write(self, export: Export, out: str) -> None:
         """With a copy of the backbone's embedding."""
         arrays, config = _written(export)
@@ -78,10 +70,6 @@ class EagleForSGLang(EagleFiles):
 
     name = "sglang"
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
-
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Its layers are those of a Llama or Qwen2."""
-        return super().why_not(heads, llama) or _unknown_layers(self.name, llama)
 
     def write(self, export: Export, out: str) -> None:
         """SGLang knows the heads by `architectures`; it takes `bias` for biases of the attention."""
@@ -101,34 +89,11 @@ class EagleForVLLM(EagleFiles):
         '"num_speculative_tokens": {heads}}}`'
     )
 
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Its layers are those of a Llama."""
-        assert isinstance(heads, EagleConfig)
-        if reason := super().why_not(heads, llama):
-            return reason
-        if heads.fc_bias:
-            return (
-                "vLLM drops the bias after EAGLE's fc without a warning: train with "
-                "heads.fc_bias=False"
-            )
-        if reason := _unknown_layers(self.name, llama):
-            return reason
-        if llama is not None and llama.qkv_bias:
-            return "vLLM's EAGLE-1 has the layers of a Llama, these have q/k/v biases: --to sglang"
-        return ""
-
     def write(self, export: Export, out: str) -> None:
         """vLLM takes `bias` for biases of the attention."""
         arrays, config = _written(export)
         config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)
-
-
-def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
-    """Why an engine has no layers like the backbone's; "" if it may have."""
-    if llama is None or not (llama.qk_norm or llama.mlp_bias or llama.out_bias):
-        return ""
-    return f"{engine}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
 
 
 def ignore(key: str) -> bool:

@@ -15,7 +15,6 @@ import re
 
 import numpy as np
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
@@ -35,7 +34,6 @@ class HydraFiles(Layout):
     """The authors' `hydra_lm_head.pt` and `config.json`."""
 
     name = "hydra"
-    drafters = ("hydra", "hydrapp")
     loading = "`HydraModel.from_pretrained` of the authors' code"
 
     def fits(self, tensors: Tensors) -> bool:
@@ -98,20 +96,6 @@ class HydraFiles(Layout):
             ignore=ignore,
             meta=config,
         )
-
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """Layers 2 to n are one module there, and LM heads are separate."""
-        assert isinstance(heads, HydraConfig)
-        if heads.n_layers > 2 and not heads.tie_layers:
-            return (
-                "Hydra's code runs one layer for layers 2 to n, heads.tie_layers is false"
-            )
-        if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
-            return (
-                "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
-                f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
-            )
-        return ""
 
     def write(self, export: Export, out: str) -> None:
         """With copies of the shared layer and of the backbone's embedding."""

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.json_files import save_json
+from medusa_jax.files.layouts.limits import Limits
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.source import Locate
 from medusa_jax.files.tensor import Tensors, cast
@@ -123,25 +123,19 @@ def widest(arrays: Arrays) -> np.dtype:
 class Layout:
     """A layout of draft heads.
 
-    A subclass overrides `fits` and `open` if it can be read, `why_not` and `write` if it can be written. One of another
-    package is found by an entry point of the group `registry.GROUP`, or `convert --to module:Class` names it.
+    A subclass overrides `fits` and `open` if it can be read, `write` if it can be written. One of another package is
+    found by an entry point of the group `registry.GROUP`, or `convert --to module:Class` names it.
 
     Attributes:
       name: its value of `--to`.
-      drafters: the kinds of heads that it can hold.
       loading: how to load the directory {out} with {heads} heads of the kind {drafter} (or {DRAFTER}) for the model
         {base}, for the model card.
-      draft_vocab: whether it can store which tokens the heads score.
+      limits: which heads it can hold; for the package's layouts `registry.TARGETS` says it.
     """
 
     name: ClassVar[str]
-    drafters: ClassVar[tuple[str, ...]] = ()
-    loading: ClassVar[str] = "docs of the layout"
-    draft_vocab: ClassVar[bool] = False
-
-    def holds(self, drafter: str) -> bool:
-        """Whether it has a place for heads of this kind."""
-        return drafter in self.drafters
+    loading: ClassVar[str] = "as the package of this layout describes"
+    limits: ClassVar[Limits] = Limits(())
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether a file with these keys has this layout.
@@ -157,14 +151,6 @@ class Layout:
           UserError: missing, unknown or unsupported fields; tensors that contradict them.
         """
         raise NotImplementedError
-
-    def why_not(self, heads: HeadsConfig, llama: LlamaConfig | None) -> str:
-        """The reason why heads of a kind that it holds cannot be written; "" if they can.
-
-        Args:
-          llama: the shape of their backbone; None skips the checks that depend on it.
-        """
-        return ""
 
     def write(self, export: Export, out: str) -> None:
         """Write heads into the empty directory `out`.

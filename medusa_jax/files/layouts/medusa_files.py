@@ -49,7 +49,6 @@ class MedusaFiles(Layout):
     """The authors' keys: heads alone, in a full model, or as an adapter. Written for TGI."""
 
     name = "tgi"
-    drafters = ("medusa",)
     loading = (
         "TGI: `--model-id {out} --speculate {heads}` (the base model must be in the cache or "
         'a local directory). vLLM from 0.28 on: `speculative_config={{"method": "medusa", "model": '
@@ -131,13 +130,11 @@ class MedusaForVLLM(Layout):
     """vLLM's keys in `model.safetensors`, which every vLLM with Medusa reads."""
 
     name = "vllm"
-    drafters = ("medusa",)
     loading = (
         '`speculative_config={{"method": "medusa", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`. With more tokens than heads, random weights '
         "would draft the rest without a warning"
     )
-    draft_vocab = True
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether a file holds Medusa heads under vLLM's keys."""

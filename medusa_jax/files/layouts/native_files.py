@@ -6,20 +6,13 @@ from medusa_jax.files.copies import copy_inside
 from medusa_jax.files.layouts.layout import Export, Layout
 from medusa_jax.files.layouts.own_heads import base_record, save_heads
 from medusa_jax.heads import vocabulary
-from medusa_jax.heads.names import DRAFTERS
 
 
 class NativeFiles(Layout):
     """`heads.safetensors` and `heads.json`, which `open_heads` recognises by their names."""
 
     name = "native"
-    drafters = tuple(DRAFTERS)
     loading = "`python decode.py --model {base} --drafter {out}`"
-    draft_vocab = True
-
-    def holds(self, drafter: str) -> bool:
-        """Drafters of other packages, too."""
-        return True
 
     def write(self, export: Export, out: str) -> None:
         """With the fingerprint of the backbone, and the tree, if any."""

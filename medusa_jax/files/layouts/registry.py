@@ -6,11 +6,14 @@ Imports no layout before it is needed, so that `--help` can show the table at on
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.files.layouts import limits
+from medusa_jax.files.layouts.limits import Limits
 
 if TYPE_CHECKING:
     from medusa_jax.files.layouts.layout import Layout
@@ -25,43 +28,64 @@ class Target(NamedTuple):
 
     Attributes:
       purpose: who reads it.
-      layouts: module and class in this folder, one for each family of heads.
+      layouts: module and class in this folder -> the heads that it can hold, one for each family.
     """
 
     purpose: str
-    layouts: tuple[str, ...]
+    layouts: Mapping[str, Limits]
 
 
+_EAGLE3 = Limits(("eagle3",), draft_vocab=True, why_not=limits.eagle3)
+_EAGLE3_IN_SPECULATORS = replace(_EAGLE3, why_not=limits.eagle3_in_speculators)
 TARGETS = {
     "native": Target(
         "this project's format, bound to the model by its fingerprint",
-        ("native_files:NativeFiles",),
+        {"native_files:NativeFiles": Limits(None, draft_vocab=True)},
     ),
     "vllm": Target(
         "vLLM: Medusa (any version that has it), EAGLE-1; EAGLE-3 as `speculators`",
-        (
-            "medusa_files:MedusaForVLLM",
-            "eagle_files:EagleForVLLM",
-            "eagle3_files:SpeculatorsEagle3",
-        ),
+        {
+            "medusa_files:MedusaForVLLM": Limits(("medusa",), draft_vocab=True),
+            "eagle_files:EagleForVLLM": Limits(("eagle",), why_not=limits.eagle_for_vllm),
+            "eagle3_files:SpeculatorsEagle3": _EAGLE3_IN_SPECULATORS,
+        },
     ),
     "sglang": Target(
         "SGLang: EAGLE-1; EAGLE-3 as `eagle3`",
-        ("eagle_files:EagleForSGLang", "eagle3_files:Eagle3Files"),
+        {
+            "eagle_files:EagleForSGLang": Limits(
+                ("eagle",), why_not=limits.eagle_for_sglang
+            ),
+            "eagle3_files:Eagle3Files": _EAGLE3,
+        },
     ),
-    "tgi": Target("TGI, and vLLM from 0.28 on", ("medusa_files:MedusaFiles",)),
-    "hydra": Target("Hydra's own code", ("hydra_files:HydraFiles",)),
-    "eagle": Target("EAGLE's own code", ("eagle_files:EagleFiles",)),
+    "tgi": Target(
+        "TGI, and vLLM from 0.28 on", {"medusa_files:MedusaFiles": Limits(("medusa",))}
+    ),
+    "hydra": Target(
+        "Hydra's own code",
+        {"hydra_files:HydraFiles": Limits(("hydra", "hydrapp"), why_not=limits.hydra)},
+    ),
+    "eagle": Target(
+        "EAGLE's own code",
+        {"eagle_files:EagleFiles": Limits(("eagle",), why_not=limits.eagle)},
+    ),
     "eagle3": Target(
-        "EAGLE-3 in SGLang, vLLM and EAGLE's own code", ("eagle3_files:Eagle3Files",)
+        "EAGLE-3 in SGLang, vLLM and EAGLE's own code",
+        {"eagle3_files:Eagle3Files": _EAGLE3},
     ),
     "dflash": Target(
         "DFlash and DSpark in vLLM, SGLang and the code of z-lab, SpecForge and DeepSpec",
-        ("dflash_files:DFlashFiles",),
+        {"dflash_files:DFlashFiles": Limits(("dflash", "dspark"), why_not=limits.dflash)},
     ),
     "speculators": Target(
         "EAGLE-3, DFlash and DSpark in vLLM and speculators",
-        ("eagle3_files:SpeculatorsEagle3", "dflash_files:SpeculatorsDFlash"),
+        {
+            "eagle3_files:SpeculatorsEagle3": _EAGLE3_IN_SPECULATORS,
+            "dflash_files:SpeculatorsDFlash": Limits(
+                ("dflash", "dspark"), True, limits.dflash_in_speculators
+            ),
+        },
     ),
 }
 # Layouts in the order in which a file is compared with them: EAGLE-3 files of speculators also have EAGLE-1's keys.
@@ -83,35 +107,42 @@ def readers() -> Iterator[Layout]:
         yield _layout(entry.value)
 
 
-def layouts_of(target: str) -> list[Layout]:
-    """The layouts that a value of --to names, one for each family of heads.
+def layouts_of(target: str) -> dict[str, Limits]:
+    """The layouts that a value of --to names, as "module:Class", and the heads that they can hold.
 
     Raises:
       UserError: an unknown name, or a class that cannot be imported.
     """
     if target in TARGETS:
-        return [_layout(f"{PACKAGE}.{path}") for path in TARGETS[target].layouts]
+        rows = TARGETS[target].layouts
+        return {f"{PACKAGE}.{path}": row for path, row in rows.items()}
     others = _entry_points()
-    if target in others:
-        return [_layout(others[target].value)]
-    if ":" in target:
-        return [_layout(target)]
-    known = [*TARGETS, *others]
+    if target in others or ":" in target:
+        path = others[target].value if target in others else target
+        return {path: _layout(path).limits}
+    names = [*TARGETS, *others]
     raise UserError(
-        f"--to is one of {', '.join(known)}, or module:Class, not {target!r}"
-        f"{did_you_mean(target, known)}"
+        f"--to is one of {', '.join(names)}, or module:Class, not {target!r}"
+        f"{did_you_mean(target, names)}"
     )
 
 
+def limits_of(target: str, drafter: str) -> Limits | None:
+    """The limits of the layout for heads of a kind; None if the target has no place for them."""
+    rows = layouts_of(target).values()
+    return next((row for row in rows if row.holds(drafter)), None)
+
+
 def layout_of(target: str, drafter: str) -> Layout | None:
-    """The layout that a value of --to names for heads of a kind; None if it has no place for them."""
-    return next((layout for layout in layouts_of(target) if layout.holds(drafter)), None)
+    """The layout for heads of a kind; None if the target has no place for them."""
+    rows = layouts_of(target).items()
+    return next((_layout(path) for path, row in rows if row.holds(drafter)), None)
 
 
-def targets_of(drafter: str) -> dict[str, Layout]:
+def targets_of(drafter: str) -> dict[str, Limits]:
     """Values of --to in the package's table that have a place for heads of a kind."""
-    layouts = {target: layout_of(target, drafter) for target in TARGETS}
-    return {target: layout for target, layout in layouts.items() if layout is not None}
+    rows = {target: limits_of(target, drafter) for target in TARGETS}
+    return {target: row for target, row in rows.items() if row is not None}
 
 
 def _entry_points() -> dict[str, metadata.EntryPoint]:

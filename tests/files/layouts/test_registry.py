@@ -20,12 +20,16 @@ from medusa_jax.heads.names import DRAFTERS
 PACKAGE = """
 import dataclasses
 from medusa_jax.files.layouts.layout import Layout
+from medusa_jax.files.layouts.limits import Limits
 from medusa_jax.files.layouts.medusa_files import MedusaFiles
 from medusa_jax.files.tensor import rename
 
+def few(heads, llama):
+    return "" if heads.n_heads < 4 else "mine has room for three heads"
+
 class Mine(Layout):
     name = "mine"
-    drafters = ("medusa",)
+    limits = Limits(("medusa",), why_not=few)
     loading = "`load_mine`"
 
     def fits(self, tensors):
@@ -35,9 +39,6 @@ class Mine(Layout):
         tensors = rename(files.tensors, lambda key: key.removeprefix("mine/"))
         stored = MedusaFiles().open(dataclasses.replace(files, tensors=tensors))
         return dataclasses.replace(stored, layout="mine")
-
-    def why_not(self, heads, llama):
-        return "" if heads.n_heads < 4 else "mine has room for three heads"
 
     def write(self, export, out):
         form = {path: ("mine/" + path, False) for path in export.params}
@@ -67,19 +68,17 @@ def installed(mine):
     (info / "entry_points.txt").write_text("[medusa_jax.layouts]\nmine = mine:Mine\n")
 
 
-def test_every_layout_of_the_table(base):
-    """Each class can be imported, has the name of a target, and is found for its drafters."""
+def test_every_layout_of_the_table():
+    """Each class can be imported and has the name of a target; each drafter's engines load what holds its heads."""
     for target, row in registry.TARGETS.items():
-        layouts = registry.layouts_of(target)
-        assert len(layouts) == len(row.layouts)
-        for layout in layouts:
-            assert layout.name in registry.TARGETS and layout.drafters
-            for drafter in layout.drafters:
-                assert type(registry.layout_of(target, drafter)) is type(layout)
-    assert {type(layout).__name__ for layout in registry.readers()} >= {"MedusaFiles"}
+        assert row.purpose
+        for limits in row.layouts.values():
+            for drafter in limits.drafters or DRAFTERS:
+                assert registry.layout_of(target, drafter).name in registry.TARGETS
+    names = [layout.name for layout in registry.readers()]
+    assert sorted({*names, "native", "sglang", "speculators"}) == sorted(registry.TARGETS)
     for engine in ENGINES.values():
         for drafter, targets in engine.items():
-            assert drafter in DRAFTERS
             assert set(targets) <= registry.targets_of(drafter).keys()
 
 

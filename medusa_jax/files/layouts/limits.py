@@ -1,0 +1,129 @@
+"""Which heads a layout can hold, and why not others.
+
+Imports no JAX, since training tells which engines can run its heads, and `convert --help` shows the table.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from medusa_jax.arch import LlamaConfig
+
+
+def accepted(heads: Any, llama: LlamaConfig | None) -> str:
+    """No further conditions."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Which heads a layout can hold.
+
+    Attributes:
+      drafters: their kinds; None: all.
+      draft_vocab: it can store which tokens the heads score.
+      why_not: the reason why heads of these kinds (a complete configuration) cannot be stored; "" if they can. The shape
+        of their backbone may be None, which skips the checks that depend on it.
+    """
+
+    drafters: tuple[str, ...] | None
+    draft_vocab: bool = False
+    why_not: Callable[[Any, LlamaConfig | None], str] = accepted
+
+    def holds(self, drafter: str) -> bool:
+        """Whether it has a place for heads of a kind."""
+        return self.drafters is None or drafter in self.drafters
+
+
+def hydra(heads: Any, llama: LlamaConfig | None) -> str:
+    """Layers 2 to n are one module in the authors' code, and LM heads are separate."""
+    if heads.n_layers > 2 and not heads.tie_layers:
+        return "Hydra's code runs one layer for layers 2 to n, heads.tie_layers is false"
+    if heads.lm_head == "shared" or heads.skip == "fixed" or not heads.lm_bias:
+        return (
+            "Hydra's code needs separate LM heads with biases and a learned skip connection, not "
+            f"lm_head {heads.lm_head!r}, lm_bias {heads.lm_bias}, skip {heads.skip!r}"
+        )
+    return ""
+
+
+def eagle(heads: Any, llama: LlamaConfig | None) -> str:
+    """There is no place for an LM head."""
+    if heads.lm_head == "shared":
+        return ""
+    return (
+        f"EAGLE-1 heads score by the model's LM head, these have LM head {heads.lm_head!r}"
+    )
+
+
+def eagle_for_sglang(heads: Any, llama: LlamaConfig | None) -> str:
+    """Its layers are those of a Llama or Qwen2."""
+    return eagle(heads, llama) or _unknown_layers("sglang", llama)
+
+
+def eagle_for_vllm(heads: Any, llama: LlamaConfig | None) -> str:
+    """Its layers are those of a Llama, without a bias after fc."""
+    reason = eagle(heads, llama)
+    if not reason and heads.fc_bias:
+        return "vLLM drops the bias after EAGLE's fc without a warning: train with heads.fc_bias=False"
+    reason = reason or _unknown_layers("vllm", llama)
+    if not reason and llama is not None and llama.qkv_bias:
+        return (
+            "vLLM's EAGLE-1 has the layers of a Llama, these have q/k/v biases: --to sglang"
+        )
+    return reason
+
+
+def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
+    """Why an engine has no layers like the backbone's; "" if it may have."""
+    if llama is None or not (llama.qk_norm or llama.mlp_bias or llama.out_bias):
+        return ""
+    return f"{engine}'s EAGLE-1 has layers without q/k norms and biases of outputs or MLPs"
+
+
+def eagle3_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
+    """Any layers, with a separate LM head."""
+    if heads.lm_head == "own":
+        return ""
+    return f"EAGLE-3 heads have a separate LM head, these have LM head {heads.lm_head!r}"
+
+
+def eagle3(heads: Any, llama: LlamaConfig | None) -> str:
+    """One layer, which reads the streams of the paper."""
+    reason = eagle3_in_speculators(heads, llama)
+    if not reason and heads.n_layers != 1:
+        return f"--to eagle3 holds one layer, not {heads.n_layers}: --to speculators"
+    if reason or llama is None:
+        return reason
+    from medusa_jax.heads.registry import make_drafter  # which imports JAX
+
+    taps = make_drafter(heads, llama).taps
+    paper = make_drafter(replace(heads, tap_layers=""), llama).taps
+    if taps == paper:
+        return ""
+    return (
+        f"--to eagle3 is for the paper's tapped layers {paper}, not {taps}, since engines do not "
+        "agree on how it would say others: --to speculators"
+    )
+
+
+def dflash(heads: Any, llama: LlamaConfig | None) -> str:
+    """DFlash or DSpark as published, with the backbone's LM head."""
+    if heads.lm_head != "shared" or heads.draft_vocab:
+        return (
+            "other engines score all tokens by the model's LM head, these heads have LM head "
+            f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
+        )
+    if heads.root_guesses != bool(heads.markov_rank):
+        return (
+            "DSpark's root guesses and it has a Markov head, DFlash's has neither; these have "
+            f"root_guesses {heads.root_guesses} and markov_rank {heads.markov_rank}"
+        )
+    return ""
+
+
+def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
+    """Any but low-rank LM heads."""
+    if heads.lm_head == "low_rank":
+        return "--to speculators cannot store low-rank LM heads"
+    return ""
