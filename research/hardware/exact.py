@@ -10,7 +10,6 @@ import numpy as np
 
 from medusa_jax.api import Model, Options
 from medusa_jax.config import LlamaConfig
-from medusa_jax.decoding import generate as loop
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
@@ -46,7 +45,8 @@ def run(record: Record, drafter: str) -> None:
                 return
             # Every size of the cache is a program to compile.
             grows = (name, kind, sampling) == ("batches", "float64", "greedy")
-            loop.MIN_SLOTS = loop.ACCELERATOR_SLOTS = LENGTH // 2 if grows else LENGTH
+            kernels = type(models[kind].llama.kernels)
+            kernels.least_slots = LENGTH // 2 if grows else LENGTH
             options = replace(OPTIONS[sampling], max_new_tokens=LENGTH - max(PROMPTS) - 20)
             facts = {"drafter": drafter, "kind": kind, "sampling": sampling}
             with record.trying("exact", **facts):

@@ -16,9 +16,9 @@ import medusa_jax
 from medusa_jax import Options, UserError
 from medusa_jax.api import Model
 from medusa_jax.api.one_step import take_steps
-from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.questions import DEMO_PROMPTS
 from medusa_jax.heads.registry import drafter_class, make_drafter
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.tree.tree import Tree
 from research import confidence, walk
 from research.asking import questions_of
@@ -37,7 +37,7 @@ def test_the_page_of_one_step_is_the_commands_output(capsys):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch, temperature):
     """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""
-    monkeypatch.setattr(loop, "MIN_SLOTS", 16)
+    monkeypatch.setattr(CpuKernels, "least_slots", 16)
     write_model(tmp_path)
     model = medusa_jax.load(str(tmp_path), str(tmp_path / "heads"), tree="chain:2")
     found = take_steps(model, "the cat", 9, temperature, seed=3)
