@@ -25,6 +25,7 @@ from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.files import hf, tensors
 from medusa_jax.files.fingerprint import fingerprint
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.model.llama import Llama, init_params
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.tree.tree import Tree
@@ -103,7 +104,7 @@ for shape in ((1, 1, 1), (2, 2, 2), (1, 8, 1)):
     if heads == "/few":
         columns = model.variables["heads"]["draft_vocab"]["lm_head"]["kernel"]
         report["columns"] = [columns.shape, columns.addressable_shards[0].data.shape]
-    loop.MIN_SLOTS = 16 if shape == (2, 2, 2) else 128  # there the cache grows on its way
+    CpuKernels.least_slots = 16 if shape == (2, 2, 2) else 128  # there the cache grows on its way
     rows = 3 if shape == (1, 8, 1) else 8  # three are not divided, each device has all
     prompts, options = texts[:rows], everything[:rows]
     model.compile(prompts, options)

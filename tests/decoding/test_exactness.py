@@ -39,6 +39,7 @@ from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
 from medusa_jax.kernels import tpu, tpu_operations
+from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.cuda import CudaKernels
 from medusa_jax.kernels.tpu import TpuKernels
 from medusa_jax.tree.tree import Tree
@@ -141,7 +142,7 @@ def test_the_plain_loop_takes_the_best_token_of_the_full_pass(
 
     The cache doubles on the way.
     """
-    monkeypatch.setattr(loop, "MIN_SLOTS", 32)
+    monkeypatch.setattr(CpuKernels, "least_slots", 32)
     m, changed = MECHANISMS[name], 0
     for seed in range(2):
         params, *_ = model = random_model(m.config, seed)
