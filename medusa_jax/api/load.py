@@ -20,7 +20,7 @@ from medusa_jax.api.finding import (
     find_model,
 )
 from medusa_jax.api.model import Model
-from medusa_jax.api.tree_choice import TreeChoice
+from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import DTYPES, STORED, HeadsConfig, LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, between, one_of
@@ -157,12 +157,15 @@ def load(
         heads, head_params = baselines.load_baseline(
             baseline, text_to_ids, number, devices, storage
         )
-        chosen = TreeChoice.of(tree, make_drafter(heads, config), "", batch, storage)
+        described = make_drafter(heads, config)
+        mark = step_mark(described, number, devices, storage)
+        chosen = TreeChoice.of(tree, described, "", batch, storage, mark)
     elif stored is None:
         chosen = TreeChoice(Tree.none() if tree == "auto" else tree)
     else:
         described = make_drafter(stored.heads, config)
-        chosen = TreeChoice.of(tree, described, stored.directory, batch, storage)
+        mark = step_mark(described, number, devices, storage)
+        chosen = TreeChoice.of(tree, described, stored.directory, batch, storage, mark)
         read = partial(
             heads_io.load_heads,
             stored,
@@ -192,6 +195,7 @@ def load(
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
         chooses=chosen.chooses,
+        mark=chosen.mark,
         eos_ids=eos_ids,
         no_repeat_ngram_size=_ngram_size(directory, no_repeat_ngram_size),
         fingerprint=marks.hexdigest(config),
