@@ -167,12 +167,14 @@ def decode_shardings(mesh: Mesh, state: PyTree) -> PyTree:
     """The sharding of every leaf [B, ...] of a decode state: rows over the devices.
 
     Keys and values [B, G, S, H] are also split over the tensor axis, where their heads are computed.
-    A dimension that an axis does not divide is not split.
+    A dimension that an axis does not divide is not split. The gate's arrays are those of all rows.
     """
 
     def place_leaf(key_path: KeyPath, leaf: jax.Array) -> NamedSharding:
-        rows = _row_axes(mesh, leaf)
-        if not re.search(r"(^|/)cache/", path_string(key_path)):
+        rows, path = _row_axes(mesh, leaf), path_string(key_path)
+        if path.startswith("gate/"):
+            return replicated(mesh)
+        if not re.search(r"(^|/)cache/", path):
             return NamedSharding(mesh, P(rows))
         heads = None if leaf.shape[1] % mesh.shape["tensor"] else "tensor"
         return NamedSharding(mesh, P(rows, heads))

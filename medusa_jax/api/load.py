@@ -12,7 +12,7 @@ from medusa_jax.api.drafts import Drafts, find_drafter, open_drafts
 from medusa_jax.api.finding import default_drafter, find_model
 from medusa_jax.api.form import Form, choose_form, default_dtype
 from medusa_jax.api.model import Model
-from medusa_jax.api.tree_choice import TreeChoice
+from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.errors import between
 from medusa_jax.files import hf
@@ -107,7 +107,7 @@ def load(
     drafts = open_drafts(
         source, files.base, files.tokenizer, form, devices, allow_other_base
     )
-    chosen = choose_tree(tree, drafts, batch, form)
+    chosen = choose_tree(tree, drafts, batch, form, devices)
     backbone = read_backbone(files.base, form, devices)
     drafts = drafts.read(None if all_heads else chosen.levels)
     return Model(
@@ -123,6 +123,7 @@ def load(
         calibrated=chosen.calibrated,
         ladder=chosen.ladder,
         chooses=chosen.chooses,
+        mark=chosen.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         fingerprint=files.base.fingerprint(),
@@ -185,8 +186,11 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
     return params
 
 
-def choose_tree(tree: str | Tree, drafts: Drafts, batch: int, form: Form) -> TreeChoice:
+def choose_tree(
+    tree: str | Tree, drafts: Drafts, batch: int, form: Form, mesh: Mesh
+) -> TreeChoice:
     """The tree that `tree` names for these drafts; `batch` rows are decoded at a time."""
     if not drafts.draft:
         return TreeChoice(Tree.none() if tree == "auto" else tree)
-    return TreeChoice.of(tree, drafts.drafter, drafts.directory, batch, form.storage)
+    mark = step_mark(drafts.drafter, form.dtype, mesh, form.storage, form.kernels)
+    return TreeChoice.of(tree, drafts.drafter, drafts.directory, batch, form.storage, mark)

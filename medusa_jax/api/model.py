@@ -18,7 +18,7 @@ from medusa_jax.api.asking import (
     typed,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
-from medusa_jax.api.step_sizes import StepSizes, step_mark, text_is_free
+from medusa_jax.api.step_sizes import StepSizes, text_is_free
 from medusa_jax.api.streaming import Chunk, Ended, OnTokens, TextStream, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
@@ -55,6 +55,7 @@ class Model:
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.
+      mark: what the time of a step depends on besides the tree (`tree_choice.step_mark`).
       chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.
@@ -79,6 +80,7 @@ class Model:
         calibrated: Json | None = None,
         ladder: Mapping[int, Tree] | None = None,
         chooses: bool = False,
+        mark: str = "",
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
         fingerprint: str = "",
@@ -91,6 +93,7 @@ class Model:
         self.drafter = drafter
         self.variables = variables
         self.calibrated, self.ladder, self.chooses = calibrated, ladder or {}, chooses
+        self.mark = mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
         self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
@@ -268,10 +271,7 @@ class Model:
     @cached_property
     def step_sizes(self) -> StepSizes:
         """The sizes that steps choose from."""
-        mark = step_mark(
-            self.drafter, self.dtype, self.mesh, self.storage, self.llama.kernels
-        )
-        return StepSizes(mark, self.calibrated)
+        return StepSizes(self.mark, self.calibrated)
 
     def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
         """Compile the programs of a request; returns the seconds, 0 if they are already compiled.

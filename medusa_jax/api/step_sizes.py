@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from medusa_jax.api.results import Options
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
@@ -12,21 +12,9 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step_costs import step_costs
 from medusa_jax.heads.drafter import Drafter
-from medusa_jax.measured import DeviceCache, device_mark
-from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.stored import Storage
+from medusa_jax.measured import DeviceCache
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
-
-
-def step_mark(
-    drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
-) -> str:
-    """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
-    shape = tuple(mesh.shape.values())
-    return device_mark(
-        drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape
-    )
 
 
 def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
@@ -48,7 +36,7 @@ class StepSizes:
     same command takes the same sizes at every start.
 
     Attributes:
-      mark: see `step_mark`.
+      mark: `tree_choice.step_mark`.
       calibrated: content of the tree file, or None.
     """
 
@@ -73,9 +61,10 @@ class StepSizes:
         key = self._key(engine, rows)
         if key not in self._costs:
             costs = self._calibrated(engine, rows) or self._cache(engine).read().get(key)
-            if costs is None or not _are_costs(costs, len(engine.gated)):
+            checked = _checked(costs, len(engine.gated))
+            if checked is None:
                 return None
-            self._costs[key] = costs
+            self._costs[key] = checked
         return self._costs[key]
 
     def measure(self, engine: Engine, variables: Params, state: DecodeState) -> Gate:
@@ -108,8 +97,9 @@ class StepSizes:
         return None if None in ratios else [1.0, *ratios]
 
 
-def _are_costs(costs: object, n: int) -> bool:
-    """Whether a note has n costs: a damaged one is measured again."""
+def _checked(costs: Any, n: int) -> list[float] | None:
+    """The n costs of a note; None if it is damaged, so that they are measured again."""
     if not isinstance(costs, list) or len(costs) != n:
-        return False
-    return all(isinstance(x, int | float) and 0 < x < float("inf") for x in costs)
+        return None
+    numbers = all(isinstance(x, int | float) and 0 < x < np.inf for x in costs)
+    return costs if numbers else None

@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from medusa_jax.arch import STORED
 from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.measured import device_mark
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import (
     auto_tree,
@@ -24,7 +28,7 @@ from medusa_jax.whole_files import Json
 
 # "bundled": with --tree auto, too, all steps take the tree file's own choice or the drafter's default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the smallest size with drafts, and of the only one where weights are narrow.
+# Nodes of the smallest size with drafts, and of the only one if weights are narrow and `calibrate` did not run here.
 FEW = 3
 
 
@@ -38,6 +42,7 @@ class TreeChoice:
       ladder: the trees by number of rows that "auto" and "bundled" know.
       chooses: each step takes one of the sizes of its tree (`sizes_of`).
       levels: maximum number of heads that decoding uses.
+      mark: as for `of`.
     """
 
     tree: str | Tree
@@ -45,6 +50,7 @@ class TreeChoice:
     ladder: Mapping[int, Tree] = field(default_factory=dict)
     chooses: bool = False
     levels: int | None = None
+    mark: str = ""
 
     @classmethod
     def of(
@@ -54,6 +60,7 @@ class TreeChoice:
         directory: str,
         batch: int,
         storage: Storage,
+        mark: str,
     ) -> "TreeChoice":
         """The tree that `spec` names for a drafter.
 
@@ -61,6 +68,7 @@ class TreeChoice:
           directory: where a tree file may be; "" for a drafter without files.
           batch: rows that will be decoded at a time.
           storage: the form of the model's weights.
+          mark: `step_mark` of this machine and model.
 
         Raises:
           UserError: no tree, or one that is deeper than the number of heads.
@@ -73,7 +81,7 @@ class TreeChoice:
             ladder = file_ladder(calibrated, platform)
         if calibrated and chooses:
             ladder = ladder or {batch: auto_tree(calibrated, platform)}
-            if narrow(storage):
+            if narrow(storage) and calibrated.get("mark") != mark:
                 ladder = {rows: small(tree, calibrated) for rows, tree in ladder.items()}
         tree: str | Tree = spec
         if ladder:
@@ -84,7 +92,17 @@ class TreeChoice:
             tree = parse_tree(tree, calibrated, platform)
         drafter.check_tree(tree)
         levels = max(1, *(t.drafted.depth for t in (tree, *ladder.values())))
-        return cls(tree, calibrated, ladder, chooses, levels)
+        return cls(tree, calibrated, ladder, chooses, levels, mark)
+
+
+def step_mark(
+    drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
+) -> str:
+    """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
+    shape = tuple(mesh.shape.values())
+    return device_mark(
+        drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape
+    )
 
 
 def steps_choose() -> bool:

@@ -56,8 +56,8 @@ class DraftFlags(ModelFlags):
     """The model, and how tokens are drafted and accepted."""
 
     tree: str = flag(
-        "auto (a tree file's choice; without one as long as drafts are right, down to plain steps), bundled (the tree file's own choice), none, a "
-        "number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or a "
+        "auto (each step takes a size of the tree, down to plain decoding, by the drafts that were right so far), "
+        "bundled (the tree file's choice in all steps), none, a number of nodes, cartesian:2,3, chain:4, copy:4 (tokens copied from the text), 8+copy:4, or a "
         "JSON file of choices (default: auto)",
         "auto",
     )

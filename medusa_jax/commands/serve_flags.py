@@ -18,7 +18,7 @@ class Flags(MeshFlags, ModelFlags):
 
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
     tree: str = flag(
-        "as for decode; auto is what decoding has learned on this device for each number of rows",
+        "as for decode, but auto is one tree for each number of rows, the tree file's",
         "auto",
     )
     chat: str | None = flag(

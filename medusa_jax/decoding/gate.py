@@ -105,19 +105,19 @@ class Gate(struct.PyTreeNode):
         def numbers(values: Any) -> Any:
             return np.array(values, np.float32)
 
-        def count(value: int) -> Any:
-            return np.array([value], np.int32)
+        def counts(*values: int) -> Any:
+            return np.array(values, np.int32)
 
         return cls(
             depths=tuple(depths),
             ratio_N=numbers(ratios),
             rate_N=numbers(rates),
-            steps_N=count(0).repeat(len(trees)),
-            index_1=count(index),
+            steps_N=counts(*[0] * len(trees)),
+            index_1=counts(index),
             accepted_L=numbers(first_L * rates[-1]),
             tested_L=numbers(first_L),
             expected_L=numbers(first_L * rates[-1]),
-            rest_1=count(0 if index else PAUSES[0]),
+            rest_1=counts(0 if index else PAUSES[0]),
             lost_1=numbers([0.0]),
         )
 

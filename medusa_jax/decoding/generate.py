@@ -149,7 +149,7 @@ def begin(
 
 def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
     """The state with the request's gate, placed as the decode loop returns it."""
-    return state.replace(gate=placed(engine.llama.mesh, request.gate))
+    return placed(engine.llama.mesh, state.replace(gate=request.gate))
 
 
 def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:

@@ -19,7 +19,6 @@ import numpy as np
 
 from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import Prompt
-from medusa_jax.api.step_sizes import step_mark
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.recording import ROWS, own_texts, record
 from medusa_jax.evaluate.timing import StepClock
@@ -87,9 +86,7 @@ def fit_tree(
         "spares": [list(c) for c in order.spares],
         "platform": device.platform,
         "device": f"{device.device_kind}, {jax.local_device_count()} device(s)",
-        "mark": step_mark(
-            model.drafter, model.dtype, model.mesh, model.storage, model.llama.kernels
-        ),
+        "mark": model.mark,
         "dtype": str(model.dtype),
         "temperature": options.temperature,
         "acceptance": "sampled" if options.temperature > 0 else "greedy",
