@@ -27,7 +27,7 @@ class Evaluator:
     ):
         self.stage, self.mesh, self.rows = stage, mesh, rows
         self.size, self.total = size, total
-        view, grouped = stage.view, stage.backbone
+        drafter, grouped = stage.drafter, stage.backbone
 
         @jax.jit
         def sums(params: PyTree, frozen: PyTree, batch: PyTree) -> PyTree:
@@ -37,15 +37,15 @@ class Evaluator:
 
         def ranks(params: PyTree, frozen: PyTree, batch: PyTree) -> jax.Array:
             """Rank of each head's label [B, T, K]."""
-            assert view is not None
+            assert drafter is not None
             backbone = grouped.drafting(frozen | grouped.with_adapters(params))
             hidden_BTE = objectives.hidden_states(backbone, batch)
             return estimate.head_ranks(
-                params["heads"], view, backbone, hidden_BTE, batch, chunk
+                params["heads"], drafter, backbone, hidden_BTE, batch, chunk
             )
 
         self.sums = sums
-        self.ranks = None if view is None else jax.jit(ranks)
+        self.ranks = None if drafter is None else jax.jit(ranks)
 
     def __call__(self, params: PyTree, frozen: PyTree) -> Json:
         local = local_rows(self.mesh, self.size)

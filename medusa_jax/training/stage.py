@@ -47,7 +47,7 @@ class Stage:
       init: (key, existing groups) -> the trained groups that do not exist yet.
       lambda_0: step -> weight of the heads' loss, if it is one of two terms.
       backbone: builds the backbone from its groups.
-      view: the heads as their loss reads them (`optional.loss_view`); None without heads.
+      drafter: the heads; None without heads.
       taps: layers of the backbone that the heads read (`Drafter.taps`).
       hidden: (frozen, batch) -> hidden states of a frozen backbone; the loss reads them from the batch if
         they are cached.
@@ -62,7 +62,7 @@ class Stage:
     init: Callable[[jax.Array, PyTree], PyTree]
     lambda_0: Callable[[jax.Array], jax.Array]
     backbone: "GroupedBackbone"
-    view: Drafter | None = None
+    drafter: Drafter | None = None
     taps: tuple[int, ...] = ()
     hidden: Callable[[PyTree, PyTree], jax.Array] | None = None
     draft_vocab: int = 0
@@ -136,7 +136,7 @@ def make_stage(
         init=init,
         lambda_0=lambda_0,
         backbone=backbone,
-        view=view,
+        drafter=drafter,
         taps=taps,
         hidden=None if trains_backbone else backbone.hidden_states,
         draft_vocab=drafter.heads.draft_vocab if drafter else 0,
