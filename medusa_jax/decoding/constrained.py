@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.constraints.host_work import Guide, RowWork, Workers
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.generate import (
     DecodeRequest,
@@ -27,7 +28,6 @@ from medusa_jax.decoding.generate import (
     end_wanted,
     grow,
 )
-from medusa_jax.decoding.guides import Guide, RowWork, Workers
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import accept, append, commit, draft, verify

@@ -33,8 +33,8 @@ from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
+    from medusa_jax.constraints.host_work import Guide
     from medusa_jax.decoding.gate import Gate
-    from medusa_jax.decoding.guides import Guide
     from medusa_jax.decoding.step_times import Watch
 
 # Slots of the smallest cache. XLA's attention reads all slots, the native kernels only the text. On
