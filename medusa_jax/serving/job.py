@@ -42,9 +42,14 @@ class Group(NamedTuple):
     constrained: bool = False
 
     def __str__(self) -> str:
-        names = ["logprobs"] * self.logprobs + ["penalties"] * self.penalties
-        names += ["constraints"] * self.constrained + [self.rule] * (self.rule != "auto")
-        return ", ".join(["drafts" if self.drafts else "no drafts", *names])
+        names = {
+            "drafts" if self.drafts else "no drafts": True,
+            "logprobs": self.logprobs,
+            "penalties": self.penalties,
+            "constraints": self.constrained,
+            self.rule: self.rule != "auto",
+        }
+        return ", ".join(name for name, shown in names.items() if shown)
 
 
 # The most common group; its requests never wait for a program that only another group needs.
