@@ -138,7 +138,7 @@ class DecodeRequest:
     watch: "Watch | None" = None
 
 
-class Kept(Protocol):
+class RowCache(Protocol):
     """A cache that outlives its request; `begin` starts the next request on it.
 
     Attributes:
@@ -256,17 +256,17 @@ def stream(
     variables: Params,
     request: DecodeRequest,
     chunk_steps: int = 8,
-    kept: Kept | None = None,
+    row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched. `kept` receives the state after each chunk.
+    take no step after the chunk that is already dispatched. `row_cache` receives the state after each chunk.
     """
     assert request.guides is None, "constrained.stream decodes requests with guides"
-    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
-    yield from chunks(engine, variables, request, state, ladder, chunk_steps, kept)
+    state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
+    yield from chunks(engine, variables, request, state, ladder, chunk_steps, row_cache)
 
 
 def chunks(
@@ -276,7 +276,7 @@ def chunks(
     state: DecodeState,
     ladder: list[int],
     chunk_steps: int,
-    kept: Kept | None = None,
+    row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """As `stream`, after `begin`. Consumes the state."""
     seen = copied_progress(engine.depth_only, state)
@@ -286,8 +286,8 @@ def chunks(
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
         if request.watch:
             request.watch.see(seen)
-        if kept:
-            kept.state = state
+        if row_cache:
+            row_cache.state = state
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
