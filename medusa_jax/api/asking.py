@@ -15,7 +15,7 @@ from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.typed import WRONG, as_type, read
 
 if TYPE_CHECKING:
-    from medusa_jax.decoding.guides import Guide
+    from medusa_jax.constraints.host_work import Guide
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")

@@ -26,7 +26,7 @@ class Dialogue:
 
     Attributes:
       reused: tokens of the last prompt that the cache already had.
-      state: the row as the last request left it (for the decode loop, `generate.Kept`).
+      state: the row as the last request left it (for the decode loop, `generate.RowCache`).
     """
 
     def __init__(self, model: Model) -> None:
@@ -43,7 +43,7 @@ class Dialogue:
         own, engine, request = self.model.plan([prompt], options, None, engine_options)
         variables = self.model.variables_by(engine.acceptance)
         yield from stream_rows(
-            self.model.tokenizer, own, engine, variables, request, 0.0, kept=self
+            self.model.tokenizer, own, engine, variables, request, 0.0, row_cache=self
         )
 
     def begin(

@@ -144,7 +144,7 @@ class Result:
       decode_seconds: time of its decode steps, likewise.
       compile_seconds: time to compile programs for this call; 0 if they were compiled already.
       logprobs: log-probability of each token (nats), if requested.
-      tree_nodes: nodes of the tree that took most steps, 1 for plain decoding; None if a tree was given.
+      tree_nodes: size of the tree used in most steps, 1 for plain decoding; None if a tree was given.
       top_logprobs: for each token the likeliest alternatives, pairs of id and log-probability,
         descending, without barred tokens (`no_repeat_ngram_size`).
     """

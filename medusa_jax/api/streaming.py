@@ -144,7 +144,7 @@ def stream_rows(
     compile_seconds: float,
     watch: OnTokens | None = None,
     ended: Ended | None = None,
-    kept: loop.Kept | None = None,
+    row_cache: loop.RowCache | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that reaches one is cut there.
 
@@ -166,11 +166,11 @@ def stream_rows(
 
     told: set[int] = set()
     if request.guides is None:
-        chunks = loop.stream(engine, variables, request, kept=kept)
+        chunks = loop.stream(engine, variables, request, row_cache=row_cache)
     else:
         from medusa_jax.decoding import constrained  # here: few requests have constraints
 
-        chunks = constrained.stream(engine, variables, request, kept)
+        chunks = constrained.stream(engine, variables, request, row_cache)
     progress = next(chunks)
     while True:
         pieces = texts.take(progress)

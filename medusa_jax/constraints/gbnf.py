@@ -136,8 +136,10 @@ def _read(tokens: list[Token]) -> dict[str, list[Part]]:
         elif kind == "sign":
             if text == ")" and not opened:
                 raise _problem(line, f"a rule begins with its name and ::=, not {text!r}")
-            parts += [NOTHING] * _is_open(parts) + [Part("sign", text)]
-            opened -= text == ")"
+            _end_sequence(parts)
+            parts.append(Part("sign", text))
+            if text == ")":
+                opened -= 1
         elif kind == "times" and not _is_open(parts):
             parts[-1] = parts[-1]._replace(times=parts[-1].times + _times(found, line))
         elif kind == "name":
@@ -162,7 +164,13 @@ def _is_open(parts: list[Part]) -> bool:
 def _end_rule(parts: list[Part], opened: int, line: int) -> None:
     if opened:
         raise _problem(line, "a ')' is missing")
-    parts += [NOTHING] * _is_open(parts)
+    _end_sequence(parts)
+
+
+def _end_sequence(parts: list[Part]) -> None:
+    """Write an empty sequence out."""
+    if _is_open(parts):
+        parts.append(NOTHING)
 
 
 def _times(found: re.Match[str], line: int) -> str:
@@ -196,9 +204,10 @@ def _set(text: str, line: int) -> Part:
     negated, ranges, at = text[1] == "^", list[tuple[int, int]](), 0
     codes = _codes(text[1 + negated : -1], line)
     while at < len(codes):
-        to = 2 * (codes[at + 1 : at + 2] == [(ord("-"), True)] and at + 2 < len(codes))
-        ranges.append((codes[at][0], codes[at + to][0]))
-        at += 1 + to
+        is_range = codes[at + 1 : at + 2] == [(ord("-"), True)] and at + 2 < len(codes)
+        last = at + 2 if is_range else at
+        ranges.append((codes[at][0], codes[last][0]))
+        at = last + 1
     if not ranges or any(low > high for low, high in ranges):
         raise _problem(line, f"{text[:20]!r} is not a set of characters")
     return _class(ranges, negated)

@@ -17,7 +17,7 @@ SLOW_MASK, SLOW_MASKS = 0.1, 10.0
 
 
 class MatcherGuide:
-    """A text's place in its grammar (`decoding.constrained.Guide`).
+    """A text's place in its grammar (a `host_work.Guide`).
 
     Args:
       matcher: llguidance's, of an empty text.

@@ -7,7 +7,7 @@ forbidden drafts before the backbone's pass, and computes the allowed tokens of 
 as bits, while the pass runs:
 
     host    replace drafts | dispatch | bits of every node | dispatch | wait
-    device                 | verify                        | judge | draft the next tree |
+    device                 | verify                        | accept, draft the next tree  |
 """
 
 from collections.abc import Generator, Mapping
@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from medusa_jax.constraints.host_work import Guide, RowWork, Workers
 from medusa_jax.decoding.acceptance import Drafts, Verified
 from medusa_jax.decoding.generate import (
     DecodeRequest,
-    Kept,
+    RowCache,
     begin,
     end_rows,
     end_wanted,
     grow,
 )
-from medusa_jax.decoding.guides import Guide, RowWork, Workers
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
@@ -119,7 +119,7 @@ def verify_nodes(
 
 
 @program(static_argnums=0, donate_argnums=(2, 3))
-def judge(
+def accept_nodes(
     engine: Engine,
     variables: Params,
     cache: KVCache,
@@ -188,24 +188,35 @@ def step(
         nodes_BM[row] = work.nodes_M
     cache, rest = state.cache, state.replace(cache=None)
     sent = drafts._replace(nodes_BM=nodes_BM.copy())
-    *verified, cache = verify_nodes(engine, variables, cache, rest, sent)
+    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, rest, sent)
     ready = workers.filled(ready)
     for row, work in ready.items():
         then_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
-    judged = tuple(verified), drafts, allowed_BMW, then_B
-    return judge(engine, variables, cache, rest, *judged)
+    return accept_nodes(
+        engine,
+        variables,
+        cache,
+        rest,
+        (hidden_BME, logits_BMV),
+        drafts,
+        allowed_BMW,
+        then_B,
+    )
 
 
 def stream(
-    engine: Engine, variables: Params, request: DecodeRequest, kept: Kept | None = None
+    engine: Engine,
+    variables: Params,
+    request: DecodeRequest,
+    row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """As `generate.stream`, one step at a time, for requests with guides.
 
     The caller reads a step's text while the device runs the next accept and draft.
     """
-    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
+    state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
@@ -220,8 +231,8 @@ def stream(
                 state = grow(engine.depth_only, ladder[size], state)
             state = step(engine, variables, state, guides, ahead)
             ahead = look_ahead(engine, variables, state)
-        if kept:
-            kept.state = state
+        if row_cache:
+            row_cache.state = state
         wanted_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         if not (running_B & ~ended_B).any():

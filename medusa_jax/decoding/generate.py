@@ -34,7 +34,7 @@ from medusa_jax.heads.state import grow_state
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
-    from medusa_jax.decoding.guides import Guide
+    from medusa_jax.constraints.host_work import Guide
 
 MIN_PROMPT = 16
 # Default of `max_steps`: no limit.
@@ -123,7 +123,7 @@ class DecodeRequest:
     sizes: Sequence[int] = ()
 
 
-class Kept(Protocol):
+class RowCache(Protocol):
     """A cache that outlives its request; `begin` starts the next request on it.
 
     Attributes:
@@ -233,17 +233,17 @@ def stream(
     variables: Params,
     request: DecodeRequest,
     chunk_steps: int = 8,
-    kept: Kept | None = None,
+    row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched. `kept` receives the state after each chunk.
+    take no step after the chunk that is already dispatched. `row_cache` receives the state after each chunk.
     """
     assert request.guides is None, "constrained.stream decodes requests with guides"
-    state, ladder = (kept.begin if kept else begin)(engine, variables, request)
-    yield from chunks(engine, variables, request, state, ladder, chunk_steps, kept)
+    state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
+    yield from chunks(engine, variables, request, state, ladder, chunk_steps, row_cache)
 
 
 def chunks(
@@ -253,7 +253,7 @@ def chunks(
     state: DecodeState,
     ladder: list[int],
     chunk_steps: int,
-    kept: Kept | None = None,
+    row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """As `stream`, after `begin`. Consumes the state."""
     seen = copied_progress(engine.depth_only, state)
@@ -261,8 +261,8 @@ def chunks(
     size = 0
     while True:
         state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
-        if kept:
-            kept.state = state
+        if row_cache:
+            row_cache.state = state
         wanted_B = yield seen
         state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
         running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model
+from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import (
@@ -18,7 +19,6 @@ from medusa_jax.decoding.generate import (
     power_of_two,
     sampling_of,
 )
-from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import Asked
 from medusa_jax.decoding.prefill import PromptPiece

@@ -11,8 +11,8 @@ import numpy as np
 from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
 from medusa_jax.constraints.guide import SLOW_MASKS
+from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding.generate import DecodeRequest
-from medusa_jax.decoding.guides import Guide
 from medusa_jax.decoding.penalties import any_asked
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
@@ -42,9 +42,14 @@ class Group(NamedTuple):
     constrained: bool = False
 
     def __str__(self) -> str:
-        names = ["logprobs"] * self.logprobs + ["penalties"] * self.penalties
-        names += ["constraints"] * self.constrained + [self.rule] * (self.rule != "auto")
-        return ", ".join(["drafts" if self.drafts else "no drafts", *names])
+        names = {
+            "drafts" if self.drafts else "no drafts": True,
+            "logprobs": self.logprobs,
+            "penalties": self.penalties,
+            "constraints": self.constrained,
+            self.rule: self.rule != "auto",
+        }
+        return ", ".join(name for name, shown in names.items() if shown)
 
 
 # The most common group; its requests never wait for a program that only another group needs.

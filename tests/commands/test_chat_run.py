@@ -14,7 +14,7 @@ from medusa_jax.api import Options, load
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.commands.chat import COMMANDS, Chat
 from medusa_jax.commands.decode import main
-from medusa_jax.decoding.guides import RowWork
+from medusa_jax.constraints.host_work import RowWork
 from medusa_jax.errors import UserError
 
 

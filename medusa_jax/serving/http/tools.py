@@ -205,7 +205,9 @@ class CallReader:
             said, self._mark = self._held[:at], mark
             self._held = self._held[at + len(mark.begin) :]
         else:
-            begun = [self._own] * cut if ended else self._marks
+            begun = self._marks
+            if ended:
+                begun = [self._own] if cut else []
             held = max((_shared_end(self._held, m.begin) for m in begun), default=0)
             said = self._held[: len(self._held) - held]
             self._held = self._held[len(said) :]
