@@ -27,7 +27,7 @@ from our_heads import write_base
 
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer
-from medusa_jax.files.gguf.convert import convert
+from medusa_jax.files.gguf.convert import write_files
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.layouts import own_heads
 from medusa_jax.files.layouts.heads_io import open_heads
@@ -92,7 +92,7 @@ def read_template(path):
 
 def read_gguf_file(path):
     """A letter of a name may change unnoticed, so what it holds is not compared."""
-    convert(str(path), str(path.parent / "gguf"))
+    write_files(str(path), str(path.parent / "gguf"))
     return True
 
 
