@@ -98,17 +98,17 @@ def lm_head_logits(
     """
     if heads.lm_head == "shared":
         return backbone.lm_head(features)
-    lm_head, dtype = head_params["lm_head"], backbone.llama.dtype
+    own, dtype = head_params["lm_head"], backbone.llama.dtype
     wide = at_least_f32(dtype)
     if heads.lm_head == "own":
         outputs = heads.draft_vocab or backbone.llama.config.vocab_size
-        linear = Linear(outputs, "bias" in lm_head, dtype)
-        return applied(linear, lm_head, features).astype(wide)
+        linear = Linear(outputs, "bias" in own, dtype)
+        return applied(linear, own, features).astype(wide)
 
-    low_rank = multiply(features, lm_head["down"], dtype).astype(dtype)
-    logits = multiply(low_rank, lm_head["up"], dtype)
-    if "bias" in lm_head:
-        logits += jnp.broadcast_to(lm_head["bias"].astype(wide), logits.shape)
+    low_rank = multiply(features, own["down"], dtype).astype(dtype)
+    logits = multiply(low_rank, own["up"], dtype)
+    if "bias" in own:
+        logits += jnp.broadcast_to(own["bias"].astype(wide), logits.shape)
     return logits
 
 
