@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from medusa_jax.api import Model, Options, Piece, Result, generate, load
+    from medusa_jax.api.load import load
+    from medusa_jax.api.model import Model, generate
+    from medusa_jax.api.results import Options, Piece, Result
     from medusa_jax.errors import UserError
     from medusa_jax.tree.tree import Tree
 
