@@ -68,7 +68,7 @@ def test_window_and_pool_are_those_of_plain_python_step_by_step():
     drafter, _ = family.baseline_of(NAME, CONFIG)
     W, N, G = 4, 4, 3
     engine = Engine(llama, drafter, drafter.default_tree)
-    request = loop.Request([[1, 2, 3, 1, 2], [5]], [60, 60])
+    request = loop.DecodeRequest([[1, 2, 3, 1, 2], [5]], [60, 60])
     variables = {"backbone": backbone, "heads": {}}
     state, _ = loop.begin(engine, variables, request)
     start = np.asarray(state.drafter.window_BX)
