@@ -141,11 +141,12 @@ def load(
         text_to_ids = NoTokenizer(directory)
     opened = hf.BaseFiles.open(directory)
     head_dim = opened.config.head_dim
-    kernels = kernels or choose_kernels(devices, kind, head_dim)
+    asked = kernels
+    kernels = asked or choose_kernels(devices, kind, head_dim)
     weights = _weights(weights, directory, kind, kernels)
     number, storage = _forms(kernels, kind, devices, weights, draft_weights, activations)
-    if number != kind:
-        kernels = choose_kernels(devices, number, head_dim)
+    if number != kind:  # the engine's type instead of bfloat16
+        kernels = asked or choose_kernels(devices, number, head_dim)
     marks = Fingerprint()
     drafting = _DraftHead(stored, devices, storage.of_drafts, kernels)
 
