@@ -71,17 +71,17 @@ def choose_form(
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
     number, head_dim = jnp.dtype(dtype), base.config.head_dim
-    kernels = kernels or choose_kernels(mesh, number, head_dim)
-    weights = stored_if_possible(weights, base.source, dtype, kernels)
-    storage = choose_storage(kernels, number, mesh, weights, draft_weights, activations)
+    best = kernels or choose_kernels(mesh, number, head_dim)
+    weights = stored_if_possible(weights, base.source, dtype, best)
+    storage = choose_storage(best, number, mesh, weights, draft_weights, activations)
     if storage.panel and dtype == "bfloat16":
         # The native kernels compute in float32, which is also faster in XLA.
         number = jnp.dtype("float32")
-        kernels = choose_kernels(mesh, number, head_dim)
+        best = kernels or choose_kernels(mesh, number, head_dim)
         storage = replace(storage, weights=storage.weights or dtype)
     elif draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
-    return Form(dtype, number, storage, kernels)
+    return Form(dtype, number, storage, best)
 
 
 def stored_if_possible(
