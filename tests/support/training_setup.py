@@ -101,7 +101,7 @@ def groups_of(cfg: Config) -> dict[str, Trains]:
 
 def setup_of(cfg: Config, mesh: Any) -> Setup:
     """The loaded models of a configuration."""
-    return load_setup(RunPlan(cfg, mesh))
+    return load_setup(RunPlan(cfg, mesh, dry=True))
 
 
 def texts_of(cfg: Config) -> list[TokenRows]:
