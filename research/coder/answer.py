@@ -20,14 +20,17 @@ import numpy as np
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.distill.files import coverage, write_token_directory
+from medusa_jax.files.hf import model_shape
 from medusa_jax.heads.vocabulary import COUNTS
+from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.whole_files import Json, read_text, write_array, write_text
+from research.coder.compose import held_out_windows, windows
 
 EXAMPLES = """examples:
   python -m research coder_answer --model qwen.gguf --prompts work/coder/prompts.jsonl --out work/coder
 """
 
-SHARD = 64  # prompts of a file
+SHARD = 32  # prompts of a file
 # Tokens; both decide the shapes that are compiled, so they do not follow the prompts.
 MOST_PROMPT, MOST_NEW = 768, 256
 
@@ -42,6 +45,11 @@ class Flags:
     slots: int = flag("prompts answered at a time", 16, type=at_least(1))
     collect: bool = flag(
         "write the token directory of what is there, answer nothing", False
+    )
+    held_out_files: str = flag(
+        "for the token directory: leave out answers that share eight words in a row with these files "
+        "of JSON lines (commas between)",
+        "",
     )
 
 
@@ -106,15 +114,22 @@ def answer(flags: Flags, prompts: Sequence[Json], out: Path) -> None:
         )
 
 
-def collect(out: Path) -> None:
+def collect(flags: Flags, out: Path) -> None:
     """The token directory of all answers so far, with the counts for a draft vocabulary."""
     lines = [
         line for path in sorted(out.glob("answers_*.jsonl")) for line in read_lines(path)
     ]
     lines = [line for line in lines if line["token_ids"]]
+    barred = held_out_windows([path for path in flags.held_out_files.split(",") if path])
+    if barred:
+        tokenizer = load_tokenizer(flags.model)
+        texts = (tokenizer.decode(line["prompt_ids"] + line["token_ids"]) for line in lines)
+        lines = [
+            line for line, text in zip(lines, texts) if barred.isdisjoint(windows(text))
+        ]
     write_token_directory(out / "tokens", lines)
     ids = np.concatenate([line["token_ids"] for line in lines])
-    counts_V = np.bincount(ids)
+    counts_V = np.bincount(ids, minlength=model_shape(flags.model).vocab_size)
     write_array(out / "tokens" / COUNTS, counts_V)
     inform(
         f"{len(lines)} answers, {len(ids)} tokens in {out / 'tokens'}; {coverage(counts_V)}"
@@ -127,7 +142,7 @@ def run(flags: Flags) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if not flags.collect:
         answer(flags, read_lines(Path(flags.prompts)), out)
-    collect(out)
+    collect(flags, out)
     return 0
 
 
