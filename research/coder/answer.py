@@ -21,6 +21,7 @@ from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import inform, use_compilation_cache
 from medusa_jax.distill.files import coverage, write_token_directory
 from medusa_jax.files.hf import model_shape
+from medusa_jax.files.hub import resolve
 from medusa_jax.heads.vocabulary import COUNTS
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.whole_files import Json, read_text, write_array, write_text
@@ -129,7 +130,9 @@ def collect(flags: Flags, out: Path) -> None:
         ]
     write_token_directory(out / "tokens", lines)
     ids = np.concatenate([line["token_ids"] for line in lines])
-    counts_V = np.bincount(ids, minlength=model_shape(flags.model).vocab_size)
+    counts_V = np.bincount(
+        ids, minlength=model_shape(resolve(flags.model, ["config.json"])).vocab_size
+    )
     write_array(out / "tokens" / COUNTS, counts_V)
     inform(
         f"{len(lines)} answers, {len(ids)} tokens in {out / 'tokens'}; {coverage(counts_V)}"
