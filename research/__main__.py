@@ -36,6 +36,13 @@ COMMANDS = {
     "compose": Command(
         "smollm2", "research.smollm2.compose", "questions to distil SmolLM2's answers from"
     ),
+    "coder_sources": Command(
+        "coder", "research.coder.sources", "fetch the packages that prompts are cut from"
+    ),
+    "coder_compose": Command(
+        "coder", "research.coder.compose", "prompts of a coder: middles, functions, edits"
+    ),
+    "coder_answer": Command("coder", "research.coder.answer", "the coder's own text for them"),
 }
 
 if __name__ == "__main__":

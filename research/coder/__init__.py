@@ -1,0 +1,1 @@
+"""Text of Qwen2.5-Coder, to train draft heads on."""
