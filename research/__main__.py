@@ -42,7 +42,9 @@ COMMANDS = {
     "coder_compose": Command(
         "coder", "research.coder.compose", "prompts of a coder: middles, functions, edits"
     ),
-    "coder_answer": Command("coder", "research.coder.answer", "the coder's own text for them"),
+    "coder_answer": Command(
+        "coder", "research.coder.answer", "the coder's own text for them"
+    ),
 }
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import Program, at_least, flag
-from medusa_jax.console import inform, use_compilation_cache
+from medusa_jax.console import inform
 from medusa_jax.distill.files import coverage, write_token_directory
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
