@@ -53,8 +53,12 @@ def read_config(path: str) -> LlamaConfig:
       UserError: no such file, or an unsupported feature.
     """
     file = os.path.join(path, "config.json")
-    if not os.path.exists(file) and os.path.exists(f"{path}/adapter_config.json"):
-        raise UserError(f"{path} is an adapter: save the model that PEFT merges it into")
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
+        what = "has" if os.path.exists(file) else "is"
+        raise UserError(
+            f"{path} {what} an adapter (adapter_config.json), which transformers applies to the model: save the "
+            "model that PEFT merges it into"
+        )
     return parse_config(file, read_json(file))
 
 

@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import read_json
 from medusa_jax.files.tensor import Tensor, Tensors
@@ -71,10 +72,19 @@ def open_checkpoint(directory: str) -> Tensors:
 
 
 def weights_file(directory: str) -> str:
-    """The file of a model's weights, or the index of its shards; "" if there is none, or for a GGUF file."""
-    names = [name + end for name in WEIGHTS for end in (INDEX, "")]
-    paths = [os.path.join(directory, name) for name in names]
-    return next((path for path in paths if os.path.isfile(path)), "")
+    """The file of a model's weights, or the index of its shards; "" if there is none, or for a GGUF file.
+
+    The order is that of transformers, which writes such directories: a single file is newer than the shards that a
+    longer-lived index still names. A line says which other files were not read.
+    """
+    names = [name + end for name in WEIGHTS for end in ("", INDEX)]
+    files = [name for name in names if os.path.isfile(os.path.join(directory, name))]
+    if not files:
+        return ""
+    chosen, *ignored = files
+    if ignored:
+        inform(f"{directory}: reading {chosen}, not {', '.join(ignored)}")
+    return os.path.join(directory, chosen)
 
 
 def stands_for_gguf(directory: str) -> bool:

@@ -163,7 +163,7 @@ def test_unreadable_directories(tmp_path, model_dir):
     fails(model_dir / "config.json", "is a file; give the directory")
     fails(tmp_path, r"config\.json cannot be read: No such file")
     (tmp_path / "adapter_config.json").write_text("{}")
-    fails(tmp_path, "is an adapter: save the model that PEFT merges it into")
+    fails(tmp_path, "is an adapter .* save the model that PEFT merges it into")
     shutil.copy(model_dir / "config.json", tmp_path)
     fails(tmp_path, "holds no weights: looked for model.safetensors")
     lfs = "version https://git-lfs.github.com/spec/v1\n"
@@ -256,6 +256,28 @@ def test_broken_index(copy):
     ):
         index.write_text(json.dumps({"weight_map": weight_map}))
         fails(path, message)
+
+
+def test_a_single_file_is_read_before_an_older_index(copy, capsys):
+    """transformers' order: `save_pretrained` over a sharded directory leaves the index, with or without its shards."""
+    path, state = copy
+    name = "model.norm.weight"
+    save_file(state | {name: state[name] + 1}, path / "old.safetensors")
+    index = {"weight_map": dict.fromkeys(state, "old.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for _ in range(2):
+        _, params = load(path)
+        np.testing.assert_array_equal(params["norm"]["scale"], state[name])
+        line = "reading model.safetensors, not model.safetensors.index.json"
+        assert line in capsys.readouterr().err
+        (path / "old.safetensors").unlink(missing_ok=True)
+
+
+def test_an_adapter_in_a_models_directory_is_refused(copy):
+    """transformers applies it, so the files alone are another model."""
+    path, _ = copy
+    (path / "adapter_config.json").write_text("{}")
+    fails(path, "has an adapter .* save the model that PEFT merges it into")
 
 
 def test_storage_types_and_fingerprint(model_dir, tmp_path):
