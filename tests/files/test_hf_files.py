@@ -164,6 +164,7 @@ def test_unreadable_directories(tmp_path, model_dir):
     fails(tmp_path, r"config\.json cannot be read: No such file")
     (tmp_path / "adapter_config.json").write_text("{}")
     fails(tmp_path, "is an adapter .* save the model that PEFT merges it into")
+    (tmp_path / "adapter_config.json").unlink()
     shutil.copy(model_dir / "config.json", tmp_path)
     fails(tmp_path, "holds no weights: looked for model.safetensors")
     lfs = "version https://git-lfs.github.com/spec/v1\n"
