@@ -198,7 +198,7 @@ class GroupedBackbone:
         return self.backbone(frozen).forward(*losses.rows(batch))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit` hashes it, by identity
 class StageLoss:
     """The loss of a stage: L_LM, sum_k lambda_k L_k (Medusa equation 1), or both (equation 2).
 
