@@ -32,7 +32,8 @@ class Tiny(LastHidden):
         """h_t [..., D] and the token after t [...] -> x_k [..., D]."""
         hidden = hidden.astype(backbone.llama.dtype)
         both = jnp.concatenate([hidden, backbone.embed(root)], axis=-1)
-        linear = Linear(self.llama.d_model, False, backbone.llama.dtype)
+        dtype, kernels = backbone.llama.dtype, backbone.kernels
+        linear = Linear(self.llama.d_model, dtype=dtype, kernels=kernels)
         return hidden + jax.nn.silu(applied(linear, params[f"heads_{k}"]["layers_0"], both))
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
