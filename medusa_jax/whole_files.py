@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_jax.errors import UserError
+
+if TYPE_CHECKING:  # `--help` and bad flags need no NumPy
+    import numpy as np
 
 # A JSON object.
 Json = dict[str, Any]
@@ -177,18 +178,22 @@ def _int(digits: str) -> int:
     return number
 
 
-def write_array(path: str | Path, array: np.ndarray) -> None:
+def write_array(path: str | Path, array: "np.ndarray") -> None:
     """Write a NumPy file."""
+    import numpy as np
+
     with replacing(path) as new, open(new, "wb") as file:
         np.save(file, array)
 
 
-def read_array(path: str | Path, mmap_mode: Literal["r"] | None = None) -> np.ndarray:
+def read_array(path: str | Path, mmap_mode: Literal["r"] | None = None) -> "np.ndarray":
     """Read or memory-map a NumPy file.
 
     Raises:
       UserError: no such file, or it has no array.
     """
+    import numpy as np
+
     try:
         array = np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
         if not isinstance(array, np.ndarray):

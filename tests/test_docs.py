@@ -117,5 +117,6 @@ def test_every_field_of_a_configuration_is_on_its_page():
         for field in dataclasses.fields(drafter_class(drafter).Config):
             assert f"| `heads.{field.name}` |" in shown, field.name
     assert (
-        "warmup_steps` | `40` | int, at least -1 | -1: a twentieth of the steps. |" in shown
+        "warmup_steps` | `40` | int, at least -1 | Steps of a linear warm-up; -1 = a twentieth"
+        in shown
     )

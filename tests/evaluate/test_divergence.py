@@ -29,7 +29,7 @@ class OneBackbone:
         self.config = tiny_arch(vocab_size=17)
         self.params = random_params(self.config, 2)
         llama, backbone = decoder(self.config, self.params, dtype)
-        self.backbone = Backbone(llama, backbone)
+        self.backbone, self.kernels = Backbone(llama, backbone), llama.kernels
 
     def request(self, prompts, options, ids):
         return request_of(prompts, options, self.config, (), ids, self.guides)
