@@ -121,7 +121,7 @@ def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
         return
     able, unable = engines_for(heads, arch if is_here(model) else None)
     targets = [f"{engine} ({target})" for engine, target in able.items()]
-    inform(f"engines for these heads (convert --to): {', '.join(targets)}")
+    inform(f"engines for these heads (convert --to): {', '.join(targets) or 'none'}")
     for engine, why in unable.items():
         inform(f"not {engine}: {why}")
 

@@ -42,6 +42,10 @@ def drafter_class(name: str) -> type[Drafter]:
         raise UserError(
             f"{target!r} is not a class of drafters (heads/drafter.py: Drafter)"
         )
+    if kind.Config.__hash__ is None:
+        raise UserError(
+            f"{target!r}: its Config cannot be a static argument: declare it with @dataclass(unsafe_hash=True)"
+        )
     return kind
 
 

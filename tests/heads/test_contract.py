@@ -270,7 +270,7 @@ def test_any_drafter_gives_the_autoregressive_text(name, acceptance):
     lengths = np.asarray(progress.histogram_BL).sum(0)
     if name not in NAMES:  # of a repeated text as far as the chain goes, not by chance
         assert lengths[0] > 0 and lengths[1:].sum() > 0
-    else:
+    elif name in DRAFTERS:  # another package's random heads may never be right by chance
         assert (lengths[:3] > 0).all()
     *_, streamed = loop.stream(engine, variables, request, chunk_steps=3)
     assert texts_of(streamed) == plain_texts(acceptance)

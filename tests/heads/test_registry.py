@@ -90,3 +90,18 @@ def test_a_file_does_not_choose_code_to_import(tmp_path, monkeypatch):
     file.write_text(json.dumps(described))
     with pytest.raises(UserError, match="is not a class of drafters"):
         own_heads.open_own(str(tmp_path))
+
+
+def test_a_config_that_cannot_be_hashed_is_refused(monkeypatch, tmp_path):
+    """`jit` takes the drafter, and so its Config, as a static argument."""
+    (tmp_path / "plain_config.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from examples.tiny_drafter import Tiny\n"
+        "from medusa_jax.arch import HeadsConfig\n\n"
+        "@dataclass\n"
+        "class Config(HeadsConfig):\n    gated: bool = True\n\n"
+        "class Plain(Tiny):\n    Config = Config\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match="unsafe_hash=True"):
+        registry.drafter_class("plain_config:Plain")
