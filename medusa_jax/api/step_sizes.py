@@ -1,4 +1,4 @@
-"""`--tree auto`: sizes of one tree that the steps of a request choose from, and their costs on this machine."""
+"""`--tree auto`: the tree sizes that steps choose from, and their costs on this machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ from medusa_jax.whole_files import Json
 def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
     """Whether the text cannot depend on the trees of its steps.
 
-    It can if the rule reads the drafts, with a limit of steps, and in 16-bit arithmetic, where passes over different
-    numbers of tokens round differently. With a constraint the host takes part in every step.
+    It depends on them if the rule reads the drafts, with a limit of steps, and in 16-bit arithmetic, where passes over
+    different numbers of tokens round differently. With a constraint the host takes part in every step.
     """
     exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
     return exact and all(o.max_steps is None and o.constraint is None for o in rows)
@@ -45,12 +45,12 @@ class StepSizes:
     _costs: dict[str, list[float]] = field(default_factory=dict)
 
     def gated(self, drafter: Drafter, engine: Engine) -> Engine:
-        """The engine whose steps choose among the sizes of its tree; the same if plain decoding is the only one."""
+        """Return the engine whose steps choose among the sizes of its tree; `engine` if there is one size."""
         sizes = sizes_of(engine.tree, self.calibrated)
         return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
 
     def gate(self, engine: Engine, rows: int) -> Gate:
-        """The gate before a text of a gated engine; without known costs all steps take as long."""
+        """The gate at the start of a text; unmeasured steps are assumed to cost the same."""
         costs = self.costs(engine, rows) or [1.0] * len(engine.gated)
         return Gate.before_text(
             engine.gated, costs, tokens_of(engine.gated, self.calibrated)
@@ -68,7 +68,7 @@ class StepSizes:
         return self._costs[key]
 
     def measure(self, engine: Engine, variables: Params, state: DecodeState) -> Gate:
-        """Measure the costs and keep them; returns the gate. Consumes the state."""
+        """Measure and store the costs; returns the gate. Consumes the state."""
         rows, cache = len(state.length_B), self._cache(engine)
         costs = step_costs(engine, variables, state, self.gate(engine, rows))
         cache.write(cache.read() | {self._key(engine, rows): costs})
@@ -76,7 +76,7 @@ class StepSizes:
         return self.gate(engine, rows)
 
     def _key(self, engine: Engine, rows: int) -> str:
-        """Sampling draws noise for every level of the tree, so the rule matters."""
+        """Key of measured costs; sampling draws noise for every level, so the rule is part of it."""
         sizes = ",".join(str(tree.n_nodes) for tree in engine.gated)
         return f"{rows} {engine.acceptance} {sizes}"
 
@@ -98,7 +98,7 @@ class StepSizes:
 
 
 def _checked(costs: Any, n: int) -> list[float] | None:
-    """The n costs of a note; None if it is damaged, so that they are measured again."""
+    """The n costs of a cache entry; None if it is damaged, so that they are measured again."""
     if not isinstance(costs, list) or len(costs) != n:
         return None
     numbers = all(isinstance(x, int | float) and 0 < x < np.inf for x in costs)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.api.streaming import Chunk
+from medusa_jax.api.text_stream import Chunk
 from medusa_jax.commands.decode_report import LEGEND, coloured
 from medusa_jax.commands.flags import file_to_write
 from medusa_jax.commands.turn_input import TurnInput
@@ -119,14 +119,14 @@ class Chat:
             return self.reply()
         name, *value = text.split(maxsplit=1)
         name = ALIASES.get(name, name)
-        known = {usage.split()[0]: usage for usage in COMMANDS}
-        if name not in known:
-            near = did_you_mean(name, known)
+        usages = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in usages:
+            hint = did_you_mean(name, usages)
             raise UserError(
-                f"there is no command {name}{near} (there are {', '.join(known)})"
+                f"there is no command {name}{hint} (there are {', '.join(usages)})"
             )
-        if len(known[name].split()) != 1 + len(value):
-            raise UserError(f"write {known[name]}")
+        if len(usages[name].split()) != 1 + len(value):
+            raise UserError(f"write {usages[name]}")
         getattr(self, name[1:])(*value)
 
     # The commands, by name.
@@ -163,12 +163,15 @@ class Chat:
         self._change(self.options, value)
 
     def _change(self, options: Options, spec: str | None) -> None:
-        sampled, before = options.temperature > 0, (self.options.temperature > 0, self.spec)
+        sampled, program = (
+            options.temperature > 0,
+            (self.options.temperature > 0, self.spec),
+        )
         self.model.engine(spec, self.acceptance, sampled)  # may refuse
         with announced("compiling"):
             self._compiled.result()
         self.options, self.spec = options, spec
-        if (sampled, spec) != before:
+        if (sampled, spec) != program:
             self._compile()
 
     def stats(self) -> None:
@@ -202,24 +205,24 @@ class Chat:
         Raises:
           UserError: the turn alone is too long for the context, or cannot be answered; nothing changes.
         """
-        before = self.messages
-        asked = {"role": "user", "content": self._asked}
-        self.messages = [*(before[:-2] if self._answered else before), asked]
+        history = self.messages
+        turn = {"role": "user", "content": self._asked}
+        self.messages = [*(history[:-2] if self._answered else history), turn]
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
         shown, note = "", "(stopped)"
         try:
             prompt = self.fitting_prompt()
             with announced("compiling"):
                 self._compiled.result()
-            for pieces, done in self._stream(prompt, options):
+            for pieces, results in self._stream(prompt, options):
                 for part, depth in (pair for piece in pieces for pair in piece.parts):
                     shown += part
                     sys.stdout.write(coloured(part, depth) if self.show_drafts else part)
                 sys.stdout.flush()
-                if done:
-                    note = self._note(done[0], shown)
+                if results:
+                    note = self._note(results[0], shown)
         except UserError:
-            self.messages = before
+            self.messages = history
             raise
         except KeyboardInterrupt:
             pass
@@ -230,7 +233,7 @@ class Chat:
             self.messages.append({"role": "assistant", "content": shown})
             self._answered, self._stopped = True, note == "(stopped)"
         else:
-            self.messages = before
+            self.messages = history
 
     def _note(self, result: Result, shown: str) -> str:
         """The line below a whole reply."""
@@ -270,9 +273,9 @@ class Chat:
 def speed(results: list[Result]) -> str:
     """Tokens, tokens per second and tokens per step of some replies."""
     tokens = sum(result.new_tokens for result in results)
-    later, steps = tokens - len(results), sum(result.steps for result in results)
+    step_tokens, steps = tokens - len(results), sum(result.steps for result in results)
     seconds = sum(result.decode_seconds for result in results)
     return (
-        f"{tokens} tokens, {later / max(seconds, 1e-9):.0f} tokens/s, "
-        f"{later / max(steps, 1):.2f} tokens a step"
+        f"{tokens} tokens, {step_tokens / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{step_tokens / max(steps, 1):.2f} tokens a step"
     )

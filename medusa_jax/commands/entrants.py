@@ -42,7 +42,7 @@ def tree_specs(text: str) -> list[str]:
 
 def default_names(model: str | None) -> list[str]:
     """All heads that come with the model, and the drafters that need none."""
-    from medusa_jax.api.finding import bundled_draft_model, bundled_heads
+    from medusa_jax.api.bundles import bundled_draft_model, bundled_heads
 
     draft_model = ["draft_model"] if bundled_draft_model(model) else []
     return [*bundled_heads(model), *draft_model, "prompt_lookup"]
@@ -50,14 +50,14 @@ def default_names(model: str | None) -> list[str]:
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
     """The drafters, all on one copy of the backbone; `trees` for those named without one."""
-    first: Model | None = None
-    for each in names:
-        name, _, tree = each.partition("@")
+    base: Model | None = None
+    for entry in names:
+        name, _, tree = entry.partition("@")
         specs = tree_specs(tree or trees)
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
-        first = first or model
-        model.variables = model.variables | {"backbone": first.variables["backbone"]}
+        base = base or model
+        model.variables = model.variables | {"backbone": base.variables["backbone"]}
         by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, by_spec)
 
@@ -87,7 +87,7 @@ def batch_contenders(
 
     contenders: list[Contender[Sequence[list[int]]]] = []
     for batch in batches:
-        plain = len(contenders)
+        baseline = len(contenders)
         rows = [("plain", entrants[0].model, Tree.none())]
         for e in entrants:
             for spec, tree in e.trees.items():
@@ -102,5 +102,5 @@ def batch_contenders(
                 "temperature": options.temperature,
             }
             weights = model.storage.weights or str(model.dtype)
-            contenders.append(Contender(label, decode, weights, facts, against=plain))
+            contenders.append(Contender(label, decode, weights, facts, against=baseline))
     return contenders

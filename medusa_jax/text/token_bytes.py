@@ -99,9 +99,9 @@ def _steps(component: Any) -> list[Json]:
 
 def _keeps_length(step: Json) -> bool:
     if step["type"] == "Replace":
-        replaced = step["pattern"].get("String")
-        return replaced is not None and len(step["content"].encode()) >= len(
-            replaced.encode()
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(step["content"].encode()) >= len(
+            pattern.encode()
         )
     if step["type"] == "Split":
         return step["behavior"] != "Removed"

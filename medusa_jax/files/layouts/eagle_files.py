@@ -60,7 +60,7 @@ class EagleFiles(Layout):
 
     def write(self, export: Export, out: str) -> None:
         """With a copy of the backbone's embedding."""
-        arrays, config = _written(export)
+        arrays, config = _arrays_and_config(export)
         config |= {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
         export.write(out, "pytorch_model.bin", arrays, config)
 
@@ -73,7 +73,7 @@ class EagleForSGLang(EagleFiles):
 
     def write(self, export: Export, out: str) -> None:
         """SGLang knows the heads by `architectures`; it takes `bias` for biases of the attention."""
-        arrays, config = _written(export)
+        arrays, config = _arrays_and_config(export)
         arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
         config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
         config["torch_dtype"] = export.kind.name
@@ -91,7 +91,7 @@ class EagleForVLLM(EagleFiles):
 
     def write(self, export: Export, out: str) -> None:
         """vLLM takes `bias` for biases of the attention."""
-        arrays, config = _written(export)
+        arrays, config = _arrays_and_config(export)
         config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)
 
@@ -107,7 +107,7 @@ def locate_in_layers(path: str) -> tuple[str, bool]:
     return key.removeprefix("model."), transposed
 
 
-def _written(export: Export) -> tuple[Arrays, Json]:
+def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
     arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     n_layers = export.stored.heads.n_layers

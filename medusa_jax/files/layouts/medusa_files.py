@@ -32,7 +32,7 @@ from medusa_jax.files.layouts.medusa_forms import (
     vllm_form_of,
 )
 from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.tensor import Tensors, take_rows, whole
+from medusa_jax.files.tensor import Tensors, read_whole, take_rows
 
 # `StoredHeads.layout`.
 HEADS_ONLY = "Medusa heads"
@@ -197,10 +197,10 @@ def _check_count(files: HeadFiles, what: str, count: int, *fields: str) -> None:
     Raises:
       UserError: another number of layers; of heads the keys decide, and the user is told.
     """
-    described = next((files.config[name] for name in fields if name in files.config), None)
-    if type(described) is not int or described == count:
+    number = next((files.config[name] for name in fields if name in files.config), None)
+    if type(number) is not int or number == count:
         return
-    problem = f"{files.source} holds {count} {what}, its config.json says {described}"
+    problem = f"{files.source} holds {count} {what}, its config.json says {number}"
     if what == "layers":
         raise UserError(problem)
     inform(problem)
@@ -214,7 +214,7 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     if _TOKEN_MAP not in tensors:
         return tensors, None
     tensors = dict(tensors)
-    ids = whole(tensors.pop(_TOKEN_MAP))
+    ids = read_whole(tensors.pop(_TOKEN_MAP))
     if ids.ndim != 1 or ids.dtype.kind != "i" or len(np.unique(ids)) != len(ids):
         raise UserError(f"{source}: {_TOKEN_MAP} is not a list of different tokens")
     order = np.argsort(ids)
