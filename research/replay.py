@@ -25,7 +25,7 @@ from medusa_jax.commands.model_flags import (
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import prompt_of_record, read_prompts, spread
+from medusa_jax.evaluate.questions import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.text_ranks import Text, record
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
@@ -140,7 +140,7 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     if fitted:
-        texts = rank_texts(model, [prompt_of_record(model, one) for one in fitted], options)
+        texts = rank_texts(model, [record_prompt(model, one) for one in fitted], options)
         return order_by_steps(texts, GROWTH, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")

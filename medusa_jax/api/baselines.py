@@ -99,10 +99,8 @@ def load_baseline(
     if not baseline.path:
         return baseline.config, {}
     directory = resolve(baseline.path)
-    two_tokenizers = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
-    if two_tokenizers and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(
-        PROBE
-    ):
+    compare = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
+    if compare and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(PROBE):
         raise UserError(
             f"the draft model {baseline.path} has another tokenizer than the model: its tokens "
             "would mean something else"

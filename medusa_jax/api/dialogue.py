@@ -40,18 +40,10 @@ class Dialogue:
         self, prompt: Sequence[int], options: Options, **engine_options: Any
     ) -> Iterator[Chunk]:
         """Stream like `Model.stream([prompt], options)`; the caller may stop early."""
-        rows_options, engine, request = self.model.plan(
-            [prompt], options, None, engine_options
-        )
+        opts, engine, request = self.model.plan([prompt], options, None, engine_options)
         variables = self.model.variables_by(engine.acceptance)
         yield from stream_rows(
-            self.model.tokenizer,
-            rows_options,
-            engine,
-            variables,
-            request,
-            0.0,
-            row_cache=self,
+            self.model.tokenizer, opts, engine, variables, request, 0.0, row_cache=self
         )
 
     def begin(

@@ -187,11 +187,9 @@ class Model:
         if tree.drafted.depth and not self.drafts:
             raise no_heads
         self.drafter.check_tree(tree)
-        draft_vocab = self.drafter.heads.draft_vocab
-        if tree.max_rank >= (draft_vocab or self.config.vocab_size):
-            whose = (
-                f"heads' draft vocabulary of {draft_vocab}" if draft_vocab else "vocabulary"
-            )
+        size = self.drafter.heads.draft_vocab
+        if tree.max_rank >= (size or self.config.vocab_size):
+            whose = f"heads' draft vocabulary of {size}" if size else "vocabulary"
             raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
         return tree
 

@@ -281,12 +281,10 @@ def logprobs_of_row(progress: Progress, row: int, places: slice, n: int | None) 
     """The log-probability fields of a result for some tokens, with `n` alternatives."""
     if n is None or progress.logprobs is None:
         return {}
-    logprobs = jax.tree.map(
-        lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs
-    )
-    likeliest = zip(logprobs.best_ids_BON, logprobs.best_BON)
+    lists = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)
+    likeliest = zip(lists.best_ids_BON, lists.best_BON)
     return {
-        "logprobs": logprobs.token_BO,
+        "logprobs": lists.token_BO,
         "top_logprobs": [
             [(i, p) for i, p in zip(ids[:n], values[:n]) if p > -math.inf]
             for ids, values in likeliest

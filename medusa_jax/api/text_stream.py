@@ -117,8 +117,8 @@ class GrowingTexts:
         pieces = []
         for row, text in enumerate(self.rows):
             span = slice(self._seen[row], int(counts[row]))
-            ids, depths_of_ids = tokens[row, span].tolist(), depths[row, span].tolist()
-            parts = text.take(ids, depths_of_ids, bool(self._ended[row]))
+            ids, levels = tokens[row, span].tolist(), depths[row, span].tolist()
+            parts = text.take(ids, levels, bool(self._ended[row]))
             self._seen[row] = int(counts[row])
             if parts:
                 pieces.append(Piece(row, "".join(p for p, _ in parts), parts))
@@ -156,13 +156,13 @@ def stream_rows(
     prefilled: float | None = None
 
     def results(end: float) -> list[Result]:
-        first_token = prefilled or end
-        seconds = (first_token - start, end - first_token, compile_seconds)
-        results_of_rows = results_of(tokenizer, rows, request, progress, seconds)
-        for result, text in zip(results_of_rows, texts.rows):
+        middle = prefilled or end
+        seconds = (middle - start, end - middle, compile_seconds)
+        batch = results_of(tokenizer, rows, request, progress, seconds)
+        for result, text in zip(batch, texts.rows):
             if text.stopped:
                 result.cut(text.tokens_used, text.text)
-        return results_of_rows
+        return batch
 
     reported: set[int] = set()
     if request.guides is None:
@@ -179,9 +179,9 @@ def stream_rows(
         prefilled = prefilled or time.perf_counter()
         if ended and (row_ids := set(np.flatnonzero(texts.ended_B).tolist()) - reported):
             reported |= row_ids
-            results_of_rows = results(time.perf_counter())
+            batch = results(time.perf_counter())
             for row in sorted(row_ids):
-                ended(row, results_of_rows[row])
+                ended(row, batch[row])
         yield pieces, None
         if texts.ended_B.all():
             break

@@ -82,9 +82,7 @@ class TreeChoice:
         if calibrated and chooses:
             ladder = ladder or {batch: auto_tree(calibrated, platform)}
             if is_narrow(storage) and calibrated.get("mark") != mark:
-                ladder = {
-                    rows: small_tree(tree, calibrated) for rows, tree in ladder.items()
-                }
+                ladder = {n: small_tree(t, calibrated) for n, t in ladder.items()}
         tree: str | Tree = spec
         if ladder:
             tree = tree_at(ladder, batch)

@@ -23,12 +23,7 @@ from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import (
-    DEMO_PROMPTS,
-    prompts_of_records,
-    read_prompts,
-    spread,
-)
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json
@@ -155,7 +150,7 @@ def prompts_of(flags: RaceFlags) -> list[Json]:
 def prompt_tasks(flags: RaceFlags, model: "Model") -> Tasks:
     """The prompts of --prompts."""
     records = prompts_of(flags)
-    texts, options = prompts_of_records(model, records, generation_options(flags))
+    texts, options = record_prompts(model, records, generation_options(flags))
     prompts = [model.encode(text) for text in texts]
     categories = [str(r.get("category", r.get("file", "all"))) for r in records]
     return Tasks(prompts, categories, options, (), range(len(prompts)), {})

@@ -28,14 +28,10 @@ def listing(prog: str, commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands))
     lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help lists its flags)"]
     for group in dict.fromkeys(command.group for command in commands.values()):
-        commands_of_group = [
-            (name, c.what) for name, c in commands.items() if c.group == group
-        ]
-        lines += [
-            "",
-            f"{group}:",
-            *(f"  {name:{width}}  {what}" for name, what in commands_of_group),
-        ]
+        lines += ["", f"{group}:"]
+        for name, command in commands.items():
+            if command.group == group:
+                lines.append(f"  {name:{width}}  {command.what}")
     return "\n".join(lines)
 
 

@@ -83,7 +83,7 @@ def run(flags: Flags) -> int:
 
     from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.commands.bench import out_directory
-    from medusa_jax.evaluate.questions import prompts_of_records, read_prompts
+    from medusa_jax.evaluate.questions import read_prompts, record_prompts
     from medusa_jax.evaluate.tree_fit import fit_tree
 
     use_compilation_cache()
@@ -96,7 +96,7 @@ def run(flags: Flags) -> int:
     out = file_to_write(flags.out, "--out")
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
-    prompts, options = prompts_of_records(model, records, generation_options(flags))
+    prompts, options = record_prompts(model, records, generation_options(flags))
     inform(
         f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
         f"trees for each of {len(batches)} batch sizes"

@@ -163,15 +163,13 @@ class Chat:
         self._change(self.options, value)
 
     def _change(self, options: Options, spec: str | None) -> None:
-        sampled, program = (
-            options.temperature > 0,
-            (self.options.temperature > 0, self.spec),
-        )
+        sampled = options.temperature > 0
+        same_program = (sampled, spec) == (self.options.temperature > 0, self.spec)
         self.model.engine(spec, self.acceptance, sampled)  # may refuse
         with announced("compiling"):
             self._compiled.result()
         self.options, self.spec = options, spec
-        if (sampled, spec) != program:
+        if not same_program:
             self._compile()
 
     def stats(self) -> None:

@@ -115,16 +115,10 @@ def summary(facts: Json, first_seconds: float) -> str:
 
 
 def _difference(facts: Json) -> str:
-    divergence = facts["first_divergence"]
+    position, gap = facts["first_divergence"]["position"], facts["first_divergence"]["gap"]
     if not facts["lossless"]:
-        return f"other text from token {divergence['position']} on (lossy acceptance)"
+        return f"other text from token {position} on (lossy acceptance)"
     if facts["acceptance"] == "rejection":
-        return (
-            f"other draws from the same distribution from token {divergence['position']} on"
-        )
-    gap = (
-        "one text ends"
-        if divergence["gap"] is None
-        else f"score gap {divergence['gap']:.2g}"
-    )
-    return f"first difference at token {divergence['position']} ({gap})"
+        return f"other draws from the same distribution from token {position} on"
+    reason = "one text ends" if gap is None else f"score gap {gap:.2g}"
+    return f"first difference at token {position} ({reason})"

@@ -155,10 +155,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         old_lines = files.finished_lines(path, seeds, answers)
         if old_lines:
             inform(f"{len(old_lines)} of {len(seeds)} seeds are answered already")
-    is_answered = hosts.broadcast_from_first(
-        np.array([seed.number in old_lines for seed in seeds])
-    )
-    open_seeds = [seed for seed, answered in zip(seeds, is_answered) if not answered]
+    is_open = np.array([seed.number not in old_lines for seed in seeds])
+    is_open = hosts.broadcast_from_first(is_open)
+    open_seeds = [seed for seed, unanswered in zip(seeds, is_open) if unanswered]
     start, n_before = time.perf_counter(), len(seeds) - len(open_seeds)
     progress = ProgressBar("answers", len(seeds), "seed", n_before, hosts.first())
     user_options = dataclasses.replace(

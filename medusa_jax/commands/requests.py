@@ -20,15 +20,11 @@ def sampling_defaults(model: str | None) -> dict[str, Any]:
     """The sampling that a model's publisher recommends, {} if it is greedy or not named."""
     if row := named_model(model):
         return dict(row.sampling)
-    settings = generation_config(find_model(model))
-    if settings.get("do_sample") is not True:
+    config = generation_config(find_model(model))
+    if config.get("do_sample") is not True:
         return {}
-    sampling = {
-        name: settings[name]
-        for name in SAMPLING
-        if type(settings.get(name)) in (int, float)
-    }
-    return {"temperature": 1.0} | sampling
+    numbers = {k: config[k] for k in SAMPLING if type(config.get(k)) in (int, float)}
+    return {"temperature": 1.0} | numbers
 
 
 def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:

@@ -63,12 +63,11 @@ def compare(
     prompts: Sequence[Prompt],
     options: Options | Sequence[Options],
     *,
-    tree: str | Tree | None = None,
     ids: Sequence[int] | None = None,
     repeats: int = 3,
     **engine_options: Any,
 ) -> list[Comparison]:
-    """Decode with the tree and without, `repeats` interleaved runs of each.
+    """Decode with drafts and without, `repeats` interleaved runs of each.
 
     With a lossy acceptance rule the autoregressive runs use plain sampling (or greedy decoding).
 
@@ -84,7 +83,7 @@ def compare(
             "max_steps would end the drafted and the plain text in different places: compare without it"
         )
     sides = [
-        lambda: model.generate(prompts, options, ids, tree=tree, **engine_options),
+        lambda: model.generate(prompts, options, ids, **engine_options),
         lambda: model.generate(prompts, options, ids, tree=Tree.none()),
     ]
     drafted, plain = (

@@ -15,8 +15,8 @@ from medusa_jax.whole_files import Json
 ARTICLE = ("Article: ", "Summary: ")
 
 
-def read_questions(path: str, limit: int = 0) -> list[Json]:
-    """Read the first `limit` questions of a file (0 is all), each with these fields.
+def read_questions(path: str) -> list[Json]:
+    """Read the questions of a file, each with these fields.
 
     question_id, category: from the file; else its number and the name of the data set.
     turns: the user's turns; [] if a record has only `prompt_ids`.
@@ -26,7 +26,7 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
     Raises:
       UserError: not readable, or in an unknown format.
     """
-    records = read_records(path)[: limit or None]
+    records = read_records(path)
     forms = (form for form in FORMATS if all(name in records[0] for name in form.fields))
     form = next(forms, PROMPTS if _are_prompts(records) else None)
     if form is None:

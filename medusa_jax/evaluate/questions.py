@@ -79,7 +79,7 @@ def prompt_of(question: Json) -> str | list[int]:
     return ids if ids or "prompt" not in question else question["prompt"]
 
 
-def prompt_of_record(model: "Model", record: Json, template: str = "") -> str | list[int]:
+def record_prompt(model: "Model", record: Json, template: str = "") -> str | list[int]:
     """Return the prompt of a record; of a conversation, everything up to its last user turn; of a
     question with `turns`, the first.
 
@@ -102,7 +102,7 @@ def prompt_of_record(model: "Model", record: Json, template: str = "") -> str | 
     return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
 
 
-def prompts_of_records(
+def record_prompts(
     model: "Model", records: Sequence[Json], options: "Options"
 ) -> "tuple[list[str | list[int]], Options]":
     """The prompts of records, and options whose texts end where a chat template ends a turn."""
@@ -110,7 +110,7 @@ def prompts_of_records(
 
     if {"messages", "turns"} & records[0].keys():
         options = ending_turns(model.tokenizer, model.eos_ids, options, "")
-    return [prompt_of_record(model, record) for record in records], options
+    return [record_prompt(model, record) for record in records], options
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:

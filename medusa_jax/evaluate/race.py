@@ -118,10 +118,8 @@ def timed_runs(
     medians: list[list[Run]] = [[] for _ in contenders]
     for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
         runs = [partial(c.decode, prompt) for c in contenders]
-        for contender_runs, of_one in zip(
-            medians, zip(*in_rounds(runs, rounds)), strict=True
-        ):
-            contender_runs.append(with_median_times(of_one))
+        for one, repeats in zip(medians, zip(*in_rounds(runs, rounds)), strict=True):
+            one.append(with_median_times(repeats))
     return medians
 
 
@@ -135,7 +133,7 @@ def rows_of(
     Raises:
       UserError: every answer ended with its first token, so no step was timed.
     """
-    if not all(sum(run.tokens for run in contender_runs) for contender_runs in runs):
+    if not all(sum(run.tokens for run in of_one) for of_one in runs):
         raise UserError(
             "every answer ended with its first token, so no step was timed: raise "
             "--max_new_tokens or use other prompts"
@@ -184,9 +182,8 @@ def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
         latency = step / (base_spent / max(1, base_steps))
         error = speedup * latency / length - 1 if length else 0.0
         per_step = (length, step, latency, error)
-    texts, base_texts = (
-        [text for r in runs for text in r.texts] for runs in (ours, baseline)
-    )
+    texts = [text for run in ours for text in run.texts]
+    base_texts = [text for run in baseline for text in run.texts]
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
         "speedup": speedup,

@@ -63,7 +63,7 @@ def fit_tree(
       keep: file that keeps the ranks of finished texts, so that an interrupted run continues.
     """
     texts = rank_texts(model, prompts, options, keep)
-    all_texts = TextRanks.join(texts)
+    total = TextRanks.join(texts)
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(texts)
     sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
@@ -73,11 +73,14 @@ def fit_tree(
         temperature=options.temperature, rounds=rounds,
     )  # fmt: skip
     timed = {rows: time_trees(rows) for rows in batches}
-    rungs = [rung_of(rows, figures_of(timed[rows], tokens)) for rows in batches]
-    device, base_rounds = jax.devices()[0], timed[batches[0]]
+    rungs = []
+    for rows in batches:
+        table = figures_of(timed[rows], tokens)
+        rungs.append({"nodes": fastest(table), "batch": rows, "rows": table})
+    device, base = jax.devices()[0], timed[batches[0]]
     seconds = {
-        order.tree(n): float(np.median([s for m, s, _ in base_rounds if m == n]))
-        for n in sorted({m for m, _, _ in base_rounds})
+        order.tree(n): float(np.median([s for m, s, _ in base if m == n]))
+        for n in sorted({m for m, _, _ in base})
     }
     return {
         "choices": [list(c) for c in order.growth[: rungs[0]["nodes"] - 1]],
@@ -95,10 +98,8 @@ def fit_tree(
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
-            "positions": len(all_texts.ranks_PK),
-            "head_accuracies": np.round(
-                growth.head_accuracies(all_texts.ranks_PK), 4
-            ).tolist(),
+            "positions": len(total.ranks_PK),
+            "head_accuracies": np.round(growth.head_accuracies(total.ranks_PK), 4).tolist(),
             "ladder": [figures(texts, seconds, t, tokens[t.n_nodes]) for t in seconds],
         },
         "batches": rungs,
@@ -165,23 +166,17 @@ def time_sizes(
     engine = partial(model.engine, sampled=temperature > 0)
     sizes = [n for n in tokens if order.tree(n).drafted.depth <= model.drafter.n_heads]
     engines = {n: engine(order.tree(n)) for n in sizes}
-    plain_engine = engine(Tree.none())
+    plain = engine(Tree.none())
     clock = StepClock(
-        [plain_engine, *engines.values()], model.variables, prompt,
+        [plain, *engines.values()], model.variables, prompt,
         batch=rows, temperature=temperature, n_steps=STEPS,
     )  # fmt: skip
     runs: list[Round] = []
     with ProgressBar(f"trees for batch {rows}", len(sizes), "size") as bar:
         for n in sizes:
             for _ in range(rounds):
-                plain_seconds = clock.seconds(plain_engine)
-                runs.append(
-                    (
-                        n,
-                        plain_seconds if n == 1 else clock.seconds(engines[n]),
-                        plain_seconds,
-                    )
-                )
+                base = clock.seconds(plain)
+                runs.append((n, base if n == 1 else clock.seconds(engines[n]), base))
             bar.update()
             n_left = _n_worth_timing(figures_of(runs, tokens), [m for m in sizes if m > n])
             bar.total = bar.done + n_left
@@ -194,12 +189,12 @@ def _n_worth_timing(rows: Sequence[Json], larger: Sequence[int]) -> int:
     """Number of larger sizes to time, extrapolating the latency of a node."""
     if len(rows) < 2:
         return len(larger)
-    top_speedup = max(1.0, *(row["speedup"] for row in rows))
-    if all(row["speedup"] < SLOWER * top_speedup for row in rows[-2:]):
+    peak = max(1.0, *(row["speedup"] for row in rows))
+    if all(row["speedup"] < SLOWER * peak for row in rows[-2:]):
         return 0
     (_, a, x), (_, b, y) = ((r["tokens_per_step"], r["nodes"], r["step_latency_ratio"]) for r in rows[-2:])  # fmt: skip
     slope = max(0.0, (y - x) / (b - a))
-    slow = [n for n in larger if rows[-1]["tokens_per_step"] < SLOWER * top_speedup * (y + slope * (n - b))]  # fmt: skip
+    slow = [n for n in larger if rows[-1]["tokens_per_step"] < SLOWER * peak * (y + slope * (n - b))]  # fmt: skip
     return min(len(larger), len(larger) - len(slow) + 2)
 
 
@@ -236,14 +231,14 @@ def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json
       of the ratios, as a share of the median.
     """
     rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for size, seconds, plain_seconds in timed:
-        rounds[size].append((seconds, plain_seconds))
+    for size, seconds, base in timed:
+        rounds[size].append((seconds, base))
     rows = []
     for size, pairs in sorted(rounds.items()):
         if size == 1:
             continue
         quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
-        ratios = [seconds / plain_seconds for seconds, plain_seconds in quiet]
+        ratios = [seconds / base for seconds, base in quiet]
         low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
         values = (tokens[size], ratio, tokens[size] / ratio, (high - low) / ratio)
         names = ("tokens_per_step", "step_latency_ratio", "speedup", "spread")
@@ -259,8 +254,3 @@ def fastest(rows: Sequence[Json]) -> int:
         if row["speedup"] > MARGIN * speedup:
             nodes, speedup = row["nodes"], row["speedup"]
     return nodes
-
-
-def rung_of(rows: int, candidates: Sequence[Json]) -> Json:
-    """The choice for a batch size, as in a tree file."""
-    return {"nodes": fastest(candidates), "batch": rows, "rows": list(candidates)}

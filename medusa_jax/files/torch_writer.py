@@ -25,11 +25,7 @@ def save_torch(path: str, arrays: dict[str, np.ndarray]) -> None:
       UserError: the disk is full or the directory is not writable; `path` is unchanged.
     """
     arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-
-    with (
-        replacing(path) as target,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive,
-    ):
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, "archive/data.pkl", _pickle(arrays))
         _add(archive, "archive/byteorder", b"little")
         for n, array in enumerate(arrays.values()):

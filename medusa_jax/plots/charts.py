@@ -37,7 +37,7 @@ LINE_STYLES = (
 LEGEND_ROWS = 4
 
 
-def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
+def draw_lines(charts: Sequence[Chart], *, path: str | Path) -> Path:
     """Draw charts side by side, each with its legend."""
     n_labels = max(len([*c.lines, *c.levels, *c.points]) for c in charts)
     legend_below = n_labels > LEGEND_ROWS
@@ -63,8 +63,6 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
         axes.legend(frameon=False, labelcolor=INK, fontsize=8, **place)
         finish(axes, chart.title, chart.xlabel)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
 
 

@@ -73,12 +73,8 @@ def _spans_by_stand_in(
             continue
         upto = [*messages[:i], message | {"content": mark}]
         turn_text = render(source, upto, special_texts)[0]
-        conversation = [*upto, *messages[i + 1 :]]
-        text = (
-            turn_text
-            if conversation == upto
-            else render(source, conversation, special_texts)[0]
-        )
+        turns = messages[i + 1 :]
+        text = render(source, [*upto, *turns], special_texts)[0] if turns else turn_text
         head, shown, tail = text.partition(mark)
         if not shown:
             continue  # the template leaves this answer out

@@ -270,14 +270,11 @@ class StreamDecoder:
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         # After these the text may still change: a run of byte tokens may continue, also across a skipped
         # special token.
-        self._uncertain = tokenizer.byte_ids
-        if skip_special:
-            self._uncertain |= tokenizer.special_ids
+        self._uncertain = tokenizer.byte_ids | tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
         self._window: list[int] = []
         self._returned = 0
@@ -300,13 +297,10 @@ class StreamDecoder:
         return piece
 
     def _take(self, ids: list[int]) -> str:
-        text = self._decode(ids).rstrip(BROKEN)
+        text = self._tokenizer.decode(ids).rstrip(BROKEN)
         piece = text[self._returned :]
         self._returned += len(piece)
         return piece
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=self._skip_special)
 
     def _drop_old_ids(self) -> None:
         """Drop old ids, so that the cost of a piece does not grow with the text.
@@ -316,7 +310,7 @@ class StreamDecoder:
         """
         if len(self._window) <= WINDOW:
             return
-        text = self._decode(self._window)
-        tail = self._decode(self._window[-TAIL:])
+        text = self._tokenizer.decode(self._window)
+        tail = self._tokenizer.decode(self._window[-TAIL:])
         if len(text) == self._returned and tail.strip() and text.endswith(tail):
             self._window, self._returned = self._window[-TAIL:], len(tail)
