@@ -48,7 +48,7 @@ class Drafts:
 
     @property
     def draft(self) -> bool:
-        """Whether it drafts at all."""
+        """False for plain decoding."""
         return bool(self.directory or self.params) or not self.drafter.trained
 
     def read(self, n_heads: int | None) -> "Drafts":

@@ -134,7 +134,7 @@ class Model:
         return "native" if self.storage.panel else "plain"
 
     def guarantee(self, acceptance: str) -> bool | str:
-        """How a drafted text equals plain decoding's: "bitwise" (ties included), True (but for ties), or False."""
+        """Whether a drafted text equals plain decoding's: "bitwise" (ties included), True (except ties) or False."""
         rule = rule_named(acceptance)
         if not rule.lossless:
             return False
@@ -153,7 +153,7 @@ class Model:
         return self.variables | {"heads": self._wide}
 
     def draft_weights(self, acceptance: str) -> str | None:
-        """The type that kernels of the drafter are stored in under this rule; None: it has none."""
+        """The stored type of the drafter's kernels under this rule; None without kernels."""
         if not self.variables["heads"]:
             return None
         form = self.storage
@@ -263,7 +263,7 @@ class Model:
 
     @cached_property
     def _grammars(self) -> "Grammars":
-        """Compiles the constraints of requests."""
+        """Compiler of constraints."""
         from medusa_jax.constraints import Grammars  # here: few requests have constraints
 
         return Grammars(self.tokenizer, self.config.vocab_size)

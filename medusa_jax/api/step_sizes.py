@@ -57,7 +57,7 @@ class StepSizes:
         )
 
     def costs(self, engine: Engine, rows: int) -> list[float] | None:
-        """The costs of the sizes, if they are known; else see `measure`."""
+        """The costs of the sizes, None before `measure`."""
         key = self._key(engine, rows)
         if key not in self._costs:
             costs = self._calibrated(engine, rows) or self._cache(engine).read().get(key)

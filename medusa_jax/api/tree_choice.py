@@ -98,7 +98,7 @@ class TreeChoice:
 def step_mark(
     drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
 ) -> str:
-    """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
+    """Key of what a step's time depends on besides the tree; `calibrate` writes it to the tree file."""
     shape = tuple(mesh.shape.values())
     return device_mark(
         drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape

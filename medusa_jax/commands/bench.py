@@ -56,7 +56,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(GenerationFlags, BaseFlags):
-    """What is raced, on which prompts, with which trees."""
+    """Contenders, prompts and trees."""
 
     prompts: str = flag(
         "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
@@ -140,7 +140,7 @@ class Tasks(NamedTuple):
 
 
 def prompts_of(flags: RaceFlags) -> list[Json]:
-    """--limit records of --prompts; the ids of the demo's are of its vocabulary, not of another model's."""
+    """The first --limit records of --prompts; for another model without the ids of the demo's vocabulary."""
     records = spread(read_prompts(flags.prompts, messages=True), flags.limit)
     if flags.model and flags.prompts == str(DEMO_PROMPTS):
         return [{k: v for k, v in r.items() if not k.endswith("_ids")} for r in records]

@@ -132,15 +132,12 @@ class Chat:
     # The commands, by name.
 
     def help(self) -> None:
-        """List the commands."""
         inform("\n".join(f"  {usage:16}{what}" for usage, what in COMMANDS.items()))
 
     def reset(self) -> None:
-        """Forget the conversation."""
         self.messages, self.results, self._asked = [], [], ""
 
     def retry(self) -> None:
-        """Answer the last turn again."""
         if not self._asked:
             raise UserError("nothing has been asked yet")
         if self.options.temperature == 0 and self._answered and not self._stopped:
@@ -151,7 +148,6 @@ class Chat:
         self.reply()
 
     def temperature(self, value: str) -> None:
-        """Draw further replies at another temperature."""
         try:
             options = dataclasses.replace(self.options, temperature=float(value))
         except ValueError:
@@ -159,7 +155,6 @@ class Chat:
         self._change(options, self.spec)
 
     def tree(self, value: str) -> None:
-        """Draft with another tree."""
         self._change(self.options, value)
 
     def _change(self, options: Options, spec: str | None) -> None:
@@ -234,7 +229,7 @@ class Chat:
             self.messages = history
 
     def _note(self, result: Result, shown: str) -> str:
-        """The line below a whole reply."""
+        """The line below a complete reply."""
         if not shown.strip():
             return "(the model ended at once)"
         self.results.append(result)

@@ -71,7 +71,6 @@ class Flags:
 
 
 def run(flags: Flags) -> int:
-    """Convert."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.convert import convert

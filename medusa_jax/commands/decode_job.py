@@ -41,7 +41,6 @@ class DecodeJob:
             return self.model.compile(*self.batch(rows), acceptance=self.acceptance)
 
     def generate(self, rows: list[int]) -> list[Result]:
-        """Decode these rows."""
         return self.model.generate(*self.batch(rows), acceptance=self.acceptance)
 
     def facts(

@@ -88,7 +88,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
 
 
 def run(flags: Flags) -> int:
-    """Answer the seeds without an answer."""
+    """Answer the seeds."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
     from medusa_jax.cache_directories import use_compilation_cache

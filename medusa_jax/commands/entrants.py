@@ -49,7 +49,7 @@ def default_names(model: str | None) -> list[str]:
 
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
-    """The drafters, all on one copy of the backbone; `trees` for those named without one."""
+    """Load the drafters on one copy of the backbone; `trees` is for names without a tree."""
     base: Model | None = None
     for entry in names:
         name, _, tree = entry.partition("@")
@@ -65,7 +65,7 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
 def contenders_of(
     entrants: Sequence[Entrant], options: "Options"
 ) -> "list[Contender[Sequence[int]]]":
-    """Plain decoding, and every entrant with each of its trees, a prompt at a time."""
+    """Plain decoding, and every entrant with each of its trees; a prompt at a time."""
     from medusa_jax.evaluate.race import ourselves
 
     contenders = [ourselves(entrants[0].model, Tree.none(), options)]
@@ -79,7 +79,7 @@ def contenders_of(
 def batch_contenders(
     entrants: Sequence[Entrant], options: "Options", batches: Sequence[int]
 ) -> "list[Contender[Sequence[list[int]]]]":
-    """As `contenders_of` for each batch size, against plain decoding in batches of that size.
+    """Like `contenders_of` for each batch size; each against plain decoding in that batch size.
 
     An automatic tree is the one for the batch size.
     """

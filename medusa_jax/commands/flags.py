@@ -33,7 +33,6 @@ class Parser(argparse.ArgumentParser):
     names: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all of `args`."""
         values, leftovers = self.parse_known_args(args, namespace)
         for word in leftovers:
             if word.startswith("-"):
@@ -44,11 +43,10 @@ class Parser(argparse.ArgumentParser):
         return values
 
     def hint(self, name: str) -> str:
-        """The end of the message about an unknown flag: the one that was meant, if any is near."""
+        """ "; did you mean" and the nearest flag, "" if none is near."""
         return did_you_mean(name, self.names)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError`."""
         raise UserError(f"{message} (see --help)")
 
 
@@ -207,7 +205,7 @@ Hosted = TypeVar("Hosted", bound=HostFlags)
 
 
 def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
-    """`run` in every process of a run over several hosts; process 0 alone prints."""
+    """Run in every process of a run over several hosts; only process 0 prints."""
 
     def in_each(flags: Hosted) -> int:
         addresses = host_flags(flags)

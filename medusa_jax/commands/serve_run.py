@@ -153,7 +153,7 @@ def known_hosts(address: str, host: str, key: str) -> list[str]:
 
 
 def most_connections() -> int:
-    """Most connections to have open: each one is a file, and the process may open only so many."""
+    """Limit of open connections: each is a file, and the process may open a limited number."""
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -112,7 +112,7 @@ def run(cfg: Config) -> int:
 
 
 def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
-    """Say which engines can run these heads, and why some run only others of the family."""
+    """Print the engines that run these heads, and why others of the family do not."""
     from medusa_jax import hosts
     from medusa_jax.files.hub import is_here
     from medusa_jax.files.layouts.engines import engines_for
@@ -127,7 +127,7 @@ def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
 
 
 def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> None:
-    """Say how to calibrate the exported heads, if there are any."""
+    """Print the command that calibrates the exported heads, if there are any."""
     export = os.path.join(workdir, "export")
     heads = os.path.join(export, "heads")
     if os.path.isdir(heads):  # inside a trained backbone

@@ -27,7 +27,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether both texts are the same."""
         return self.drafted.token_ids == self.autoregressive.token_ids
 
     @property

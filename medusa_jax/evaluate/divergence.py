@@ -43,7 +43,7 @@ class Divergence:
     gap: float
 
     def facts(self) -> Json:
-        """Position and gap; None as the gap where one text ends and the other continues."""
+        """Position and gap; the gap is None where one text ends and the other continues."""
         gap = self.gap if math.isfinite(self.gap) else None
         return {"position": self.position, "gap": gap}
 
@@ -121,7 +121,7 @@ def scores_of(
 
 @jax.jit
 def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) -> jax.Array:
-    """Logits [1, V] after the first `length` tokens, as in plain decoding: the last one after a cached text."""
+    """Logits [1, V] after the first `length` tokens; the last one follows a cached text, as in plain decoding."""
     _, cache = whole_text(backbone, tokens_1S)
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)

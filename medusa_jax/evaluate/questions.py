@@ -48,7 +48,7 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
 
 
 def with_prompt(record: Json) -> Json:
-    """A record of training data with `messages` or a `prompt`; one that has them or `turns` as it is."""
+    """A record of training data with `messages` or a `prompt` added, unless it has a prompt or `turns`."""
     if record.keys() & {"messages", "turns", "prompt", "prompt_ids"}:
         return record
     if isinstance(text := record.get("text"), str):

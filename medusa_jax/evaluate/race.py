@@ -156,7 +156,7 @@ def race(
     rounds: int,
     warm_up: bool = True,
 ) -> list[Json]:
-    """One row of `figures` per contender; arguments and errors as of `timed_runs` and `rows_of`."""
+    """One row of `figures` per contender; see `timed_runs` and `rows_of`."""
     return rows_of(contenders, timed_runs(contenders, prompts, rounds, warm_up), prompts)
 
 

@@ -23,7 +23,7 @@ def bytes_per_token(model: Model, length: int) -> int:
 
 
 def stored_as(model: Model) -> dict[str, int]:
-    """How many of the backbone's weights are stored as what, such as {"Q4_1": 106168320}."""
+    """The backbone's weights by stored type, such as {"Q4_1": 106168320}."""
     counts: Counter[str] = Counter()
     ids = set()
     forms = jax.tree.leaves(

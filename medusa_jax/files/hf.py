@@ -126,7 +126,7 @@ class BaseFiles(Source):
 
 
 def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
-    """Raise for the keys of a model inside another module, by the names that it adds."""
+    """Refuse the keys of a model inside another module."""
     added = {m[0] for name in tensors if (m := WRAPPER.search(name))}
     prefixes = {m[1] for name in tensors if (m := LAYER.match(name))}
     if added or (prefixes and "" not in prefixes):

@@ -114,7 +114,7 @@ def refuse_model(path: str, flag: str) -> None:
 
 
 def _is_of_a_run(config: str) -> bool:
-    """Whether a config.json is the one of a training run, damaged ones included."""
+    """Whether a config.json is a training run's, or damaged."""
     try:
         return "train" in read_json(config)
     except UserError:

@@ -144,7 +144,6 @@ def _add(table: dict[str, Any], entries: dict[str, Any], path: str) -> None:
 
 
 def _read(path: str) -> GGUFFile:
-    """Read one file."""
     try:
         # Slicing a plain view costs a third of slicing a memmap.
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)

@@ -221,7 +221,7 @@ def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
 
 
 def _splitting(file: GGUFFile) -> Splitting:
-    """Raises UserError for an unknown name."""
+    """The rule that the file names; raises UserError if unknown."""
     name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
         raise UserError(

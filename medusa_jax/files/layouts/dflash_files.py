@@ -67,7 +67,6 @@ class DFlashFiles(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds DFlash or DSpark heads."""
         keys = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
         return keys <= tensors.keys()
 
@@ -152,7 +151,7 @@ class DFlashFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """In the form of z-lab and SpecForge."""
+        """Write in the form of z-lab and SpecForge."""
         drafter, layers, markov = _description(export)
         heads, config = drafter.heads, export.base.config
         table: Json = {
@@ -181,7 +180,7 @@ class SpeculatorsDFlash(DFlashFiles):
     loading = speculators_config.LOADING
 
     def write(self, export: Export, out: str) -> None:
-        """With the backbone's embedding and a copy of a shared LM head."""
+        """Write them with the backbone's embedding and a copy of a shared LM head."""
         drafter, layers, markov = _description(export)
         heads, vocab_size = drafter.heads, export.base.config.vocab_size
         fields = markov | {
@@ -234,7 +233,7 @@ def _locate(path: str) -> tuple[str, bool]:
 
 
 def _description(export: Export) -> tuple[DFlash, Json, Json]:
-    """The heads; config.json of their layers; the fields of the Markov and the confidence head, if any."""
+    """Return the heads, config.json of their layers, and fields of the Markov and confidence heads."""
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
     drafter = DFlash(heads, config)

@@ -92,7 +92,6 @@ class Eagle3Files(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds EAGLE-3 heads."""
         keys = {key.removeprefix("model.") for key in tensors}
         norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
         return "fc.weight" in keys and not keys.isdisjoint(norms)
@@ -161,7 +160,7 @@ class Eagle3Files(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """In the form of SpecForge."""
+        """Write in the form of SpecForge."""
         layers, fields = _config(export, _drafter(export))
         config = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
         export.write(out, "model.safetensors", _arrays(export, _LAYER), config)
@@ -174,7 +173,7 @@ class SpeculatorsEagle3(Eagle3Files):
     loading = speculators_config.LOADING
 
     def write(self, export: Export, out: str) -> None:
-        """With the backbone's embedding."""
+        """Write them with the backbone's embedding."""
         drafter = _drafter(export)
         layers, fields = _config(export, drafter)
         flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)

@@ -34,7 +34,6 @@ class EagleFiles(Layout):
     loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds EAGLE-1 heads in their authors' layout."""
         keys = {key.removeprefix("model.") for key in tensors}
         return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
 
@@ -59,7 +58,7 @@ class EagleFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With a copy of the backbone's embedding."""
+        """Write them with a copy of the backbone's embedding."""
         arrays, config = _arrays_and_config(export)
         config |= {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
         export.write(out, "pytorch_model.bin", arrays, config)
@@ -72,7 +71,7 @@ class EagleForSGLang(EagleFiles):
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
     def write(self, export: Export, out: str) -> None:
-        """SGLang knows the heads by `architectures`; it takes `bias` for biases of the attention."""
+        """Write `architectures`, by which SGLang knows the heads; it reads `bias` as the attention's."""
         arrays, config = _arrays_and_config(export)
         arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
         config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
@@ -90,7 +89,7 @@ class EagleForVLLM(EagleFiles):
     )
 
     def write(self, export: Export, out: str) -> None:
-        """vLLM takes `bias` for biases of the attention."""
+        """Write the attention's biases as `bias`, as vLLM reads it."""
         arrays, config = _arrays_and_config(export)
         config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)

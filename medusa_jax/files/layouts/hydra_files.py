@@ -37,7 +37,6 @@ class HydraFiles(Layout):
     loading = "`HydraModel.from_pretrained` of the authors' code"
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Hydra heads in their authors' layout."""
         return any(HYDRA.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -98,7 +97,7 @@ class HydraFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With copies of the shared layer and of the backbone's embedding."""
+        """Write them with copies of the shared layer and of the backbone's embedding."""
         heads = export.stored.heads
         plus = heads.drafter == "hydrapp"
         arrays: Arrays = {}

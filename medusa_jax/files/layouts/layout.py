@@ -35,7 +35,6 @@ class HeadFiles:
 
     @property
     def config_file(self) -> str:
-        """The path of `config.json`, for messages."""
         return os.path.join(self.directory, "config.json")
 
 

@@ -56,7 +56,6 @@ class MedusaFiles(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Medusa heads under their authors' keys."""
         return any(MEDUSA.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -137,7 +136,6 @@ class MedusaForVLLM(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Medusa heads under vLLM's keys."""
         return any(VLLM.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -166,7 +164,7 @@ class MedusaForVLLM(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With one LM head if the heads share it."""
+        """Write them, with one LM head if they share it."""
         heads, llama = export.stored.heads, export.base.config
         shared, ids = heads.lm_head == "shared", export.stored.ids
         arrays = vllm_form(heads.n_heads, heads.n_layers, shared).arrays(export)

@@ -46,7 +46,6 @@ class Form:
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
 
     def heads(self, draft_vocab: int = 0) -> HeadsConfig:
-        """The configuration of the heads."""
         return HeadsConfig(
             n_heads=self.n_heads,
             n_layers=self.n_layers,
