@@ -134,7 +134,7 @@ class Model:
         return "native" if self.storage.panel else "plain"
 
     def guarantee(self, acceptance: str) -> bool | str:
-        """Whether a drafted text equals plain decoding's: "bitwise" (ties included), True (except ties) or False."""
+        """Whether drafted text equals plain text: "bitwise", True (except at ties) or False."""
         rule = rule_named(acceptance)
         if not rule.lossless:
             return False
@@ -313,7 +313,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
-        """Compile the programs that `generate` and `stream` run for these prompts; returns the seconds."""
+        """Compile what `generate` and `stream` run for these prompts; returns the seconds."""
         _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 

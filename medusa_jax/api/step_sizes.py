@@ -20,8 +20,8 @@ from medusa_jax.whole_files import Json
 def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
     """Whether the text cannot depend on the trees of its steps.
 
-    It depends on them if the rule reads the drafts, with a limit of steps, and in 16-bit arithmetic, where passes over
-    different numbers of tokens round differently. With a constraint the host takes part in every step.
+    It depends on them if the rule reads the drafts, if steps are limited, and in 16-bit arithmetic, where
+    passes over different numbers of tokens round differently. Constraints need the host in every step.
     """
     exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
     return exact and all(o.max_steps is None and o.constraint is None for o in rows)
@@ -31,9 +31,9 @@ def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bo
 class StepSizes:
     """The sizes of a model's tree, with the time of a step with each over a plain step's.
 
-    The costs are `calibrate`'s if it ran on this machine, with this model. Else they are measured once, when the
-    decode loop is first compiled here, and kept in the user's cache directory. Neither changes later, so that the
-    same command takes the same sizes at every start.
+    Costs are those of `calibrate` if it ran with this model on this machine. Else they are measured once,
+    when the decode loop is first compiled here, and cached. Neither changes, so that a command takes the
+    same sizes at every start.
 
     Attributes:
       mark: `tree_choice.step_mark`.
@@ -45,7 +45,7 @@ class StepSizes:
     _costs: dict[str, list[float]] = field(default_factory=dict)
 
     def gated(self, drafter: Drafter, engine: Engine) -> Engine:
-        """Return the engine whose steps choose among the sizes of its tree; `engine` if there is one size."""
+        """The engine with a choice among the sizes of its tree; `engine` if there is only one."""
         sizes = sizes_of(engine.tree, self.calibrated)
         return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
 

@@ -26,9 +26,9 @@ from medusa_jax.tree.files import (
 from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json
 
-# "bundled": with --tree auto, too, all steps take the tree file's own choice or the drafter's default tree.
+# "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the smallest size with drafts, and of the only one if weights are narrow and `calibrate` did not run here.
+# Nodes of the smallest size with drafts; of the only one for narrow weights if `calibrate` did not run here.
 SMALL = 3
 
 

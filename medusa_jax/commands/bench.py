@@ -140,7 +140,7 @@ class Tasks(NamedTuple):
 
 
 def prompts_of(flags: RaceFlags) -> list[Json]:
-    """The first --limit records of --prompts; for another model without the ids of the demo's vocabulary."""
+    """Records of --prompts; without the demo's token ids for another model."""
     records = spread(read_prompts(flags.prompts, messages=True), flags.limit)
     if flags.model and flags.prompts == str(DEMO_PROMPTS):
         return [{k: v for k, v in r.items() if not k.endswith("_ids")} for r in records]
@@ -157,7 +157,7 @@ def prompt_tasks(flags: RaceFlags, model: "Model") -> Tasks:
 
 
 def question_tasks(flags: Flags, path: str, model: "Model") -> Tasks:
-    """All turns of --questions; later turns contain plain decoding's answers to the earlier ones."""
+    """All turns of --questions; plain decoding gives the answers before later turns."""
     from medusa_jax.api.prompts import ending_turns
     from medusa_jax.evaluate.turns import answered_turns, find_template, prompt_room
 

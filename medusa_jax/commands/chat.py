@@ -51,7 +51,7 @@ class Chat:
     spec: str | None = None
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     results: list[Result] = dataclasses.field(default_factory=list)
-    _asked: str = ""
+    _question: str = ""
     _answered: bool = False
     _stopped: bool = False
     _retries: int = 0
@@ -115,7 +115,7 @@ class Chat:
         if not text:
             return
         if not re.match("/[A-Za-z]", text):
-            self._asked, self._answered, self._retries = text, False, 0
+            self._question, self._answered, self._retries = text, False, 0
             return self.reply()
         name, *value = text.split(maxsplit=1)
         name = ALIASES.get(name, name)
@@ -135,10 +135,10 @@ class Chat:
         inform("\n".join(f"  {usage:16}{what}" for usage, what in COMMANDS.items()))
 
     def reset(self) -> None:
-        self.messages, self.results, self._asked = [], [], ""
+        self.messages, self.results, self._question = [], [], ""
 
     def retry(self) -> None:
-        if not self._asked:
+        if not self._question:
             raise UserError("nothing has been asked yet")
         if self.options.temperature == 0 and self._answered and not self._stopped:
             raise UserError(
@@ -199,7 +199,7 @@ class Chat:
           UserError: the turn alone is too long for the context, or cannot be answered; nothing changes.
         """
         history = self.messages
-        turn = {"role": "user", "content": self._asked}
+        turn = {"role": "user", "content": self._question}
         self.messages = [*(history[:-2] if self._answered else history), turn]
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
         shown, note = "", "(stopped)"

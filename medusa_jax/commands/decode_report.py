@@ -23,7 +23,7 @@ COLOURS, UNDERLINED = (32, 36, 34, 35, 33), 4
 
 
 def coloured(text: str, depth: int) -> str:
-    """Colour a draft by the tree depth that it was accepted at, underline it if it was copied (below 0)."""
+    """Colour a draft by its tree depth; underline it if it was copied (depth below 0)."""
     if not depth:
         return text
     style = UNDERLINED if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)]

@@ -205,8 +205,8 @@ def load_config(path: str) -> Config:
 def load_recipe(path: str) -> types.ModuleType:
     """Run a Python file with `get_config()` -> `Config`.
 
-    If it has `complete(cfg, given)`, this completes the configuration after the command line's fields, whose
-    dotted names are `given`, were set and several processes have met.
+    Its optional `complete(cfg, names)` is called after several processes have met and the command line's
+    fields, whose dotted names are `names`, were set.
     """
     folder, name = os.path.split(path)
     if not os.path.isfile(path):

@@ -20,7 +20,7 @@ Decode = Callable[[list[list[int]], list[int], Sequence[str] | None, Take], None
 
 
 class Turn(NamedTuple):
-    """A turn for the model to write: its prompt, and the string that ends a user's turn (None: an answer)."""
+    """A turn to write: its prompt, and the string that ends a user's turn (None: an answer)."""
 
     prompt: list[int]
     stop: str | None

@@ -121,7 +121,7 @@ def scores_of(
 
 @jax.jit
 def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) -> jax.Array:
-    """Logits [1, V] after the first `length` tokens; the last one follows a cached text, as in plain decoding."""
+    """Logits [1, V] after `length` tokens, the last of which follows a cached text."""
     _, cache = whole_text(backbone, tokens_1S)
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)

@@ -57,7 +57,7 @@ def fit_tree(
 
     Args:
       options: options for writing the texts; their temperature also selects the acceptance rule.
-      sizes: numbers of nodes to time, until larger trees are clearly slower; 1, plain decoding, is always added.
+      sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added.
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
       keep: file that keeps the ranks of finished texts, so that an interrupted run continues.
@@ -73,7 +73,7 @@ def fit_tree(
         temperature=options.temperature, rounds=rounds,
     )  # fmt: skip
     timed = {rows: time_trees(rows) for rows in batches}
-    rungs = []
+    rungs: list[Json] = []
     for rows in batches:
         table = figures_of(timed[rows], tokens)
         rungs.append({"nodes": fastest(table), "batch": rows, "rows": table})

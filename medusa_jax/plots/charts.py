@@ -1,4 +1,4 @@
-"""Charts: the curves used to choose a tree, lines over one axis, bars."""
+"""Charts: lines over one axis, such as the curves that choose a tree."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -41,7 +41,7 @@ VERSION = 4
 
 
 def make_directory(path: str, sha256: str = "") -> str:
-    """The directory of a GGUF file: configuration, tokenizer and a link to the file, made if it is not in the cache.
+    """The cached directory of a GGUF file: configuration, tokenizer and a link to the file.
 
     Its name contains the checksum, so a file that has moved is found and a changed one is converted again. The weights
     stay in the file (`tensors.open_checkpoint`). A directory appears when it is complete.
