@@ -1,4 +1,4 @@
-"""Stream the texts of a batch: whole characters only, cut at stop strings."""
+"""Stream the texts of a batch: whole characters, cut at stop strings."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -67,12 +67,9 @@ def make_directory(path: str, sha256: str = "") -> str:
             # One process at a time; those that waited find the directory made.
             with filelock.FileLock(f"{directory}.lock"):
                 if not os.path.isdir(directory):
-                    with (
-                        announced(f"converting {path}, once"),
-                        replacing(directory) as folder,
-                    ):
-                        os.makedirs(folder)
-                        write_files(path, folder)
+                    with announced(f"converting {path}, once"), replacing(directory) as tmp:
+                        os.makedirs(tmp)
+                        write_files(path, tmp)
         _link(directory, path)
     except OSError as error:
         raise UserError(f"{directory} could not be written: {error}") from error

@@ -233,7 +233,7 @@ def _locate(path: str) -> tuple[str, bool]:
 
 
 def _description(export: Export) -> tuple[DFlash, Json, Json]:
-    """Return the heads, config.json of their layers, and fields of the Markov and confidence heads."""
+    """The heads, config.json of their layers, fields of the Markov and confidence heads."""
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
     drafter = DFlash(heads, config)

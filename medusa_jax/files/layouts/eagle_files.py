@@ -71,7 +71,7 @@ class EagleForSGLang(EagleFiles):
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
     def write(self, export: Export, out: str) -> None:
-        """Write `architectures`, by which SGLang knows the heads; it reads `bias` as the attention's."""
+        """Write them with SGLang's `architectures`, and the attention's biases as `bias`."""
         arrays, config = _arrays_and_config(export)
         arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
         config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
@@ -89,7 +89,7 @@ class EagleForVLLM(EagleFiles):
     )
 
     def write(self, export: Export, out: str) -> None:
-        """Write the attention's biases as `bias`, as vLLM reads it."""
+        """Write them with the attention's biases as `bias`."""
         arrays, config = _arrays_and_config(export)
         config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)

@@ -39,7 +39,7 @@ def unknown_fields(fields: Json, names: Set[str]) -> list[str]:
 def read(
     file: str, config: Json, kinds: tuple[str, ...], names: Set[str], taps: str
 ) -> tuple[Json, list[int]]:
-    """The fields of the layers, `COMMON_FIELDS` and `names`, and the tapped layers, [] for the paper's.
+    """The fields of the layers, `COMMON_FIELDS` and `names`; the tapped layers, [] for the paper's.
 
     Args:
       kinds: the kinds of heads that the weights may be.
