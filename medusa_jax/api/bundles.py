@@ -30,7 +30,7 @@ def bundled_heads(model: str | None) -> list[str]:
 
 
 def bundled_draft_model(model: str | None) -> str:
-    """The directory of the draft model that comes with a model, "" if none does."""
+    """The directory of the draft model bundled with a model, "" without one."""
     folder = _bundle(model)
     directory = folder and folder / "draft_model"
     return str(directory) if directory and directory.is_dir() else ""

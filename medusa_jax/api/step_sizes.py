@@ -76,7 +76,7 @@ class StepSizes:
         return self.gate(engine, rows)
 
     def _key(self, engine: Engine, rows: int) -> str:
-        """Key of measured costs; sampling draws noise for every level, so the rule is part of it."""
+        """Key of measured costs, by the rule as well: sampling draws noise for every level."""
         sizes = ",".join(str(tree.n_nodes) for tree in engine.gated)
         return f"{rows} {engine.acceptance} {sizes}"
 

@@ -153,7 +153,7 @@ def known_hosts(address: str, host: str, key: str) -> list[str]:
 
 
 def most_connections() -> int:
-    """Limit of open connections: each is a file, and the process may open a limited number."""
+    """Limit of open connections, each of which is an open file."""
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -67,8 +67,7 @@ def record(
     deepest head. A short text may have none.
 
     Args:
-      options: options that the texts were written with. Above temperature 0 drafts are ranked with
-        the noise that the verifier will add.
+      options: of the texts. Above temperature 0 drafts are ranked with the verifier's noise.
     """
     records, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
     with ProgressBar("ranks", len(texts), "text", shown=shown) as bar:

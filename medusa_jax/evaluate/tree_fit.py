@@ -56,11 +56,11 @@ def fit_tree(
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
     Args:
-      options: options for writing the texts; their temperature also selects the acceptance rule.
+      options: of the texts; their temperature selects the acceptance rule.
       sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added.
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
-      keep: file that keeps the ranks of finished texts, so that an interrupted run continues.
+      keep: file for the ranks of finished texts, from which an interrupted run continues.
     """
     texts = rank_texts(model, prompts, options, keep)
     total = TextRanks.join(texts)

@@ -41,7 +41,7 @@ def rename(tensors: Tensors, new_key: Callable[[str], str]) -> Tensors:
 
 
 def read_whole(tensor: Tensor) -> np.ndarray:
-    """Read a whole tensor, as `part`."""
+    """Read a whole tensor; raises like `part`."""
     return part(tensor, tuple(slice(0, n) for n in tensor.shape))
 
 

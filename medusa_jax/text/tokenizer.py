@@ -207,7 +207,7 @@ def has_tokenizer(directory: str) -> bool:
 
 
 def declared_eos_ids(directory: str) -> set[int]:
-    """The EOS ids in config.json and generation_config.json, of those in the vocabulary."""
+    """EOS ids of config.json and generation_config.json that the vocabulary has."""
     files = ("config.json", "generation_config.json")
     model, generation = (optional_json(os.path.join(directory, name)) for name in files)
     size = model.get("vocab_size")

@@ -103,7 +103,7 @@ def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
 
 
 def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
-    """The tree of the smallest listed number of rows that is not below `rows`, or of the largest."""
+    """The tree for the next listed number of rows from `rows` on, or for the largest."""
     return ladder[min((n for n in ladder if n >= rows), default=max(ladder))]
 
 
