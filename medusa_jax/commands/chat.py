@@ -40,7 +40,7 @@ class Chat:
       show_drafts: colour accepted drafts by their tree depth.
       spec: the draft tree, as for --tree; None is the model's default.
       messages: the conversation so far; a stopped reply ends where the user stopped it.
-      results: the replies that came to their end.
+      results: the complete replies.
     """
 
     model: Model

@@ -39,7 +39,7 @@ def settings_of(
     The drafter is left out: acceptance is lossless here, so a resumed run may use other heads.
 
     Args:
-      options: the command's options by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
+      options: the command's by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
     """
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {

@@ -80,7 +80,7 @@ class Writer:
         self.tokens += sum(len(result.token_ids) for result in results[:n])
 
     def show(self, current: int = 0, answered: int = 0) -> None:
-        """Show progress: tokens of the current call, and seeds answered since the last call."""
+        """Show progress: tokens of this call, and seeds answered since the last call."""
         tokens = self.tokens + current
         speed = tokens / (time.perf_counter() - self.start)
         self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")

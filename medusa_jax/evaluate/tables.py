@@ -1,4 +1,4 @@
-"""Tables and result files, written one way."""
+"""Tables and result files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
