@@ -92,8 +92,8 @@ def in_family(cfg: Config, family: str, fields: Mapping[str, object]) -> Config:
     return cfg
 
 
-def complete(cfg: Config, given: frozenset[str]) -> Config:
-    """Sizes by the model, the family and the device, for all fields that are not `given`.
+def complete(cfg: Config, names: frozenset[str]) -> Config:
+    """Sizes by the model, the family and the device, for all fields but those of the command line, `names`.
 
     Raises:
       UserError: no model, no data, or an unknown family.
@@ -116,6 +116,6 @@ def complete(cfg: Config, given: frozenset[str]) -> Config:
     if arch.vocab_size >= LARGE_VOCABULARY:
         fields.setdefault("heads.draft_vocab", 8192)
     for name, value in fields.items():
-        if name not in given:
+        if name not in names:
             override(cfg, name, value)
     return cfg

@@ -22,8 +22,8 @@ from medusa_jax.config import Config
 
 def get_config() -> Config:
     """The recipe of vicuna7b_m2.py on the model of vicuna13b_m1.py."""
-    cfg, first = vicuna7b_config(), first_stage_config()
-    cfg.model.path, cfg.model.arch = first.model.path, first.model.arch
+    cfg, stage1 = vicuna7b_config(), first_stage_config()
+    cfg.model.path, cfg.model.arch = stage1.model.path, stage1.model.arch
     cfg.train.heads_path = "runs/vicuna13b_m1/export"
     cfg.train.accumulation = 16
     return cfg

@@ -11,7 +11,7 @@ from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.evaluate.questions import all_asked
+from medusa_jax.evaluate.questions import record_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, race
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
@@ -77,7 +77,7 @@ def run(flags: Flags) -> int:
     entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
     options = Options(max_new_tokens=flags.max_new_tokens, eos_ids=())
-    texts, _ = all_asked(model, records, options)
+    texts, _ = record_prompts(model, records, options)
     prompts = [model.encode(text) for text in texts]
     context = max(map(len, prompts)) + flags.max_new_tokens
     if context > model.config.max_position:

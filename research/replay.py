@@ -1,6 +1,6 @@
 """`python -m research replay`: accepted lengths on a question file, for many drafters and trees.
 
-The model answers every turn once, plainly; then `evaluate/recording.py` records the guesses of each
+The model answers every turn once, plainly; then `evaluate/text_ranks.py` records the guesses of each
 drafter. No step is timed, so the figures are the same on every machine, and a drafter takes one pass
 over the answers. What drafts cost and how fast they are: `bench --questions`.
 """
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medusa_jax.api import Model, Options, default_drafter
-from medusa_jax.api.asking import ending_turns
+from medusa_jax.api.prompts import ending_turns
 from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.bench import TemplateFlags
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
@@ -24,11 +24,11 @@ from medusa_jax.commands.model_flags import (
 )
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.fitting import GROWTH, rank_texts
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import asked, read_prompts, spread
-from medusa_jax.evaluate.recording import Text, record
+from medusa_jax.evaluate.questions import read_prompts, record_prompt, spread
 from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.evaluate.text_ranks import Text, record
+from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
 from medusa_jax.notation import entries
 from medusa_jax.text.repetition import mean_repeated_ngram_share
@@ -140,7 +140,7 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     if fitted:
-        texts = rank_texts(model, [asked(model, one) for one in fitted], options)
+        texts = rank_texts(model, [record_prompt(model, one) for one in fitted], options)
         return order_by_steps(texts, GROWTH, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")

@@ -13,10 +13,10 @@ from cases import thinned
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import DEMO
-from medusa_jax.api.finding import MODELS, bundled_heads
+from medusa_jax.api.bundles import MODELS, bundled_heads
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.evaluate.fitting import fastest
+from medusa_jax.evaluate.tree_fit import fastest
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.names import NAMES
 from medusa_jax.tree.files import load_tree_file

@@ -115,10 +115,12 @@ def test_sizes_are_nested(directory, drafter, nodes, free):
 
 
 def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_file_says_so():
-    assert tree_choice.narrow(Storage(weights="int8")) and not tree_choice.narrow(Storage())
+    assert tree_choice.is_narrow(Storage(weights="int8")) and not tree_choice.is_narrow(
+        Storage()
+    )
     tree = Tree.from_choices(GROWTH[:5])
     file = {"choices": GROWTH[:5], "growth": GROWTH}
-    assert tree_choice.small(tree, file) == Tree.from_choices(GROWTH[:2])
+    assert tree_choice.small_tree(tree, file) == Tree.from_choices(GROWTH[:2])
     assert sizes_of(Tree.none(), file) == (Tree.none(),)
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
 

@@ -3,11 +3,11 @@
 decode.py, the notebooks, the evaluators and the tests all go through here.
 """
 
-from medusa_jax.api.finding import DEMO, default_drafter, find_heads, find_model
+from medusa_jax.api.bundles import DEMO, default_drafter, find_heads, find_model
 from medusa_jax.api.load import default_dtype, load
 from medusa_jax.api.model import Model, generate
-from medusa_jax.api.results import Options, Piece, Result, accepted_lengths, steps_of
-from medusa_jax.api.streaming import StoppingText
+from medusa_jax.api.results import Options, Piece, Result
+from medusa_jax.api.text_stream import StoppingText
 
 __all__ = [
     "DEMO",
@@ -16,12 +16,10 @@ __all__ = [
     "Piece",
     "Result",
     "StoppingText",
-    "accepted_lengths",
     "default_drafter",
     "default_dtype",
     "find_heads",
     "find_model",
     "generate",
     "load",
-    "steps_of",
 ]

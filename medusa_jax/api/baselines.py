@@ -1,9 +1,9 @@
 """Drafters that need no heads on disk, as `--drafter` names them.
 
-prompt_lookup                      with fields of their own if wanted: prompt_lookup:tokens=4:ngram=2
-module:Class                       a drafter without heads from another package, with fields if wanted
+prompt_lookup                      optionally with fields: prompt_lookup:tokens=4:ngram=2
+module:Class                       a drafter without heads from another package, optionally with fields
 draft_model:PATH                   any smaller model with the same tokenizer
-draft_model                        the one that comes with the model, as with the demo
+draft_model                        the bundled one, as with the demo
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
 
-# Two tokenizers that encode this text alike are considered equal.
+# Two tokenizers that give this text the same ids are considered equal.
 PROBE = "def f(x):\n    return 'The 17 naïve foxes' + x  # [[0.5, -1]]\n"
 
 
@@ -53,34 +53,34 @@ def find_baseline(drafter: str, draft_model: str = "") -> Baseline | None:
     Raises:
       UserError: unknown fields, or no path of a draft model.
     """
-    name, rest = split_drafter(drafter)
+    name, argument = split_drafter(drafter)
     if not is_baseline(name):
         return None
     if name == DraftModelConfig.drafter:
-        path = rest or draft_model
+        path = argument or draft_model
         if not path:
             raise UserError(
                 "give the draft model's directory, name or hub id: --drafter draft_model:PATH"
             )
         return Baseline(DraftModelConfig(), path)
     kind = drafter_class(name).Config
-    shared = {f.name for f in dataclasses.fields(HeadsConfig)}
-    own = {f.name for f in dataclasses.fields(kind)} - shared
+    base_fields = {f.name for f in dataclasses.fields(HeadsConfig)}
+    names = {f.name for f in dataclasses.fields(kind)} - base_fields
     fields: Json = {}
-    for part in rest.split(":") if rest else ():
+    for part in argument.split(":") if argument else ():
         field, _, value = part.partition("=")
-        if field not in own or not value.isdecimal():
+        if field not in names or not value.isdecimal():
             raise UserError(
                 f"--drafter {drafter}: write {name}:field=number with the fields "
-                f"{', '.join(sorted(own))}, not {part!r}"
-                f"{'' if field in own else did_you_mean(field, own)}"
+                f"{', '.join(sorted(names))}, not {part!r}"
+                f"{'' if field in names else did_you_mean(field, names)}"
             )
         fields[field] = int(value)
     return Baseline(kind(**fields | {"drafter": name}))
 
 
 def load_baseline(
-    found: Baseline,
+    baseline: Baseline,
     tokenizer: Tokenizer,
     dtype: DTypeLike,
     mesh: Mesh,
@@ -96,17 +96,17 @@ def load_baseline(
     Raises:
       UserError: a draft model that cannot be read or has another tokenizer.
     """
-    if not found.path:
-        return found.config, {}
-    directory = resolve(found.path)
-    both = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
-    if both and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(PROBE):
+    if not baseline.path:
+        return baseline.config, {}
+    directory = resolve(baseline.path)
+    compare = has_tokenizer(directory) and not isinstance(tokenizer, NoTokenizer)
+    if compare and load_tokenizer(directory).encode(PROBE) != tokenizer.encode(PROBE):
         raise UserError(
-            f"the draft model {found.path} has another tokenizer than the model: its tokens "
+            f"the draft model {baseline.path} has another tokenizer than the model: its tokens "
             "would mean something else"
         )
     place = partial(place_part, dtype=dtype, mesh=mesh, storage=storage, kernels=kernels)
     arch, params = hf.load_backbone(
         directory, mesh, str(dtype), place, storage.weights == STORED
     )
-    return dataclasses.replace(found.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]
+    return dataclasses.replace(baseline.config, arch=arch), {MODEL: params}  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Prompts that follow one another on one cache, such as the turns of a conversation."""
+"""Decode prompts that extend one text on one cache, such as the turns of a conversation."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from medusa_jax.api.model import Model
 from medusa_jax.api.results import Options
-from medusa_jax.api.streaming import Chunk, stream_rows
+from medusa_jax.api.text_stream import Chunk, stream_rows
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill, rows
 from medusa_jax.decoding.state import DecodeState, Engine
@@ -34,16 +34,16 @@ class Dialogue:
         self.reused = 0
         self.state: DecodeState | None = None
         self._prompt: Sequence[int] = ()
-        self._made_for: tuple[Engine, rows.Sizes] | None = None
+        self._row_key: tuple[Engine, rows.Sizes] | None = None
 
     def stream(
         self, prompt: Sequence[int], options: Options, **engine_options: Any
     ) -> Iterator[Chunk]:
-        """As `Model.stream([prompt], options)`. A caller may stop early: the cache stays usable."""
-        own, engine, request = self.model.plan([prompt], options, None, engine_options)
+        """Stream like `Model.stream([prompt], options)`; the caller may stop early."""
+        opts, engine, request = self.model.plan([prompt], options, None, engine_options)
         variables = self.model.variables_by(engine.acceptance)
         yield from stream_rows(
-            self.model.tokenizer, own, engine, variables, request, 0.0, row_cache=self
+            self.model.tokenizer, opts, engine, variables, request, 0.0, row_cache=self
         )
 
     def begin(
@@ -55,12 +55,12 @@ class Dialogue:
         _, Q, W = prompts.stop_BQW.shape
         sizes = rows.Sizes(prompts.output_BO.shape[1], (Q, W))
         n, reader = int(lengths_B[0]), engine.depth_only
-        needed = n + int(prompts.limit_B[0]) + engine.n_rows
-        slots = loop.power_of_two(needed, max(LEAST_SLOTS, LARGE))
+        length = n + int(prompts.limit_B[0]) + engine.n_rows
+        slots = loop.power_of_two(length, max(LEAST_SLOTS, LARGE))
         prompt = np.array([*request.prompts[0]], np.int32)
-        row = self.state if self._made_for == (engine, sizes) else None
+        row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
-        at = self.reused = max(0, self._shared(row, prompt) - 1)
+        at = self.reused = max(0, self._n_shared(row, prompt) - 1)
         row = row and row.replace(gate=None)
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
@@ -79,29 +79,29 @@ class Dialogue:
             T = SMALL if n - at <= 4 * SMALL else LARGE
             begin = min(at, slots - T)
             tokens_BT: Any = np.zeros((1, T + 1), np.int32)
-            here = prompt[begin : begin + T + 1]
-            tokens_BT[0, : len(here)] = here
+            ids = prompt[begin : begin + T + 1]
+            tokens_BT[0, : len(ids)] = ids
             begin_B: Any = np.array([begin], np.int32)
             piece = prefill.PromptPiece(
                 tokens_BT[:, :-1], tokens_BT[:, 1:], begin_B, lengths_B
             )
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
-        self._made_for, self._prompt = (engine, sizes), request.prompts[0]
+        self._row_key, self._prompt = (engine, sizes), request.prompts[0]
         choice = self.model.step_sizes
         if engine.gated and not choice.costs(engine, 1):
             copy = loop.with_gate(engine, jax.tree.map(jnp.copy, row), request)
             request.gate = choice.measure(engine, variables, copy)
         return loop.with_gate(engine, row, request), [slots]
 
-    def _shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
-        """The number of tokens at the start of a prompt that a row's caches have, the drafter's among them."""
+    def _n_shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
+        """Number of the prompt's first tokens that the row's caches hold, the drafter's included."""
         arrays = jax.tree.leaves(row and (row.length_B, row.cache))
         # An interrupted or failed step may have consumed them.
         if row is None or any(x.is_deleted() for x in arrays):
             return 0
-        new = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
-        text = np.concatenate([self._prompt, new])[: int(row.length_B[0])]
+        new_ids = np.asarray(row.tokens_BO)[0, : int(row.n_new_B[0])]
+        text = np.concatenate([self._prompt, new_ids])[: int(row.length_B[0])]
         return shared_start(text, prompt)
 
 

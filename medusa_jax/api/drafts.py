@@ -1,4 +1,4 @@
-"""The drafter of a model that is being loaded: described before the backbone is read, read after it."""
+"""Open a drafter before the backbone is read; read its parameters after it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from medusa_jax.api.finding import bundled_draft_model, find_heads
+from medusa_jax.api.bundles import bundled_draft_model, find_heads
 from medusa_jax.api.form import Form
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.files.hf import BaseFiles
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What drafts for a model.
+    """The drafter of a model, with its parameters if they have been read.
 
     Attributes:
       drafter: the drafter, for plain decoding one without drafts.
@@ -48,11 +48,11 @@ class Drafts:
 
     @property
     def draft(self) -> bool:
-        """Whether it drafts at all."""
+        """False for plain decoding."""
         return bool(self.directory or self.params) or not self.drafter.trained
 
     def read(self, n_heads: int | None) -> "Drafts":
-        """The drafts with their parameters, of the first `n_heads` heads if given."""
+        """Return these drafts with parameters; only the first `n_heads` heads unless None."""
         return self
 
 
@@ -73,10 +73,10 @@ class DraftHeads(Drafts):
     def read(self, n_heads: int | None) -> Drafts:
         storage = self.form.storage
         heads, params = self._read(n_heads, storage.of_drafts)
-        wide = storage.of_deciding_drafts
+        form = storage.of_deciding_drafts
         read_wide = None
-        if wide != storage.of_drafts:
-            read_wide = partial(self._params, n_heads, wide)
+        if form != storage.of_drafts:
+            read_wide = partial(self._params, n_heads, form)
         drafter = make_drafter(heads, self.base.config)
         return Drafts(drafter, params, self.directory, read_wide)
 
@@ -117,7 +117,7 @@ def _in_form(
 
 
 def find_drafter(model: str | None, name: str) -> "Baseline | StoredHeads | None":
-    """What `--drafter` names for a model: a drafter without heads, files of heads, or nothing.
+    """Find what `--drafter` names: a drafter without heads, files of heads, or None.
 
     Raises:
       UserError: there is no such drafter.
@@ -137,7 +137,7 @@ def open_drafts(
     mesh: Mesh,
     allow_other_base: bool,
 ) -> Drafts:
-    """The drafts before the backbone is read.
+    """Open the drafter of `source`.
 
     Raises:
       UserError: the heads were made for another model; `allow_other_base` accepts those of equal sizes.

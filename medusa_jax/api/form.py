@@ -71,17 +71,17 @@ def choose_form(
             "before anything is loaded, or set JAX_ENABLE_X64=1"
         )
     number, head_dim = jnp.dtype(dtype), base.config.head_dim
-    best = kernels or choose_kernels(mesh, number, head_dim)
-    weights = stored_if_possible(weights, base.source, dtype, best)
-    storage = choose_storage(best, number, mesh, weights, draft_weights, activations)
+    operations = kernels or choose_kernels(mesh, number, head_dim)
+    weights = stored_if_possible(weights, base.source, dtype, operations)
+    storage = choose_storage(operations, number, mesh, weights, draft_weights, activations)
     if storage.panel and dtype == "bfloat16":
         # The native kernels compute in float32, which is also faster in XLA.
         number = jnp.dtype("float32")
-        best = kernels or choose_kernels(mesh, number, head_dim)
+        operations = kernels or choose_kernels(mesh, number, head_dim)
         storage = replace(storage, weights=storage.weights or dtype)
     elif draft_weights == "float32" and number.itemsize < 4:
         raise UserError(f"draft weights in float32 need dtype float32, not {dtype}")
-    return Form(dtype, number, storage, best)
+    return Form(dtype, number, storage, operations)
 
 
 def stored_if_possible(
@@ -94,8 +94,8 @@ def stored_if_possible(
     """
     blocks = stands_for_gguf(directory)
     if weights == STORED and not (blocks and dtype == "float32"):
-        needed = "dtype float32" if blocks else "a GGUF file"
-        raise UserError(f"--weights stored needs {needed}")
+        requirement = "dtype float32" if blocks else "a GGUF file"
+        raise UserError(f"--weights stored needs {requirement}")
     if weights not in (None, STORED) or not blocks or dtype != "float32":
         return weights
     if kernels.panel:

@@ -7,11 +7,11 @@ from os import PathLike, fspath
 
 from jax.sharding import Mesh
 
-from medusa_jax.api.asking import typed
+from medusa_jax.api.bundles import default_drafter, find_model
 from medusa_jax.api.drafts import Drafts, find_drafter, open_drafts
-from medusa_jax.api.finding import default_drafter, find_model
 from medusa_jax.api.form import Form, choose_form, default_dtype
 from medusa_jax.api.model import Model
+from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.errors import between
@@ -34,7 +34,7 @@ from medusa_jax.typed import read
 LONGEST_NGRAM = 64
 
 
-@typed
+@read_arguments
 def load(
     model: str | PathLike[str] | None = None,
     drafter: str | PathLike[str] | None = None,
@@ -107,9 +107,9 @@ def load(
     drafts = open_drafts(
         source, files.base, files.tokenizer, form, devices, allow_other_base
     )
-    chosen = choose_tree(tree, drafts, batch, form, devices)
+    choice = choose_tree(tree, drafts, batch, form, devices)
     backbone = read_backbone(files.base, form, devices)
-    drafts = drafts.read(None if all_heads else chosen.levels)
+    drafts = drafts.read(None if all_heads else choice.levels)
     return Model(
         files.base.config,
         {"backbone": backbone, "heads": drafts.params},
@@ -119,11 +119,11 @@ def load(
         mesh=devices,
         storage=form.storage,
         kernels=form.kernels,
-        tree=chosen.tree,
-        calibrated=chosen.calibrated,
-        ladder=chosen.ladder,
-        chooses=chosen.chooses,
-        mark=chosen.mark,
+        tree=choice.tree,
+        calibrated=choice.calibrated,
+        ladder=choice.ladder,
+        chooses=choice.chooses,
+        mark=choice.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
         fingerprint=files.base.fingerprint(),
@@ -150,12 +150,12 @@ class ModelFiles:
         """Tokens that end a text, by the tokenizer's and the model's files."""
         return sorted(self.tokenizer.eos_ids | declared_eos_ids(self.directory))
 
-    def ngram_size(self, asked: int | None) -> int:
+    def ngram_size(self, value: int | None) -> int:
         """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
-        if asked is None:
+        if value is None:
             settings = hf.generation_config(self.directory)
-            asked = settings.get("no_repeat_ngram_size") or 0
-        size: int = read("no_repeat_ngram_size", asked, int)
+            value = settings.get("no_repeat_ngram_size") or 0
+        size: int = read("no_repeat_ngram_size", value, int)
         between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
         return size
 

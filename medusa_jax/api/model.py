@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, overload
 import jax
 import numpy as np
 
-from medusa_jax.api.asking import (
+from medusa_jax.api.prompts import (
     Prompt,
     conversation,
     ends_of,
     is_message,
     prompt_ids,
+    read_arguments,
     request_of,
-    typed,
 )
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.step_sizes import StepSizes, text_is_free
-from medusa_jax.api.streaming import Chunk, Ended, OnTokens, TextStream, stream_rows
+from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
@@ -111,9 +111,9 @@ class Model:
         self._warm: set[tuple[object, ...]] = set()
 
     def __repr__(self) -> str:
-        c, stored = self.config, self.storage.weights or str(self.dtype)
+        c, dtype = self.config, self.storage.weights or str(self.dtype)
         return (
-            f"<Model: {c.n_layers} layers of width {c.d_model} in {stored}, drafts by {self.drafts_by()}, "
+            f"<Model: {c.n_layers} layers of width {c.d_model} in {dtype}, drafts by {self.drafts_by()}, "
             f"{self.tree.n_nodes} nodes>"
         )
 
@@ -134,7 +134,7 @@ class Model:
         return "native" if self.storage.panel else "plain"
 
     def guarantee(self, acceptance: str) -> bool | str:
-        """How a drafted text equals plain decoding's: "bitwise" (ties included), True (but for ties), or False."""
+        """Whether drafted text equals plain text: "bitwise", True (except at ties) or False."""
         rule = rule_named(acceptance)
         if not rule.lossless:
             return False
@@ -153,7 +153,7 @@ class Model:
         return self.variables | {"heads": self._wide}
 
     def draft_weights(self, acceptance: str) -> str | None:
-        """The type that kernels of the drafter are stored in under this rule; None: it has none."""
+        """The stored type of the drafter's kernels under this rule; None without kernels."""
         if not self.variables["heads"]:
             return None
         form = self.storage
@@ -187,13 +187,13 @@ class Model:
         if tree.drafted.depth and not self.drafts:
             raise no_heads
         self.drafter.check_tree(tree)
-        few = self.drafter.heads.draft_vocab
-        if tree.max_rank >= (few or self.config.vocab_size):
-            whose = f"heads' draft vocabulary of {few}" if few else "vocabulary"
+        size = self.drafter.heads.draft_vocab
+        if tree.max_rank >= (size or self.config.vocab_size):
+            whose = f"heads' draft vocabulary of {size}" if size else "vocabulary"
             raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
         return tree
 
-    @typed
+    @read_arguments
     def engine(
         self,
         tree: str | Tree | None = None,
@@ -251,7 +251,7 @@ class Model:
         """
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
-        encoded = [self.encode(p) for p in prompts]
+        token_ids = [self.encode(p) for p in prompts]
         guides = None
         if any(o.constraint for o in options):
             guide: Any = self._grammars.guide
@@ -259,11 +259,11 @@ class Model:
                 guide(o.constraint, ends_of(o, self.eos_ids)) if o.constraint else None
                 for o in options
             ]
-        return request_of(encoded, options, self.config, self.eos_ids, ids, guides)
+        return request_of(token_ids, options, self.config, self.eos_ids, ids, guides)
 
     @cached_property
     def _grammars(self) -> "Grammars":
-        """Compiles the constraints of requests."""
+        """Compiler of constraints."""
         from medusa_jax.constraints import Grammars  # here: few requests have constraints
 
         return Grammars(self.tokenizer, self.config.vocab_size)
@@ -278,13 +278,13 @@ class Model:
 
         The first time on this machine it also measures the costs of the tree's sizes.
         """
-        longest = max(map(len, request.prompts))
-        needed = max(len(p) + n for p, n in zip(request.prompts, request.limits))
-        ladder = loop.slot_ladder(engine, longest, needed + engine.n_rows)
+        prompt_length = max(map(len, request.prompts))
+        text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
+        ladder = loop.slot_ladder(engine, prompt_length, text_length + engine.n_rows)
         shape = (
             engine,
             len(request.prompts),
-            loop.power_of_two(longest, loop.MIN_PROMPT),
+            loop.power_of_two(prompt_length, loop.MIN_PROMPT),
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
             (any_asked(request.penalties), request.guides is None),
@@ -313,7 +313,7 @@ class Model:
         ids: Sequence[int] | None = None,
         **engine_options: Any,
     ) -> float:
-        """Compile the programs that `generate` and `stream` run for these prompts; returns the seconds."""
+        """Compile what `generate` and `stream` run for these prompts; returns the seconds."""
         _, engine, request = self.plan(prompts, options, ids, engine_options)
         return self._compile(engine, request)
 
@@ -323,7 +323,7 @@ class Model:
         options: Options | Sequence[Options] = DEFAULTS,
         ids: Sequence[int] | None = None,
         watch: OnTokens | None = None,
-        ended: Ended | None = None,
+        ended: OnEnd | None = None,
         **engine_options: Any,
     ) -> list[Result]:
         """Decode a batch of prompts to their ends.
@@ -451,7 +451,7 @@ class Model:
         variables = self.variables_by(engine.acceptance)
         yield from stream_rows(self.tokenizer, rows, engine, variables, request, seconds)
 
-    @typed
+    @read_arguments
     def plan(
         self,
         prompts: Any,
@@ -469,9 +469,9 @@ class Model:
         # A message is one prompt, which `encode` refuses.
         prompts = [prompts] if is_message(prompts) else list(prompts)
         rows = [options] * len(prompts) if isinstance(options, Options) else [*options]
-        for given, name in ((rows, "options"), (rows if ids is None else ids, "ids")):
-            if not rows or len(given) != len(prompts):
-                raise UserError(f"{len(prompts)} prompts but {len(given)} {name}")
+        for values, name in ((rows, "options"), (rows if ids is None else ids, "ids")):
+            if not rows or len(values) != len(prompts):
+                raise UserError(f"{len(prompts)} prompts but {len(values)} {name}")
         sampled = any(o.temperature > 0 for o in rows)
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)

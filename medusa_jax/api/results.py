@@ -101,13 +101,13 @@ class Options:
     def __post_init__(self) -> None:
         kinds = {field.name: field.type for field in dataclasses.fields(self)}
         for name, (holds, what) in LIMITS.items():
-            given = getattr(self, name)
+            argument = getattr(self, name)
             try:
-                value = as_type(given, kinds[name])
+                value = as_type(argument, kinds[name])
                 if not holds(value):
                     raise ValueError
             except WRONG:
-                shown = repr(given)[:80]
+                shown = repr(argument)[:80]
                 raise UserError(f"{name} must be {what}, not {shown}") from None
             object.__setattr__(self, name, value)
         if self.constraint is not None:
@@ -170,8 +170,8 @@ class Result:
         self.draft_depths = self.draft_depths[:n_tokens]
         self.logprobs = self.logprobs and self.logprobs[:n_tokens]
         self.top_logprobs = self.top_logprobs and self.top_logprobs[:n_tokens]
-        longest = len(self.acceptance_histogram)
-        self.acceptance_histogram = steps_of(self.draft_depths, longest)
+        max_length = len(self.acceptance_histogram)
+        self.acceptance_histogram = steps_of(self.draft_depths, max_length)
         self.steps = sum(self.acceptance_histogram)
 
     @property
@@ -222,10 +222,10 @@ def accepted_lengths(draft_depths: Sequence[int]) -> list[int]:
     return lengths
 
 
-def steps_of(draft_depths: Sequence[int], longest: int) -> list[int]:
-    """Steps that appended 1, ..., `longest` tokens: the histogram of `accepted_lengths`."""
+def steps_of(draft_depths: Sequence[int], max_length: int) -> list[int]:
+    """Steps that appended 1, ..., `max_length` tokens: the histogram of `accepted_lengths`."""
     lengths = accepted_lengths(draft_depths)
-    return [lengths.count(n) for n in range(1, longest + 1)]
+    return [lengths.count(n) for n in range(1, max_length + 1)]
 
 
 def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str:
@@ -254,7 +254,7 @@ def results_of(
     counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
     steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
     results = []
-    used = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
+    size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()
         reason = finish_reason(int(status[row]), len(ids), request.limits[row], options)
@@ -270,7 +270,7 @@ def results_of(
                 prefill_seconds=seconds[0],
                 decode_seconds=seconds[1],
                 compile_seconds=seconds[2],
-                tree_nodes=request.sizes[used] if request.sizes else None,
+                tree_nodes=request.sizes[size] if request.sizes else None,
                 **logprobs_of_row(progress, row, slice(int(counts[row])), options.logprobs),
             )
         )
@@ -281,12 +281,12 @@ def logprobs_of_row(progress: Progress, row: int, places: slice, n: int | None) 
     """The log-probability fields of a result for some tokens, with `n` alternatives."""
     if n is None or progress.logprobs is None:
         return {}
-    kept = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)
-    likeliest = zip(kept.best_ids_BON, kept.best_BON)
+    lists = jax.tree.map(lambda x: np.asarray(x)[row, places].tolist(), progress.logprobs)
+    likeliest = zip(lists.best_ids_BON, lists.best_BON)
     return {
-        "logprobs": kept.token_BO,
+        "logprobs": lists.token_BO,
         "top_logprobs": [
-            [(i, p) for i, p in zip(ids[:n], best[:n]) if p > -math.inf]
-            for ids, best in likeliest
+            [(i, p) for i, p in zip(ids[:n], values[:n]) if p > -math.inf]
+            for ids, values in likeliest
         ],
     }

@@ -1,4 +1,4 @@
-"""`--tree auto`: sizes of one tree that the steps of a request choose from, and their costs on this machine."""
+"""`--tree auto`: the tree sizes that steps choose from, and their costs on this machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +20,8 @@ from medusa_jax.whole_files import Json
 def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bool:
     """Whether the text cannot depend on the trees of its steps.
 
-    It can if the rule reads the drafts, with a limit of steps, and in 16-bit arithmetic, where passes over different
-    numbers of tokens round differently. With a constraint the host takes part in every step.
+    It depends on them if the rule reads the drafts, if steps are limited, and in 16-bit arithmetic, where
+    passes over different numbers of tokens round differently. Constraints need the host in every step.
     """
     exact = engine.rule.lossless and not engine.rule.by_drafts and dtype.itemsize >= 4
     return exact and all(o.max_steps is None and o.constraint is None for o in rows)
@@ -31,9 +31,9 @@ def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bo
 class StepSizes:
     """The sizes of a model's tree, with the time of a step with each over a plain step's.
 
-    The costs are `calibrate`'s if it ran on this machine, with this model. Else they are measured once, when the
-    decode loop is first compiled here, and kept in the user's cache directory. Neither changes later, so that the
-    same command takes the same sizes at every start.
+    Costs are those of `calibrate` if it ran with this model on this machine. Else they are measured once,
+    when the decode loop is first compiled here, and cached. Neither changes, so that a command takes the
+    same sizes at every start.
 
     Attributes:
       mark: `tree_choice.step_mark`.
@@ -45,19 +45,19 @@ class StepSizes:
     _costs: dict[str, list[float]] = field(default_factory=dict)
 
     def gated(self, drafter: Drafter, engine: Engine) -> Engine:
-        """The engine whose steps choose among the sizes of its tree; the same if plain decoding is the only one."""
+        """The engine with a choice among the sizes of its tree; `engine` if there is only one."""
         sizes = sizes_of(engine.tree, self.calibrated)
         return replace(engine, drafter=drafter, gated=sizes) if len(sizes) > 1 else engine
 
     def gate(self, engine: Engine, rows: int) -> Gate:
-        """The gate before a text of a gated engine; without known costs all steps take as long."""
+        """The gate at the start of a text; unmeasured steps are assumed to cost the same."""
         costs = self.costs(engine, rows) or [1.0] * len(engine.gated)
         return Gate.before_text(
             engine.gated, costs, tokens_of(engine.gated, self.calibrated)
         )
 
     def costs(self, engine: Engine, rows: int) -> list[float] | None:
-        """The costs of the sizes, if they are known; else see `measure`."""
+        """The costs of the sizes, None before `measure`."""
         key = self._key(engine, rows)
         if key not in self._costs:
             costs = self._calibrated(engine, rows) or self._cache(engine).read().get(key)
@@ -68,7 +68,7 @@ class StepSizes:
         return self._costs[key]
 
     def measure(self, engine: Engine, variables: Params, state: DecodeState) -> Gate:
-        """Measure the costs and keep them; returns the gate. Consumes the state."""
+        """Measure and store the costs; returns the gate. Consumes the state."""
         rows, cache = len(state.length_B), self._cache(engine)
         costs = step_costs(engine, variables, state, self.gate(engine, rows))
         cache.write(cache.read() | {self._key(engine, rows): costs})
@@ -76,7 +76,7 @@ class StepSizes:
         return self.gate(engine, rows)
 
     def _key(self, engine: Engine, rows: int) -> str:
-        """Sampling draws noise for every level of the tree, so the rule matters."""
+        """Key of measured costs, by the rule as well: sampling draws noise for every level."""
         sizes = ",".join(str(tree.n_nodes) for tree in engine.gated)
         return f"{rows} {engine.acceptance} {sizes}"
 
@@ -98,7 +98,7 @@ class StepSizes:
 
 
 def _checked(costs: Any, n: int) -> list[float] | None:
-    """The n costs of a note; None if it is damaged, so that they are measured again."""
+    """The n costs of a cache entry; None if it is damaged, so that they are measured again."""
     if not isinstance(costs, list) or len(costs) != n:
         return None
     numbers = all(isinstance(x, int | float) and 0 < x < np.inf for x in costs)

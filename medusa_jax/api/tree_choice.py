@@ -26,20 +26,20 @@ from medusa_jax.tree.files import (
 from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json
 
-# "bundled": with --tree auto, too, all steps take the tree file's own choice or the drafter's default tree.
+# "bundled": with --tree auto, too, all steps use the tree file's choice or the default tree.
 VARIABLE = "MEDUSA_JAX_TREES"
-# Nodes of the smallest size with drafts, and of the only one if weights are narrow and `calibrate` did not run here.
-FEW = 3
+# Nodes of the smallest size with drafts; of the only one for narrow weights if `calibrate` did not run here.
+SMALL = 3
 
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """The tree of a model as far as it is known before the heads are read.
+    """The tree of a model, chosen before the heads are read.
 
     Attributes:
       tree: the tree, or its name as for `--tree`.
       calibrated: content of the tree file next to the heads.
-      ladder: the trees by number of rows that "auto" and "bundled" know.
+      ladder: for "auto" and "bundled", the tree file's trees by number of rows.
       chooses: each step takes one of the sizes of its tree (`sizes_of`).
       levels: maximum number of heads that decoding uses.
       mark: as for `of`.
@@ -81,8 +81,8 @@ class TreeChoice:
             ladder = file_ladder(calibrated, platform)
         if calibrated and chooses:
             ladder = ladder or {batch: auto_tree(calibrated, platform)}
-            if narrow(storage) and calibrated.get("mark") != mark:
-                ladder = {rows: small(tree, calibrated) for rows, tree in ladder.items()}
+            if is_narrow(storage) and calibrated.get("mark") != mark:
+                ladder = {n: small_tree(t, calibrated) for n, t in ladder.items()}
         tree: str | Tree = spec
         if ladder:
             tree = tree_at(ladder, batch)
@@ -98,7 +98,7 @@ class TreeChoice:
 def step_mark(
     drafter: Drafter, dtype: np.dtype, mesh: Mesh, storage: Storage, kernels: Kernels
 ) -> str:
-    """What the time of a step depends on besides the tree, as `device_mark`; `calibrate` notes it in the tree file."""
+    """Key of what a step's time depends on besides the tree; `calibrate` writes it to the tree file."""
     shape = tuple(mesh.shape.values())
     return device_mark(
         drafter.heads, drafter.llama, storage, str(dtype), kernels.mark, shape
@@ -119,27 +119,27 @@ def steps_choose() -> bool:
     return value == "" and jax.process_count() == 1
 
 
-def narrow(storage: Storage) -> bool:
-    """Whether weights are stored narrower than they are computed in: a row more of a product takes longer."""
+def is_narrow(storage: Storage) -> bool:
+    """Whether weights are stored narrower than computed: each row then lengthens a product."""
     return storage.weights in (STORED, "int8")
 
 
-def small(tree: Tree, calibrated: Json | None) -> Tree:
-    """The first `FEW` nodes of a tree, by the tree file's order if that made it."""
-    if tree.n_nodes <= FEW:
+def small_tree(tree: Tree, calibrated: Json | None) -> Tree:
+    """The first `SMALL` nodes of a tree, in the tree file's order if the tree is its."""
+    if tree.n_nodes <= SMALL:
         return tree
     order = Order(tree.choices, tree.spares)
     if calibrated is not None and tree == order_of(calibrated).tree(tree.n_nodes):
         order = order_of(calibrated)
-    return order.tree(FEW)
+    return order.tree(SMALL)
 
 
 def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
     """The sizes of a tree to choose from, plain decoding first and the tree last.
 
-    Each is a loop to compile, so there are at most three: the tree, and its first `FEW` nodes.
+    Each is a loop to compile, so there are at most three: the tree, and its first `SMALL` nodes.
     """
-    sizes = Tree.none(), small(tree, calibrated), tree
+    sizes = Tree.none(), small_tree(tree, calibrated), tree
     return tuple(dict.fromkeys(sizes))
 
 

@@ -23,7 +23,7 @@ from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, GenerationFlags, generation_options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import DEMO_PROMPTS, all_asked, read_prompts, spread
+from medusa_jax.evaluate.questions import DEMO_PROMPTS, read_prompts, record_prompts, spread
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.notation import entries
 from medusa_jax.whole_files import Json
@@ -56,7 +56,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RaceFlags(GenerationFlags, BaseFlags):
-    """What is raced, on which prompts, with which trees."""
+    """Contenders, prompts and trees."""
 
     prompts: str = flag(
         "JSONL with prompt or prompt_ids; or with messages, whose last user turn is answered, or turns "
@@ -119,7 +119,7 @@ class Flags(TemplateFlags, RaceFlags):
     )
 
 
-class Asked(NamedTuple):
+class Tasks(NamedTuple):
     """What is decoded.
 
     Attributes:
@@ -140,25 +140,25 @@ class Asked(NamedTuple):
 
 
 def prompts_of(flags: RaceFlags) -> list[Json]:
-    """--limit records of --prompts; the ids of the demo's are of its vocabulary, not of another model's."""
+    """Records of --prompts; without the demo's token ids for another model."""
     records = spread(read_prompts(flags.prompts, messages=True), flags.limit)
     if flags.model and flags.prompts == str(DEMO_PROMPTS):
         return [{k: v for k, v in r.items() if not k.endswith("_ids")} for r in records]
     return records
 
 
-def asked_prompts(flags: RaceFlags, model: "Model") -> Asked:
+def prompt_tasks(flags: RaceFlags, model: "Model") -> Tasks:
     """The prompts of --prompts."""
     records = prompts_of(flags)
-    texts, options = all_asked(model, records, generation_options(flags))
+    texts, options = record_prompts(model, records, generation_options(flags))
     prompts = [model.encode(text) for text in texts]
     categories = [str(r.get("category", r.get("file", "all"))) for r in records]
-    return Asked(prompts, categories, options, (), range(len(prompts)), {})
+    return Tasks(prompts, categories, options, (), range(len(prompts)), {})
 
 
-def asked_questions(flags: Flags, path: str, model: "Model") -> Asked:
-    """All turns of --questions; later turns contain plain decoding's answers to the earlier ones."""
-    from medusa_jax.api.asking import ending_turns
+def question_tasks(flags: Flags, path: str, model: "Model") -> Tasks:
+    """All turns of --questions; plain decoding gives the answers before later turns."""
+    from medusa_jax.api.prompts import ending_turns
     from medusa_jax.evaluate.turns import answered_turns, find_template, prompt_room
 
     questions = spread(read_questions(path), flags.limit)
@@ -172,7 +172,7 @@ def asked_questions(flags: Flags, path: str, model: "Model") -> Asked:
         "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest(),
         "prompts_cut": sum(turn.cut for turn in turns),
     }
-    return Asked(
+    return Tasks(
         [turn.prompt for turn in turns],
         [questions[turn.number]["category"] for turn in turns],
         options,
@@ -183,37 +183,37 @@ def asked_questions(flags: Flags, path: str, model: "Model") -> Asked:
 
 
 def race_prompts(
-    flags: Flags, entrants: Sequence[Entrant], asked: Asked, out: Path
+    flags: Flags, entrants: Sequence[Entrant], tasks: Tasks, out: Path
 ) -> list[Json]:
     """Race a prompt at a time; a row per contender, or per contender and category."""
     from medusa_jax.evaluate.race import rows_of, timed_runs
     from medusa_jax.evaluate.spec_bench import write_answers
     from medusa_jax.evaluate.turns import grouped
 
-    contenders = contenders_of(entrants, asked.options)
-    runs = timed_runs(contenders, asked.prompts, flags.repeats)
-    if asked.questions:
+    contenders = contenders_of(entrants, tasks.options)
+    runs = timed_runs(contenders, tasks.prompts, flags.repeats)
+    if tasks.questions:
         for contender, of_one in zip(contenders, runs):
             name = f"{contender.label}-{contender.facts['tree_nodes']}"
-            write_answers(out, name, asked.questions, asked.numbers, of_one)
+            write_answers(out, name, tasks.questions, tasks.numbers, of_one)
     if not flags.by_category:
-        return rows_of(contenders, runs, asked.prompts)
+        return rows_of(contenders, runs, tasks.prompts)
     rows = []
-    for category, group in grouped(asked.categories).items():
+    for category, group in grouped(tasks.categories).items():
         of_group = [[of_one[i] for i in group] for of_one in runs]
-        prompts = [asked.prompts[i] for i in group]
+        prompts = [tasks.prompts[i] for i in group]
         for row in rows_of(contenders, of_group, prompts):
             rows.append({"category": category} | row)
     return rows
 
 
-def race_batches(flags: Flags, entrants: Sequence[Entrant], asked: Asked) -> list[Json]:
+def race_batches(flags: Flags, entrants: Sequence[Entrant], tasks: Tasks) -> list[Json]:
     """Race all prompts in batches of each size; all rows of a batch have one length."""
     from medusa_jax.evaluate.race import race
 
-    length = min(map(len, asked.prompts))
-    prompts = [prompt[-length:] for prompt in asked.prompts]
-    options = replace(asked.options, eos_ids=())
+    length = min(map(len, tasks.prompts))
+    prompts = [prompt[-length:] for prompt in tasks.prompts]
+    options = replace(tasks.options, eos_ids=())
     contenders = batch_contenders(entrants, options, flags.batches)
     return race(contenders, [prompts], flags.repeats, warm_up=False)
 
@@ -227,20 +227,20 @@ def run(flags: Flags) -> int:
     entrants = list(load_entrants(flags, names, flags.trees))
     model = entrants[0].model
     if flags.questions:
-        asked = asked_questions(flags, flags.questions, model)
+        tasks = question_tasks(flags, flags.questions, model)
     else:
-        asked = asked_prompts(flags, model)
+        tasks = prompt_tasks(flags, model)
     columns = dict(COLUMNS)
     if flags.batches:
         columns = {"batch": "{batch}", **COLUMNS}
-        rows = race_batches(flags, entrants, asked)
+        rows = race_batches(flags, entrants, tasks)
     else:
         if flags.by_category:
             columns = {"category": "{category}", **COLUMNS}
-        rows = race_prompts(flags, entrants, asked, out)
+        rows = race_prompts(flags, entrants, tasks, out)
     facts = {
         **device_facts(),
-        **asked.facts,
+        **tasks.facts,
         "dtype": str(model.dtype),
         "temperature": flags.temperature,
         "max_new_tokens": flags.max_new_tokens,

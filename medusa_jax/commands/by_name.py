@@ -28,8 +28,10 @@ def listing(prog: str, commands: Mapping[str, Command]) -> str:
     width = max(map(len, commands))
     lines = [f"usage: {prog} COMMAND [flags]   (COMMAND --help lists its flags)"]
     for group in dict.fromkeys(command.group for command in commands.values()):
-        own = [(name, c.what) for name, c in commands.items() if c.group == group]
-        lines += ["", f"{group}:", *(f"  {name:{width}}  {what}" for name, what in own)]
+        lines += ["", f"{group}:"]
+        for name, command in commands.items():
+            if command.group == group:
+                lines.append(f"  {name:{width}}  {command.what}")
     return "\n".join(lines)
 
 
@@ -45,8 +47,8 @@ def run_named(
             return 0 if words else 2
         name = words[0]
         if name not in commands:
-            near = did_you_mean(name, commands) or " (--help lists all)"
-            raise UserError(f"unknown command {name!r}{near}")
+            hint = did_you_mean(name, commands) or " (--help lists all)"
+            raise UserError(f"unknown command {name!r}{hint}")
         status: int = importlib.import_module(commands[name].module).main(words[1:])
         return status
 

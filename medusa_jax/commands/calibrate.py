@@ -1,6 +1,6 @@
 """`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
 
-Writes a tree file with its evidence (measured by `evaluate/fitting.py`) and a rung for each
+Writes a tree file with its evidence (measured by `evaluate/tree_fit.py`) and a rung for each
 number of rows; decoding uses the one next to the heads.
 """
 
@@ -8,7 +8,6 @@ import dataclasses
 from pathlib import Path
 
 from medusa_jax.commands.flags import Program, at_least, file_to_write, flag, numbers
-from medusa_jax.commands.following import following
 from medusa_jax.commands.model_flags import (
     GenerationFlags,
     MeshFlags,
@@ -16,6 +15,7 @@ from medusa_jax.commands.model_flags import (
     generation_options,
     load_model,
 )
+from medusa_jax.commands.next_command import print_next
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import Cell, Row, table_of
@@ -83,26 +83,26 @@ def run(flags: Flags) -> int:
 
     from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.commands.bench import out_directory
-    from medusa_jax.evaluate.fitting import fit_tree
-    from medusa_jax.evaluate.questions import all_asked, read_prompts
+    from medusa_jax.evaluate.questions import read_prompts, record_prompts
+    from medusa_jax.evaluate.tree_fit import fit_tree
 
     use_compilation_cache()
     if not (flags.prompts and flags.out):
         raise UserError("give --prompts and --out")
-    small = jax.default_backend() == "cpu"
-    limit = (16 if small else 64) if flags.limit is None else flags.limit
-    batches = flags.batches or ((1, 4) if small else (1, 2, 4, 8, 16))
+    on_cpu = jax.default_backend() == "cpu"
+    limit = (16 if on_cpu else 64) if flags.limit is None else flags.limit
+    batches = flags.batches or ((1, 4) if on_cpu else (1, 2, 4, 8, 16))
     records = read_prompts(flags.prompts, limit, messages=True)
     out = file_to_write(flags.out, "--out")
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
-    prompts, options = all_asked(model, records, generation_options(flags))
+    prompts, options = record_prompts(model, records, generation_options(flags))
     inform(
         f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
         f"trees for each of {len(batches)} batch sizes"
     )
-    kept = Path(f"{out}.ranks")
-    found = fit_tree(
+    ranks_file = Path(f"{out}.ranks")
+    fit = fit_tree(
         model,
         prompts,
         options,
@@ -110,34 +110,34 @@ def run(flags: Flags) -> int:
         batches=batches,
         rounds=flags.rounds,
         copies=not flags.no_copies,
-        keep=kept,
+        keep=ranks_file,
     )
-    write_json(out, found)
-    kept.unlink(missing_ok=True)
-    evidence = found["evidence"]
+    write_json(out, fit)
+    ranks_file.unlink(missing_ok=True)
+    evidence = fit["evidence"]
     print(f"fitted trees\n{table_of(evidence['ladder'], SIZES)}")
-    for rung in found["batches"]:
-        best = {"best": "<- best"}
-        rows = [r | best if r["nodes"] == rung["nodes"] else r for r in rung["rows"]]
+    for rung in fit["batches"]:
+        mark = {"best": "<- best"}
+        rows = [r | mark if r["nodes"] == rung["nodes"] else r for r in rung["rows"]]
         print(f"\n{rung['batch']} at a time\n{table_of(rows, RUNG)}")
         if rung["nodes"] == 1:
             print("plain decoding: no tree is faster on this device")
     if plots:
-        draw(found, plots)
-    inform(f"wrote {out}: {found['nodes']} nodes for {found['device']}")
-    talks = "messages" in records[0]
-    asked = {"chat": "", "prompt": "Hello"} if talks else {"prompt": "import os"}
-    following("decode", model=flags.model, drafter=flags.drafter, **asked, compare="")
+        draw(fit, plots)
+    inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
+    is_chat = "messages" in records[0]
+    example = {"chat": "", "prompt": "Hello"} if is_chat else {"prompt": "import os"}
+    print_next("decode", model=flags.model, drafter=flags.drafter, **example, compare="")
     return 0
 
 
-def draw(found: Row, directory: Path) -> None:
+def draw(fit: Row, directory: Path) -> None:
     """The tree, and tokens per step and latency over its size, as PNG."""
     from medusa_jax import plots
 
-    evidence = found["evidence"]
+    evidence = fit["evidence"]
     ladder = evidence["ladder"]
-    plots.draw_tree(found["choices"], path=str(directory / "tree.png"))
+    plots.draw_tree(fit["choices"], path=str(directory / "tree.png"))
     plots.draw_curves(
         [row["nodes"] for row in ladder],
         [row["tokens_per_step"] for row in ladder],

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.api.streaming import Chunk
+from medusa_jax.api.text_stream import Chunk
 from medusa_jax.commands.decode_report import LEGEND, coloured
 from medusa_jax.commands.flags import file_to_write
 from medusa_jax.commands.turn_input import TurnInput
@@ -40,7 +40,7 @@ class Chat:
       show_drafts: colour accepted drafts by their tree depth.
       spec: the draft tree, as for --tree; None is the model's default.
       messages: the conversation so far; a stopped reply ends where the user stopped it.
-      results: the replies that came to their end.
+      results: the complete replies.
     """
 
     model: Model
@@ -51,7 +51,7 @@ class Chat:
     spec: str | None = None
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     results: list[Result] = dataclasses.field(default_factory=list)
-    _asked: str = ""
+    _question: str = ""
     _answered: bool = False
     _stopped: bool = False
     _retries: int = 0
@@ -115,33 +115,30 @@ class Chat:
         if not text:
             return
         if not re.match("/[A-Za-z]", text):
-            self._asked, self._answered, self._retries = text, False, 0
+            self._question, self._answered, self._retries = text, False, 0
             return self.reply()
         name, *value = text.split(maxsplit=1)
         name = ALIASES.get(name, name)
-        known = {usage.split()[0]: usage for usage in COMMANDS}
-        if name not in known:
-            near = did_you_mean(name, known)
+        usages = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in usages:
+            hint = did_you_mean(name, usages)
             raise UserError(
-                f"there is no command {name}{near} (there are {', '.join(known)})"
+                f"there is no command {name}{hint} (there are {', '.join(usages)})"
             )
-        if len(known[name].split()) != 1 + len(value):
-            raise UserError(f"write {known[name]}")
+        if len(usages[name].split()) != 1 + len(value):
+            raise UserError(f"write {usages[name]}")
         getattr(self, name[1:])(*value)
 
     # The commands, by name.
 
     def help(self) -> None:
-        """List the commands."""
         inform("\n".join(f"  {usage:16}{what}" for usage, what in COMMANDS.items()))
 
     def reset(self) -> None:
-        """Forget the conversation."""
-        self.messages, self.results, self._asked = [], [], ""
+        self.messages, self.results, self._question = [], [], ""
 
     def retry(self) -> None:
-        """Answer the last turn again."""
-        if not self._asked:
+        if not self._question:
             raise UserError("nothing has been asked yet")
         if self.options.temperature == 0 and self._answered and not self._stopped:
             raise UserError(
@@ -151,7 +148,6 @@ class Chat:
         self.reply()
 
     def temperature(self, value: str) -> None:
-        """Draw further replies at another temperature."""
         try:
             options = dataclasses.replace(self.options, temperature=float(value))
         except ValueError:
@@ -159,16 +155,16 @@ class Chat:
         self._change(options, self.spec)
 
     def tree(self, value: str) -> None:
-        """Draft with another tree."""
         self._change(self.options, value)
 
     def _change(self, options: Options, spec: str | None) -> None:
-        sampled, before = options.temperature > 0, (self.options.temperature > 0, self.spec)
+        sampled = options.temperature > 0
+        same_program = (sampled, spec) == (self.options.temperature > 0, self.spec)
         self.model.engine(spec, self.acceptance, sampled)  # may refuse
         with announced("compiling"):
             self._compiled.result()
         self.options, self.spec = options, spec
-        if (sampled, spec) != before:
+        if not same_program:
             self._compile()
 
     def stats(self) -> None:
@@ -202,24 +198,24 @@ class Chat:
         Raises:
           UserError: the turn alone is too long for the context, or cannot be answered; nothing changes.
         """
-        before = self.messages
-        asked = {"role": "user", "content": self._asked}
-        self.messages = [*(before[:-2] if self._answered else before), asked]
+        history = self.messages
+        turn = {"role": "user", "content": self._question}
+        self.messages = [*(history[:-2] if self._answered else history), turn]
         options = dataclasses.replace(self.options, seed=self.options.seed + self._retries)
         shown, note = "", "(stopped)"
         try:
             prompt = self.fitting_prompt()
             with announced("compiling"):
                 self._compiled.result()
-            for pieces, done in self._stream(prompt, options):
+            for pieces, results in self._stream(prompt, options):
                 for part, depth in (pair for piece in pieces for pair in piece.parts):
                     shown += part
                     sys.stdout.write(coloured(part, depth) if self.show_drafts else part)
                 sys.stdout.flush()
-                if done:
-                    note = self._note(done[0], shown)
+                if results:
+                    note = self._note(results[0], shown)
         except UserError:
-            self.messages = before
+            self.messages = history
             raise
         except KeyboardInterrupt:
             pass
@@ -230,10 +226,10 @@ class Chat:
             self.messages.append({"role": "assistant", "content": shown})
             self._answered, self._stopped = True, note == "(stopped)"
         else:
-            self.messages = before
+            self.messages = history
 
     def _note(self, result: Result, shown: str) -> str:
-        """The line below a whole reply."""
+        """The line below a complete reply."""
         if not shown.strip():
             return "(the model ended at once)"
         self.results.append(result)
@@ -270,9 +266,9 @@ class Chat:
 def speed(results: list[Result]) -> str:
     """Tokens, tokens per second and tokens per step of some replies."""
     tokens = sum(result.new_tokens for result in results)
-    later, steps = tokens - len(results), sum(result.steps for result in results)
+    step_tokens, steps = tokens - len(results), sum(result.steps for result in results)
     seconds = sum(result.decode_seconds for result in results)
     return (
-        f"{tokens} tokens, {later / max(seconds, 1e-9):.0f} tokens/s, "
-        f"{later / max(steps, 1):.2f} tokens a step"
+        f"{tokens} tokens, {step_tokens / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{step_tokens / max(steps, 1):.2f} tokens a step"
     )

@@ -71,7 +71,6 @@ class Flags:
 
 
 def run(flags: Flags) -> int:
-    """Convert."""
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.files.hf import BaseFiles
     from medusa_jax.files.layouts.convert import convert
@@ -80,15 +79,15 @@ def run(flags: Flags) -> int:
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError("--dtype int8 is for --to native: no other engine reads it")
     directory = find_model(flags.model)
-    stored = find_heads(flags.model, flags.drafter)
-    if stored is None:
+    heads = find_heads(flags.model, flags.drafter)
+    if heads is None:
         raise UserError("give --drafter the heads to convert")
     name = flags.base_name or flags.model or directory
-    export = Export(stored, BaseFiles.open(directory), name, flags.dtype)
-    inform(f"{stored.source}: {stored.layout}, {stored.heads.n_heads} heads")
-    written = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
-    same = "" if written == flags.to else f" as --to {written}, the same for these heads"
-    inform(f"wrote {flags.out}{same}\nnext: load it as {flags.out}/README.md says")
+    export = Export(heads, BaseFiles.open(directory), name, flags.dtype)
+    inform(f"{heads.source}: {heads.layout}, {heads.heads.n_heads} heads")
+    target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
+    note = "" if target == flags.to else f" as --to {target}, the same for these heads"
+    inform(f"wrote {flags.out}{note}\nnext: load it as {flags.out}/README.md says")
     return 0
 
 

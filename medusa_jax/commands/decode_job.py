@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.prompts import Prompt
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.console import announced
 from medusa_jax.whole_files import Json
@@ -41,7 +41,6 @@ class DecodeJob:
             return self.model.compile(*self.batch(rows), acceptance=self.acceptance)
 
     def generate(self, rows: list[int]) -> list[Result]:
-        """Decode these rows."""
         return self.model.generate(*self.batch(rows), acceptance=self.acceptance)
 
     def facts(

@@ -23,7 +23,7 @@ COLOURS, UNDERLINED = (32, 36, 34, 35, 33), 4
 
 
 def coloured(text: str, depth: int) -> str:
-    """Colour a draft by the tree depth that it was accepted at, underline it if it was copied (below 0)."""
+    """Colour a draft by its tree depth; underline it if it was copied (depth below 0)."""
     if not depth:
         return text
     style = UNDERLINED if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)]
@@ -41,7 +41,7 @@ def describe(
     result: Result,
     acceptance: str,
     options: Options,
-    compared: "Comparison | None",
+    comparison: "Comparison | None",
     form: str = "",
 ) -> Json:
     """The object that --json prints.
@@ -51,11 +51,11 @@ def describe(
     Args:
       form: how the prompt was read, "chat" or "raw text".
     """
-    if compared is not None:
+    if comparison is not None:
         result = dataclasses.replace(
             result,
-            prefill_seconds=compared.drafted.prefill_seconds,
-            decode_seconds=compared.drafted.decode_seconds,
+            prefill_seconds=comparison.drafted.prefill_seconds,
+            decode_seconds=comparison.drafted.decode_seconds,
         )
     device = jax.devices()[0]
     facts: Json = {name: getattr(result, name) for name in RESULT}
@@ -77,8 +77,8 @@ def describe(
     }
     if result.logprobs is not None:
         facts |= {"logprobs": result.logprobs, "top_logprobs": result.top_logprobs}
-    if compared is not None:
-        facts |= compared.facts()
+    if comparison is not None:
+        facts |= comparison.facts()
     return facts
 
 
@@ -88,13 +88,13 @@ def summary(facts: Json, first_seconds: float) -> str:
     Args:
       first_seconds: from the start of the command to the first token.
     """
-    same = facts["weights"] == facts["dtype"]
-    stored = "" if same else f", {facts['weights']} weights"
+    weights = facts["weights"]
+    storage = "" if weights == facts["dtype"] else f", {weights} weights"
     line = (
         f"{facts['new_tokens']} tokens in {facts['steps']} steps, mean accepted length "
         f"{facts['mean_accepted_length']:.2f}, {facts['tokens_per_second']:.0f} tokens/s "
         f"({facts['form']}, {facts['drafter']}, {facts['tree_nodes']} nodes, {facts['acceptance']}, "
-        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{stored}, "
+        f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{storage}, "
         f"{facts['device'].split(':')[0]}"
     )
     if facts["compile_seconds"] >= 0.1:
@@ -102,8 +102,8 @@ def summary(facts: Json, first_seconds: float) -> str:
     line += f"), first token after {first_seconds:.1f} s"
     if "speedup" not in facts:
         return line
-    plain = facts["autoregressive"]["tokens_per_second"]
-    line += f"\nautoregressive {plain:.0f} tokens/s: "
+    rate = facts["autoregressive"]["tokens_per_second"]
+    line += f"\nautoregressive {rate:.0f} tokens/s: "
     if facts["speedup"] is None:
         line += "no step to compare, the text ended with its first token, "
     else:
@@ -115,10 +115,10 @@ def summary(facts: Json, first_seconds: float) -> str:
 
 
 def _difference(facts: Json) -> str:
-    first = facts["first_divergence"]
+    position, gap = facts["first_divergence"]["position"], facts["first_divergence"]["gap"]
     if not facts["lossless"]:
-        return f"other text from token {first['position']} on (lossy acceptance)"
+        return f"other text from token {position} on (lossy acceptance)"
     if facts["acceptance"] == "rejection":
-        return f"other draws from the same distribution from token {first['position']} on"
-    gap = "one text ends" if first["gap"] is None else f"score gap {first['gap']:.2g}"
-    return f"first difference at token {first['position']} ({gap})"
+        return f"other draws from the same distribution from token {position} on"
+    reason = "one text ends" if gap is None else f"score gap {gap:.2g}"
+    return f"first difference at token {position} ({reason})"

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import jax
 
 from medusa_jax.api import Model, Options, Result, find_model
-from medusa_jax.api.asking import ending_turns
+from medusa_jax.api.prompts import ending_turns
 from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
 from medusa_jax.commands.model_flags import load_model
-from medusa_jax.commands.requests import own_sampling, read_requests, shared_options
+from medusa_jax.commands.requests import read_requests, sampling_defaults, shared_options
 from medusa_jax.console import inform, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
@@ -41,9 +41,9 @@ def run(flags: Flags, began: float) -> int:
         job, show_drafts=flags.show_drafts, save_drafts=flags.save_drafts, began=began
     )
     if flags.compare and flags.drafter and flags.drafter not in BASELINES:
-        from medusa_jax.commands.following import following
+        from medusa_jax.commands.next_command import print_next
 
-        following("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
+        print_next("serve", model=flags.model, drafter=flags.drafter, chat=flags.chat)
     return status
 
 
@@ -53,7 +53,7 @@ def talk(flags: Flags) -> int:
 
     if jax.process_count() > 1:
         raise UserError("a chat runs on one host: give --prompt or --prompts_file")
-    defaults = own_sampling(flags.model)
+    defaults = sampling_defaults(flags.model)
     options = shared_options(flags, defaults)
     refuse_conflicts(flags, [options])
     model = load(flags, n_requests=1)
@@ -84,8 +84,8 @@ def read_job(flags: Flags) -> DecodeJob:
             for option in options
         ]
     if model.tokenizer.chat_template and flags.chat is None and not flags.raw:
-        raw = "raw text (--chat makes the prompt a user's turn)"
-        inform(raw if template is None else "chat (--raw continues the prompt instead)")
+        note = "raw text (--chat makes the prompt a user's turn)"
+        inform(note if template is None else "chat (--raw continues the prompt instead)")
     prompts = [
         encode_prompt(model.tokenizer, prompt, template or "")
         if isinstance(prompt, list) or (isinstance(prompt, str) and template is not None)

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.commands.flags import HostFlags, Program, at_least, flag, on_hosts
-from medusa_jax.commands.following import following
 from medusa_jax.commands.model_flags import MeshFlags, ModelFlags, load_model
+from medusa_jax.commands.next_command import print_next
 from medusa_jax.console import inform
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
@@ -88,7 +88,7 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
 
 
 def run(flags: Flags) -> int:
-    """Answer the seeds without an answer."""
+    """Answer the seeds."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
     from medusa_jax.cache_directories import use_compilation_cache
@@ -149,16 +149,17 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     def answers(line: Json, seed: Seed) -> bool:
         return mode != "continue" or bool(line.get("prompt_ids") == prompt_of(model, seed))
 
-    done: dict[int, Json] = {}
+    old_lines: dict[int, Json] = {}
     if hosts.first():
         files.check_settings(out, settings)
-        done = files.finished_lines(path, seeds, answers)
-        if done:
-            inform(f"{len(done)} of {len(seeds)} seeds are answered already")
-    known = hosts.broadcast_from_first(np.array([seed.number in done for seed in seeds]))
-    left = [seed for seed, there in zip(seeds, known) if not there]
-    start, before = time.perf_counter(), len(seeds) - len(left)
-    progress = ProgressBar("answers", len(seeds), "seed", before, hosts.first())
+        old_lines = files.finished_lines(path, seeds, answers)
+        if old_lines:
+            inform(f"{len(old_lines)} of {len(seeds)} seeds are answered already")
+    is_open = np.array([seed.number not in old_lines for seed in seeds])
+    is_open = hosts.broadcast_from_first(is_open)
+    open_seeds = [seed for seed, unanswered in zip(seeds, is_open) if unanswered]
+    start, n_before = time.perf_counter(), len(seeds) - len(open_seeds)
+    progress = ProgressBar("answers", len(seeds), "seed", n_before, hosts.first())
     user_options = dataclasses.replace(
         options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
     )
@@ -166,11 +167,11 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         model, mode, options, user_options, batch_size=flags.batch_size,
         chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
     )  # fmt: skip
-    made = write_all(writer, path, left)
-    stopped = before + len(made) < len(seeds)
+    new_lines = write_all(writer, path, open_seeds)
+    stopped = n_before + len(new_lines) < len(seeds)
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0
-    lines = [*done.values(), *made]
+    lines = [*old_lines.values(), *new_lines]
     if stopped:
         inform(
             f"stopped by SIGTERM after {len(lines)} of {len(seeds)} seeds; the same command "
@@ -180,23 +181,23 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     seconds = time.perf_counter() - start
     lines.sort(key=lambda line: line["seed"])
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-    found = files.sizes(mode, lines)
+    sizes = files.sizes(mode, lines)
     if mode == "continue":
         files.write_token_directory(out, lines)
     counts_V = files.vocab_counts(mode, lines, model, flags.chat_template)
     write_array(out / COUNTS, counts_V)
-    speed = files.sizes(mode, made)["answer_tokens"] / max(seconds, 1e-9)
+    speed = files.sizes(mode, new_lines)["answer_tokens"] / max(seconds, 1e-9)
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
-    provenance = settings | engine | found | {"date": date.today().isoformat()}
+    provenance = settings | engine | sizes | {"date": date.today().isoformat()}
     write_json(out / "provenance.json", provenance)
     inform(
-        f"{found['samples']} samples, {found['answer_tokens']} tokens of the model's own text, "
+        f"{sizes['samples']} samples, {sizes['answer_tokens']} tokens of the model's own text, "
         f"{speed:.0f} tokens/s; in {path}"
     )
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
-    for problem, n in found.get("unusable_seeds", {}).items():
+    for problem, n in sizes.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
-    following(
+    print_next(
         "", "python train.py", config="configs/own.py",
         **{"config.model.path": flags.model or find_model(None)},
         **{"config.data.source": str(out if mode == "continue" else path)},

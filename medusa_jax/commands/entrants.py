@@ -42,22 +42,22 @@ def tree_specs(text: str) -> list[str]:
 
 def default_names(model: str | None) -> list[str]:
     """All heads that come with the model, and the drafters that need none."""
-    from medusa_jax.api.finding import bundled_draft_model, bundled_heads
+    from medusa_jax.api.bundles import bundled_draft_model, bundled_heads
 
     draft_model = ["draft_model"] if bundled_draft_model(model) else []
     return [*bundled_heads(model), *draft_model, "prompt_lookup"]
 
 
 def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterator[Entrant]:
-    """The drafters, all on one copy of the backbone; `trees` for those named without one."""
-    first: Model | None = None
-    for each in names:
-        name, _, tree = each.partition("@")
+    """Load the drafters on one copy of the backbone; `trees` is for names without a tree."""
+    base: Model | None = None
+    for entry in names:
+        name, _, tree = entry.partition("@")
         specs = tree_specs(tree or trees)
         spec = "auto" if "auto" in specs else specs[0]
         model = load_model(flags, name, tree=spec)
-        first = first or model
-        model.variables = model.variables | {"backbone": first.variables["backbone"]}
+        base = base or model
+        model.variables = model.variables | {"backbone": base.variables["backbone"]}
         by_spec = {s: model.tree if s == spec else model.parse_tree(s) for s in specs}
         yield Entrant(name, model, by_spec)
 
@@ -65,7 +65,7 @@ def load_entrants(flags: BaseFlags, names: Sequence[str], trees: str) -> Iterato
 def contenders_of(
     entrants: Sequence[Entrant], options: "Options"
 ) -> "list[Contender[Sequence[int]]]":
-    """Plain decoding, and every entrant with each of its trees, a prompt at a time."""
+    """Plain decoding, and every entrant with each of its trees; a prompt at a time."""
     from medusa_jax.evaluate.race import ourselves
 
     contenders = [ourselves(entrants[0].model, Tree.none(), options)]
@@ -79,7 +79,7 @@ def contenders_of(
 def batch_contenders(
     entrants: Sequence[Entrant], options: "Options", batches: Sequence[int]
 ) -> "list[Contender[Sequence[list[int]]]]":
-    """As `contenders_of` for each batch size, against plain decoding in batches of that size.
+    """Like `contenders_of` for each batch size; each against plain decoding in that batch size.
 
     An automatic tree is the one for the batch size.
     """
@@ -87,7 +87,7 @@ def batch_contenders(
 
     contenders: list[Contender[Sequence[list[int]]]] = []
     for batch in batches:
-        plain = len(contenders)
+        baseline = len(contenders)
         rows = [("plain", entrants[0].model, Tree.none())]
         for e in entrants:
             for spec, tree in e.trees.items():
@@ -102,5 +102,5 @@ def batch_contenders(
                 "temperature": options.temperature,
             }
             weights = model.storage.weights or str(model.dtype)
-            contenders.append(Contender(label, decode, weights, facts, against=plain))
+            contenders.append(Contender(label, decode, weights, facts, against=baseline))
     return contenders

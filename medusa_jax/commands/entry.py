@@ -8,8 +8,7 @@ from medusa_jax.errors import one_line
 
 
 def run_main(main: Callable[[], int]) -> int:
-    """Run an entry point; turn bad input, unusable files, missing packages and lack of memory into one line
-    and exit status 2."""
+    """Run an entry point; errors of the user, files, packages or memory are one line and status 2."""
     open_standard_streams()
     try:
         try:

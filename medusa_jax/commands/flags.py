@@ -33,22 +33,20 @@ class Parser(argparse.ArgumentParser):
     names: Sequence[str] = ()
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse all of `args`."""
-        values, unknown = self.parse_known_args(args, namespace)
-        for word in unknown:
+        values, leftovers = self.parse_known_args(args, namespace)
+        for word in leftovers:
             if word.startswith("-"):
                 name = word.partition("=")[0]
-                self.error(f"unknown flag {name}{self.near(name)}")
-        if unknown:
-            self.error(f"unexpected argument {unknown[0]!r}: values follow a flag's name")
+                self.error(f"unknown flag {name}{self.hint(name)}")
+        if leftovers:
+            self.error(f"unexpected argument {leftovers[0]!r}: values follow a flag's name")
         return values
 
-    def near(self, name: str) -> str:
-        """The end of the message about an unknown flag: the one that was meant, if any is near."""
+    def hint(self, name: str) -> str:
+        """ "; did you mean" and the nearest flag, "" if none is near."""
         return did_you_mean(name, self.names)
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `UserError`."""
         raise UserError(f"{message} (see --help)")
 
 
@@ -61,10 +59,10 @@ def flag(help: str, default: Any = dataclasses.MISSING, **how: Any) -> Any:
       help: text for --help; the default is added unless it is None, False, empty or mentioned.
       how: further arguments of argparse's `add_argument`.
     """
-    made = {"default": default}
+    argument = {"default": default}
     if isinstance(default, list):
-        made = {"default_factory": default.copy}
-    return dataclasses.field(metadata={"help": help} | how, **made)
+        argument = {"default_factory": default.copy}
+    return dataclasses.field(metadata={"help": help} | how, **argument)
 
 
 def parser_of(kind: type, name: str, examples: str = "") -> Parser:
@@ -83,8 +81,8 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
     names = []
     for field in dataclasses.fields(kind):
         owners = [b for b in kind.__mro__ if field.name in getattr(b, FIELDS, ())]
-        described = (getattr(b, FIELDS)[field.name].metadata for b in owners)
-        how = _kind_of_flag(kinds[field.name]) | dict(next(filter(None, described)))
+        metadata = (getattr(b, FIELDS)[field.name].metadata for b in owners)
+        how = _kind_of_flag(kinds[field.name]) | dict(next(filter(None, metadata)))
         if field.default_factory is not dataclasses.MISSING:
             how["default"] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
@@ -207,22 +205,22 @@ Hosted = TypeVar("Hosted", bound=HostFlags)
 
 
 def on_hosts(run: Callable[[Hosted], int]) -> Callable[[Hosted], int]:
-    """`run` in every process of a run over several hosts; process 0 alone prints."""
+    """Run in every process of a run over several hosts; only process 0 prints."""
 
     def in_each(flags: Hosted) -> int:
-        given = given_hosts(flags)
-        if is_alone(given):
+        addresses = host_flags(flags)
+        if is_alone(addresses):
             return run(flags)
         from medusa_jax import hosts  # imports JAX
 
-        hosts.join(given)
+        hosts.join(addresses)
         with hosts.fail_together(), hosts.one_prints():
             return run(flags)
 
     return in_each
 
 
-def given_hosts(flags: HostFlags) -> dict[str, str]:
+def host_flags(flags: HostFlags) -> dict[str, str]:
     """The `HostFlags` that were given."""
     values = values_of(flags, HostFlags)
     return {name: value for name, value in values.items() if value is not None}

@@ -96,18 +96,18 @@ def load_model(
 
     from medusa_jax.api import default_drafter, load
 
-    wanted = drafter or (flags.drafter if isinstance(flags, ModelFlags) else None)
-    name = wanted or default_drafter(flags.model)
+    choice = drafter or (flags.drafter if isinstance(flags, ModelFlags) else None)
+    name = choice or default_drafter(flags.model)
     if needs_heads and name == "none":
         whose = flags.model or "the demo"
         raise UserError(f"give --drafter the directory or hub id of heads for {whose}")
     if flags.dtype == "float64":  # a switch of the whole process
         jax.config.update("jax_enable_x64", True)
-    given = values_of(flags, BaseFlags)
+    arguments = values_of(flags, BaseFlags)
     if isinstance(flags, MeshFlags):
-        given["mesh"] = flags.mesh
-    model = load(given.pop("model"), name, **given | more)
-    if wanted is None and name == "none":
+        arguments["mesh"] = flags.mesh
+    model = load(arguments.pop("model"), name, **arguments | more)
+    if choice is None and name == "none":
         inform("no --drafter is given: plain decoding, without drafts")
     return model
 

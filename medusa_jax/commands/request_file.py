@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from medusa_jax import hosts, typed
 from medusa_jax.api import Options
-from medusa_jax.api.asking import equal_batches
+from medusa_jax.api.prompts import equal_batches
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
@@ -22,11 +22,11 @@ from medusa_jax.whole_files import Json, parse_json, read_text
 PROMPTS: dict[str, Any] = {"prompt": str, "prompt_ids": tuple[int, ...], "messages": list}
 
 
-def read_file(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
+def read_file(path: str, defaults: Options) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options.
 
     Args:
-      shared: the options that a request does not set itself.
+      defaults: the options that a request does not set itself.
 
     Raises:
       UserError: names the line.
@@ -39,9 +39,9 @@ def read_file(path: str, shared: Options) -> tuple[list[Any], list[Options]]:
             continue
         where = f"{path} line {number}"
         try:
-            prompt, own = _request(parse_json(line))
+            prompt, fields = _request(parse_json(line))
             prompts.append(prompt)
-            options.append(dataclasses.replace(shared, **own))
+            options.append(dataclasses.replace(defaults, **fields))
         except json.JSONDecodeError as error:
             raise UserError(f"{where} is not JSON: {error.msg}") from error
         except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
@@ -57,11 +57,11 @@ def _request(record: Any) -> tuple[Any, Json]:
     """The prompt of a line (a text, a tuple of token ids or a list of messages) and its options."""
     if not isinstance(record, dict) or len(PROMPTS.keys() & record.keys()) != 1:
         raise UserError("a request needs one 'prompt', 'prompt_ids' or 'messages'")
-    known = [*PROMPTS, *(field.name for field in dataclasses.fields(Options))]
+    names = [*PROMPTS, *(field.name for field in dataclasses.fields(Options))]
     for name in record:
-        if name not in known:
-            near = did_you_mean(name, known) or f" (there are: {', '.join(known)})"
-            raise UserError(f"unknown field {name!r}{near}")
+        if name not in names:
+            hint = did_you_mean(name, names) or f" (there are: {', '.join(names)})"
+            raise UserError(f"unknown field {name!r}{hint}")
     [name] = PROMPTS.keys() & record.keys()
     value = record.pop(name)
     return typed.read(f"'{name}'", value, PROMPTS[name]), record
@@ -92,8 +92,8 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
             sys.stdout.flush()
             bar.update(len(ids))
             if hosts.asked_to_stop(number):
-                done = min((number + 1) * batch_size, n)
-                inform(f"stopped by SIGTERM after {done} of {n} requests")
+                n_done = min((number + 1) * batch_size, n)
+                inform(f"stopped by SIGTERM after {n_done} of {n} requests")
                 return 128 + signal.SIGTERM
     spent = time.perf_counter() - began
     inform(

@@ -9,50 +9,48 @@ from medusa_jax.api import Options, find_model
 from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf import generation_config
-from medusa_jax.files.names import named
+from medusa_jax.files.names import named_model
 from medusa_jax.whole_files import Json, read_text
 
 # Fields of generation_config.json that a conversation follows.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def own_sampling(model: str | None) -> dict[str, Any]:
+def sampling_defaults(model: str | None) -> dict[str, Any]:
     """The sampling that a model's publisher recommends, {} if it is greedy or not named."""
-    if row := named(model):
+    if row := named_model(model):
         return dict(row.sampling)
-    found = generation_config(find_model(model))
-    if found.get("do_sample") is not True:
+    config = generation_config(find_model(model))
+    if config.get("do_sample") is not True:
         return {}
-    given = {
-        name: found[name] for name in SAMPLING if type(found.get(name)) in (int, float)
-    }
-    return {"temperature": 1.0} | given
+    numbers = {k: config[k] for k in SAMPLING if type(config.get(k)) in (int, float)}
+    return {"temperature": 1.0} | numbers
 
 
 def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:
     """The options of every request: from the flags, else `defaults`, else those of `Options`."""
     pairs = ((f.name, getattr(flags, f.name, None)) for f in dataclasses.fields(Options))
-    given = {name: value for name, value in pairs if value is not None}
-    given |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
+    fields = {name: value for name, value in pairs if value is not None}
+    fields |= {"stop": tuple(flags.stop), "stop_sequences": tuple(flags.stop_sequence)}
     if flags.constraint:
         kind, _, value = flags.constraint.partition(":")
         if kind in ("json_schema", "grammar"):
             value = read_text(value, f"{value!r} of --constraint")
-        made: Json = {"json_object": True, "choice": value.split("|")}
-        given["constraint"] = {kind: made.get(kind, value)}
-    given["constraint"] = given["constraint"] or None
-    return Options(**dict(defaults or {}) | given)
+        values: Json = {"json_object": True, "choice": value.split("|")}
+        fields["constraint"] = {kind: values.get(kind, value)}
+    fields["constraint"] = fields["constraint"] or None
+    return Options(**dict(defaults or {}) | fields)
 
 
 def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
     """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
     if flags.prompt is None and flags.prompts_file is None:
         raise UserError(NOTHING_ASKED)
-    shared = shared_options(flags)
+    options = shared_options(flags)
     if flags.prompts_file:
         from medusa_jax.commands.request_file import read_file
 
-        return read_file(flags.prompts_file, shared)
+        return read_file(flags.prompts_file, options)
     if flags.prompt == "-":  # without a byte order mark
-        return [sys.stdin.read().lstrip("\ufeff")], [shared]
-    return [flags.prompt], [shared]
+        return [sys.stdin.read().lstrip("\ufeff")], [options]
+    return [flags.prompt], [options]

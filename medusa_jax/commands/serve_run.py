@@ -98,7 +98,7 @@ def name_of(model: str | None) -> str:
     return model or "demo"
 
 
-def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
+def chosen_template(model: Model, template: str | None, name: str | None) -> str:
     """The chat template: the given one, a chat model's own (""), or "plain".
 
     Args:
@@ -107,15 +107,15 @@ def chosen_template(model: Model, asked: str | None, name: str | None) -> str:
     Raises:
       UserError: the template is unknown, or does not fit the tokenizer.
     """
-    if asked is None:
+    if template is None:
         if is_chat_model(model.tokenizer, name):
             return ""
         if model.tokenizer.chat_template:
             log("turns are joined by empty lines; --chat applies the model's template")
         return PLAIN
-    if asked != PLAIN:
-        template_source(model.tokenizer, asked)
-    return asked
+    if template != PLAIN:
+        template_source(model.tokenizer, template)
+    return template
 
 
 def read_key(file: str | None) -> str:
@@ -137,7 +137,7 @@ def read_key(file: str | None) -> str:
     return key
 
 
-def known_hosts(address: str, asked: str, key: str) -> list[str]:
+def known_hosts(address: str, host: str, key: str) -> list[str]:
     """The names that a request may give as its host; empty for any.
 
     Without a key, a page of another site could reach a server that only this machine can, by a name of
@@ -145,15 +145,15 @@ def known_hosts(address: str, asked: str, key: str) -> list[str]:
 
     Args:
       address: that it listens on.
-      asked: the host that was asked for.
+      host: the host that was asked for.
     """
     if key or not ipaddress.ip_address(address).is_loopback:
         return []
-    return ["localhost", "127.0.0.1", "::1", "[::1]", address, asked]
+    return ["localhost", "127.0.0.1", "::1", "[::1]", address, host]
 
 
 def most_connections() -> int:
-    """Most connections to have open: each one is a file, and the process may open only so many."""
+    """Limit of open connections, each of which is an open file."""
     import resource
 
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

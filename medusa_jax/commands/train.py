@@ -14,8 +14,8 @@ from typing import Any
 
 from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.entry import run_main
-from medusa_jax.commands.flags import HostFlags, Parser, flag, given_hosts, parser_of
-from medusa_jax.commands.following import following
+from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parser_of
+from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import warn_if_accelerator_unused
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
                     "--devices simulates 1 or more devices for --config.dry_run"
                 )
             simulate_devices(flags.devices)
-        hosts.join(given_hosts(flags))
+        hosts.join(host_flags(flags))
         with hosts.fail_together():
             try:
                 status = run(complete(cfg))
@@ -112,7 +112,7 @@ def run(cfg: Config) -> int:
 
 
 def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
-    """Say which engines can run these heads, and why some run only others of the family."""
+    """Print the engines that run these heads, and why others of the family do not."""
     from medusa_jax import hosts
     from medusa_jax.files.hub import is_here
     from medusa_jax.files.layouts.engines import engines_for
@@ -127,7 +127,7 @@ def tell_engines(heads: HeadsConfig, model: str, arch: LlamaConfig) -> None:
 
 
 def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> None:
-    """Say how to calibrate the exported heads, if there are any."""
+    """Print the command that calibrates the exported heads, if there are any."""
     export = os.path.join(workdir, "export")
     heads = os.path.join(export, "heads")
     if os.path.isdir(heads):  # inside a trained backbone
@@ -135,7 +135,7 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
     else:
         heads = export
     if os.path.isfile(os.path.join(heads, "heads.json")):
-        following(
+        print_next(
             "calibrate",
             model=model or None,
             drafter=f"{name}:{heads}" if is_module_class(name) else heads,
@@ -147,8 +147,8 @@ def tell_calibration(workdir: str, model: str, data: DataConfig, name: str) -> N
 def prompts_in(data: DataConfig) -> str:
     """A file with prompts for `calibrate`: held-out text, else text that heads learned from."""
     source = data.eval_source or entries(data.source)[0]
-    inside = os.path.join(source, "samples.jsonl")  # as `distill` writes them
-    return inside if os.path.isfile(inside) else source
+    samples = os.path.join(source, "samples.jsonl")  # as `distill` writes them
+    return samples if os.path.isfile(samples) else source
 
 
 def last_checkpoint(workdir: str) -> str:
@@ -171,8 +171,8 @@ def parse_all(args: list[str]) -> tuple[Flags, Config, Callable[[Config], Config
     Raises:
       UserError: an unknown flag or field (the nearest one is named), or a value of another type.
     """
-    parsed, field_args = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
-    flags = Flags(**vars(parsed))
+    namespace, field_args = parser_of(Flags, "train.py", EXAMPLES).parse_known_args(args)
+    flags = Flags(**vars(namespace))
     module = None if flags.config is None else load_recipe(flags.config)
     cfg = Config() if module is None else module.get_config()
     known_fields, _ = fields_parser(cfg).parse_known_args(field_args)
@@ -205,13 +205,13 @@ def load_config(path: str) -> Config:
 def load_recipe(path: str) -> types.ModuleType:
     """Run a Python file with `get_config()` -> `Config`.
 
-    If it has `complete(cfg, given)`, this completes the configuration after the command line's fields, whose
-    dotted names are `given`, were set and several processes have met.
+    Its optional `complete(cfg, names)` is called after several processes have met and the command line's
+    fields, whose dotted names are `names`, were set.
     """
     folder, name = os.path.split(path)
     if not os.path.isfile(path):
-        there = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
-        raise UserError(f"there is no configuration file {path}{did_you_mean(name, there)}")
+        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+        raise UserError(f"there is no configuration file {path}{did_you_mean(name, names)}")
     module = types.ModuleType("medusa_jax_config")
     module.__file__ = path
     # A configuration may build on another one: `from configs.base import get_config`.
@@ -222,10 +222,10 @@ def load_recipe(path: str) -> types.ModuleType:
             exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
         finally:
             sys.path.remove(root)
-        whole = isinstance(module.get_config(), Config)
+        is_config = isinstance(module.get_config(), Config)
     except Exception as error:
         raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
-    if not whole:
+    if not is_config:
         raise UserError(f"get_config() in {path} must return a medusa_jax.config.Config")
     return module
 
@@ -240,14 +240,14 @@ def fields_parser(cfg: Config) -> Parser:
         switch = {"nargs": "?", "const": True} if kind is bool else {}
         parser.add_argument(f"--config.{path}", dest=path, type=reader(kind), **switch)  # type: ignore[arg-type]
 
-    def near(flag: str) -> str:
+    def hint(flag: str) -> str:
         name = flag.removeprefix("--").removeprefix("config.").replace("-", "_")
-        last = name.split(".")[-1]
-        path = by_last.get(last) or nearest(name, by_last.values())
-        path = path or by_last.get(nearest(last, by_last), "")
+        leaf = name.split(".")[-1]
+        path = by_last.get(leaf) or nearest(name, by_last.values())
+        path = path or by_last.get(nearest(leaf, by_last), "")
         return f"; did you mean --config.{path}?" if path else ""
 
-    parser.near = near  # type: ignore[assignment, method-assign]
+    parser.hint = hint  # type: ignore[assignment, method-assign]
     return parser
 
 

@@ -35,9 +35,9 @@ def warn_if_accelerator_unused() -> None:
     """Warn if a GPU or TPU is present but JAX uses the CPU, common in new notebooks."""
     import jax
 
-    found = accelerator()
-    if found and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
-        inform(f"warning: JAX uses the CPU, not the GPU or TPU: pip install 'jax[{found}]'")
+    extra = accelerator()
+    if extra and jax.default_backend() == "cpu" and not os.environ.get("JAX_PLATFORMS"):
+        inform(f"warning: JAX uses the CPU, not the GPU or TPU: pip install 'jax[{extra}]'")
 
 
 def give_memory_back() -> None:

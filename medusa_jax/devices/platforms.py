@@ -35,9 +35,9 @@ AMPERE = 8
 
 
 def platform() -> str:
-    """ "cpu", "cuda", "rocm" or "tpu": of the mesh in sight, else of `default_device`.
+    """ "cpu", "cuda", "rocm" or "tpu": of the active mesh, else of `default_device`.
 
-    A program that is compiled for devices that are not here is traced under `jax.set_mesh` of theirs.
+    A program for devices that this machine lacks is traced under `jax.set_mesh` of theirs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.abstract_device is not None:
@@ -49,7 +49,7 @@ def platform() -> str:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """As `platform`, of a mesh's devices, which need not be here."""
+    """Like `platform`, for the devices of a mesh, which may be described only."""
     device = (
         mesh.abstract_mesh.abstract_device
         if isinstance(mesh, Mesh)
@@ -90,7 +90,7 @@ def simulate_devices(n: int) -> None:
 
 
 def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
-    """`jax.jit` with the options of the platform that is in sight when the program is called.
+    """`jax.jit` with the options of the platform that is active when the program is called.
 
     Args:
       arguments: those of `jax.jit`, such as `static_argnums`.
@@ -112,5 +112,5 @@ class Program(Generic[R]):
         return result
 
     def __getattr__(self, name: str) -> Any:
-        """The others of the jitted function's methods, such as `lower` and `eval_shape`."""
+        """Other methods of the jitted function, such as `lower` and `eval_shape`."""
         return getattr(self._of(platform()), name)

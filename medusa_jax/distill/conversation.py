@@ -5,7 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.distill.seeds import Seed
-from medusa_jax.text import answers, chat, rendering
+from medusa_jax.text import answers, chat
+from medusa_jax.text.jinja import SampleError
 from medusa_jax.text.tokenizer import BROKEN, Tokenizer
 from medusa_jax.whole_files import Json
 
@@ -19,13 +20,13 @@ Decode = Callable[[list[list[int]], list[int], Sequence[str] | None, Take], None
 
 
 class Turn(NamedTuple):
-    """A turn for the model to write: its prompt, and the string that ends a user's turn (None: an answer)."""
+    """A turn to write: its prompt, and the string that ends a user's turn (None: an answer)."""
 
     prompt: list[int]
     stop: str | None
 
 
-class Ended(Exception):
+class TalkEnd(Exception):
     """A conversation ends early; the message says why."""
 
 
@@ -52,82 +53,82 @@ def talk(
     Returns: a line of messages.jsonl; "cut": the last answer is incomplete, "problem": why it ended early.
     """
     messages: list[chat.Message] = []
-    written: list[Json] = []
+    records: list[Json] = []
     problem = ""
 
-    def fitting(ids: list[int]) -> list[int]:
+    def check_room(ids: list[int]) -> list[int]:
         if len(ids) >= context:
-            raise Ended("the context is full")
+            raise TalkEnd("the context is full")
         return ids
 
     if seed.system:
         messages.append({"role": "system", "content": seed.system})
     try:
-        while len(written) < (
+        while len(records) < (
             max_turns if self_talk else min(max_turns, len(seed.turns) or 1)
         ):
-            if seed.silent or (self_talk and written):  # the first turn as in Magpie
+            if seed.silent or (self_talk and records):  # the first turn as in Magpie
                 ids, stop = answers.encode_user_opening(tokenizer, messages, template)
-                result = yield Turn(fitting(ids), stop)
+                result = yield Turn(check_room(ids), stop)
                 text = result.text.strip()
                 if not text or result.finish_reason != "stop":
-                    raise Ended("the model wrote no further user turn")
+                    raise TalkEnd("the model wrote no further user turn")
             elif seed.turns:
-                text = seed.turns[len(written)]
+                text = seed.turns[len(records)]
             else:
-                raise Ended("the seed has no user turn")
+                raise TalkEnd("the seed has no user turn")
             messages.append({"role": "user", "content": text})
             ids = chat.encode_prompt(tokenizer, messages, template)
-            result = yield Turn(fitting(ids), None)
+            result = yield Turn(check_room(ids), None)
             ids, finish = result.token_ids, result.finish_reason
             ends = chat.stop_ids(tokenizer, template)
-            said = tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
+            answer = tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
             if finish != "stop":
-                said = said.rstrip(BROKEN)  # a character that was cut in two
-            said = said.strip()
-            if not said:
-                raise Ended("an empty answer")
-            messages.append({"role": "assistant", "content": said})
-            written.append({"tokens": len(ids), "steps": result.steps, "finish": finish})
+                answer = answer.rstrip(BROKEN)  # a character that was cut in two
+            answer = answer.strip()
+            if not answer:
+                raise TalkEnd("an empty answer")
+            messages.append({"role": "assistant", "content": answer})
+            records.append({"tokens": len(ids), "steps": result.steps, "finish": finish})
             if finish != "stop":
-                raise Ended(f"the answer was cut off ({finish})")
-    except (Ended, rendering.SampleError) as end:
+                raise TalkEnd(f"the answer was cut off ({finish})")
+    except (TalkEnd, SampleError) as end:
         problem = str(end)
-    if written and messages[-1]["role"] == "user":
+    if records and messages[-1]["role"] == "user":
         messages.pop()  # it has no answer
-    line: Json = {"seed": seed.number, "messages": messages, "answers": written}
-    if written and written[-1]["finish"] != "stop":
+    line: Json = {"seed": seed.number, "messages": messages, "answers": records}
+    if records and records[-1]["finish"] != "stop":
         line["cut"] = True
     return line | ({"problem": problem} if problem else {})
 
 
 def converse(
-    talks: Sequence[tuple[int, Talk]], decode: Decode, ended: Callable[[Json], None]
+    talks: Sequence[tuple[int, Talk]], decode: Decode, on_end: Callable[[Json], None]
 ) -> None:
     """Write texts, one turn of each at a time: users' turns first, then answers.
 
     Args:
       talks: each with the number of its seed.
       decode: continues prompts.
-      ended: called with the line of each seed, soon after the end of its text.
+      on_end: called with the line of each seed, soon after the end of its text.
     """
-    waiting: dict[int, Turn] = {}
+    turns: dict[int, Turn] = {}
 
     def advance(i: int, result: "Result | None" = None) -> None:
         try:
-            waiting[i] = talks[i][1].send(result)  # type: ignore[arg-type]
+            turns[i] = talks[i][1].send(result)  # type: ignore[arg-type]
         except StopIteration as end:
-            waiting.pop(i, None)
-            ended(end.value)
+            turns.pop(i, None)
+            on_end(end.value)
 
     def take(batch: list[int], row: int, result: "Result") -> None:
         advance(batch[row], result)
 
     for i in range(len(talks)):
         advance(i)
-    while waiting:
-        users = any(turn.stop is not None for turn in waiting.values())
-        batch = [i for i, turn in waiting.items() if (turn.stop is not None) == users]
-        prompts = [waiting[i].prompt for i in batch]
-        stops = [waiting[i].stop or "" for i in batch] if users else None
+    while turns:
+        users = any(turn.stop is not None for turn in turns.values())
+        batch = [i for i, turn in turns.items() if (turn.stop is not None) == users]
+        prompts = [turns[i].prompt for i in batch]
+        stops = [turns[i].stop or "" for i in batch] if users else None
         decode(prompts, [talks[i][0] for i in batch], stops, partial(take, batch))

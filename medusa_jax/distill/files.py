@@ -13,7 +13,8 @@ import numpy as np
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
 from medusa_jax.heads.vocabulary import covered
-from medusa_jax.text import answers, rendering
+from medusa_jax.text import answers
+from medusa_jax.text.jinja import SampleError
 from medusa_jax.training.data.rows import write_tokens
 from medusa_jax.whole_files import Json, read_text, write_json
 
@@ -31,24 +32,24 @@ USER_TURNS = ("ask", "user_temperature", "user_tokens")
 
 
 def settings_of(
-    given: Mapping[str, Any], mode: str, seeds: Sequence[Seed], model: "Model"
+    options: Mapping[str, Any], mode: str, seeds: Sequence[Seed], model: "Model"
 ) -> Json:
     """Everything that the text depends on.
 
     The drafter is left out: acceptance is lossless here, so a resumed run may use other heads.
 
     Args:
-      given: the command's options by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
+      options: the command's by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
     """
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": given["model"] or "demo",
+        "model": options["model"] or "demo",
         "fingerprint": model.fingerprint,
         "mode": mode,
-        **{name: given[name] for name in TEXT},
-        "mesh": ",".join(map(str, given["mesh"])),
-        "max_turns": given["max_turns"] if mode != "continue" else None,
-        **({name: given[name] for name in USER_TURNS} if mode == "self_talk" else {}),
+        **{name: options[name] for name in TEXT},
+        "mesh": ",".join(map(str, options["mesh"])),
+        "max_turns": options["max_turns"] if mode != "continue" else None,
+        **({name: options[name] for name in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,
@@ -67,14 +68,14 @@ def check_settings(out: Path, settings: Json) -> None:
     path = out / "settings.json"
     if path.exists():
         try:
-            before = dict(json.loads(read_text(path)))
+            first_settings = dict(json.loads(read_text(path)))
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}): use another --out") from error
-        for name in sorted(settings | before):
-            old, new = before.get(name), settings.get(name)
-            if old != new:
+        for name in sorted(settings | first_settings):
+            first_value, value = first_settings.get(name), settings.get(name)
+            if first_value != value:
                 raise UserError(
-                    f"{out} was started with {name} {old!r}, now it is {new!r}: use the old value "
+                    f"{out} was started with {name} {first_value!r}, now it is {value!r}: use the old value "
                     "or another --out"
                 )
         return
@@ -94,14 +95,14 @@ def finished_lines(
     Raises:
       UserError: a line is not the only one that answers its seed; the file is unchanged.
     """
-    whole, end, _ = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+    text, end, _ = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
     by_number = {seed.number: seed for seed in seeds}
-    found: dict[int, Json] = {}
-    for number, line in enumerate(whole.split(b"\n") if end else (), 1):
+    samples: dict[int, Json] = {}
+    for number, line in enumerate(text.split(b"\n") if end else (), 1):
         try:
             sample = json.loads(line)
             seed = by_number[sample["seed"]]
-            valid = seed.number not in found and answers(sample, seed)
+            valid = seed.number not in samples and answers(sample, seed)
         except (ValueError, TypeError, LookupError):
             valid = False
         if not valid:
@@ -109,17 +110,17 @@ def finished_lines(
                 f"{path} is damaged: line {number} is not the answer to one of {len(seeds)} seeds, each "
                 f"once; keep its first {number - 1} lines or use another --out"
             )
-        found[seed.number] = sample
+        samples[seed.number] = sample
     if path.exists():
-        os.truncate(path, len(whole) + len(end))
-    return found
+        os.truncate(path, len(text) + len(end))
+    return samples
 
 
 def write_token_directory(directory: Path, samples: Sequence[Json]) -> None:
     """Write samples as a token directory in which only the model's tokens count."""
     pairs = [(sample["prompt_ids"], sample["token_ids"]) for sample in samples]
-    counted = [np.arange(len(p) + len(new)) >= len(p) for p, new in pairs]
-    write_tokens(directory, [np.array(p + new, np.int32) for p, new in pairs], counted)
+    masks = [np.arange(len(p) + len(answer)) >= len(p) for p, answer in pairs]
+    write_tokens(directory, [np.array(p + answer, np.int32) for p, answer in pairs], masks)
 
 
 def vocab_counts(
@@ -134,12 +135,12 @@ def vocab_counts(
             continue
         else:
             try:
-                ids, counted = answers.encode_conversation(
+                ids, mask = answers.encode_conversation(
                     model.tokenizer, line["messages"], template, bool(line.get("cut"))
                 )
-            except rendering.SampleError:
+            except SampleError:
                 continue  # unusable for training
-            targets = [i for i, counts in zip(ids, counted) if counts]
+            targets = [i for i, counts in zip(ids, mask) if counts]
         np.add.at(counts_V, targets, 1)
     return counts_V
 
@@ -148,8 +149,8 @@ def coverage(counts_V: np.ndarray) -> str:
     """A line about the share of the text that the most frequent tokens cover."""
     sizes = [n for n in DRAFT_SIZES if n < counts_V.size] or [counts_V.size]
     shares = [f"the top {n} cover {100 * covered(counts_V, n):.2f}%" for n in sizes]
-    used = int((counts_V > 0).sum())
-    return f"{used} of {counts_V.size} tokens occur; {', '.join(shares)}"
+    n_used = int((counts_V > 0).sum())
+    return f"{n_used} of {counts_V.size} tokens occur; {', '.join(shares)}"
 
 
 def sizes(mode: str, lines: Sequence[Json]) -> Json:

@@ -71,9 +71,9 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
     """
     from medusa_jax.config import DataConfig
 
-    found = sources.read_records(source, DataConfig(split=split, max_samples=limit))
+    records = sources.read_records(source, DataConfig(split=split, max_samples=limit))
     seeds, problems = [], {}
-    for number, record in enumerate(found):
+    for number, record in enumerate(records):
         try:
             seed, problem = read_seed(number, sources.parse(record)), "nothing to ask"
         except UserError as error:
@@ -81,7 +81,7 @@ def read_seeds(source: str, split: str, limit: int) -> list[Seed]:
         seeds.append(seed)
         if not (seed.turns or seed.prompt):
             problems[number] = problem
-    reasons = sources.reasons(problems, found)
+    reasons = sources.reasons(problems, records)
     if len(problems) == len(seeds):
         raise UserError(
             f"{source} has no seeds: records need prompt, prompt_ids, turns, messages, "

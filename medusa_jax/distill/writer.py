@@ -80,23 +80,30 @@ class Writer:
         self.tokens += sum(len(result.token_ids) for result in results[:n])
 
     def show(self, current: int = 0, answered: int = 0) -> None:
-        """Show progress: tokens of the current call, and seeds answered since the last call."""
+        """Show progress: tokens of this call, and seeds answered since the last call."""
         tokens = self.tokens + current
         speed = tokens / (time.perf_counter() - self.start)
         self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
 
-    def answer(self, seeds: Sequence[Seed], ended: Callable[[Json], None]) -> None:
-        """Answer a batch of seeds; calls `ended` with the output line of each."""
-        model, more = self.model, (self.mode == "self_talk", self.max_turns)
-        of_chat = model.tokenizer, model.config.max_position, self.chat_template
-        talks = [
-            continuation(seed, prompt_of(model, seed))
-            if self.mode == "continue"
-            else talk(seed, *of_chat, *more)
-            for seed in seeds
-        ]
+    def answer(self, seeds: Sequence[Seed], on_end: Callable[[Json], None]) -> None:
+        """Answer a batch of seeds; calls `on_end` with the output line of each."""
+        model = self.model
+        if self.mode == "continue":
+            talks = [continuation(seed, prompt_of(model, seed)) for seed in seeds]
+        else:
+            talks = [
+                talk(
+                    seed,
+                    model.tokenizer,
+                    model.config.max_position,
+                    self.chat_template,
+                    self_talk=self.mode == "self_talk",
+                    max_turns=self.max_turns,
+                )
+                for seed in seeds
+            ]
         numbers = [seed.number for seed in seeds]
-        converse(list(zip(numbers, talks)), self.decode, ended)
+        converse(list(zip(numbers, talks)), self.decode, on_end)
 
 
 def prompt_of(model: "Model", seed: Seed) -> list[int]:
@@ -114,14 +121,14 @@ def write_all(writer: Writer, path: Path, seeds: Sequence[Seed]) -> list[Json]:
     lines: list[Json] = []
     with open(path if hosts.first() else os.devnull, "a") as file, writer.progress:
 
-        def ended(line: Json) -> None:
+        def write(line: Json) -> None:
             lines.append(line)
             file.write(json.dumps(line) + "\n")
             file.flush()
             writer.show(answered=1)
 
         for batch, at in enumerate(range(0, len(seeds), writer.batch_size)):
-            writer.answer(seeds[at : at + writer.batch_size], ended)
+            writer.answer(seeds[at : at + writer.batch_size], write)
             if hosts.asked_to_stop(batch):
                 break
     return lines

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.api import Model, Options, Result
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.prompts import Prompt
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.divergence import Divergence, find_divergence
 from medusa_jax.evaluate.race import Run, figures, in_rounds, with_median_times
@@ -27,7 +27,6 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether both texts are the same."""
         return self.drafted.token_ids == self.autoregressive.token_ids
 
     @property
@@ -42,17 +41,17 @@ class Comparison:
 
     def facts(self) -> Json:
         """The fields that `--compare` adds to the JSON object; ratios are None without steps."""
-        plain, where = self.autoregressive, self.divergence
-        found = figures([Run.of([self.drafted])], [Run.of([plain])])
-        has_steps = self.drafted.steps and plain.steps
+        baseline, where = self.autoregressive, self.divergence
+        ratios = figures([Run.of([self.drafted])], [Run.of([baseline])])
+        has_steps = self.drafted.steps and baseline.steps
         return {
             "autoregressive": {
-                "token_ids": plain.token_ids,
-                "decode_seconds": plain.decode_seconds,
-                "tokens_per_second": plain.tokens_per_second,
+                "token_ids": baseline.token_ids,
+                "decode_seconds": baseline.decode_seconds,
+                "tokens_per_second": baseline.tokens_per_second,
             },
-            "speedup": found["speedup"] if has_steps else None,
-            "step_latency_ratio": found["step_latency_ratio"] if has_steps else None,
+            "speedup": ratios["speedup"] if has_steps else None,
+            "step_latency_ratio": ratios["step_latency_ratio"] if has_steps else None,
             "identical": self.identical,
             "first_divergence": where and where.facts(),
         }
@@ -63,12 +62,11 @@ def compare(
     prompts: Sequence[Prompt],
     options: Options | Sequence[Options],
     *,
-    tree: str | Tree | None = None,
     ids: Sequence[int] | None = None,
     repeats: int = 3,
     **engine_options: Any,
 ) -> list[Comparison]:
-    """Decode with the tree and without, `repeats` interleaved runs of each.
+    """Decode with drafts and without, `repeats` interleaved runs of each.
 
     With a lossy acceptance rule the autoregressive runs use plain sampling (or greedy decoding).
 
@@ -84,14 +82,14 @@ def compare(
             "max_steps would end the drafted and the plain text in different places: compare without it"
         )
     sides = [
-        lambda: model.generate(prompts, options, ids, tree=tree, **engine_options),
+        lambda: model.generate(prompts, options, ids, **engine_options),
         lambda: model.generate(prompts, options, ids, tree=Tree.none()),
     ]
     drafted, plain = (
-        [with_median_times(own) for own in zip(*runs)]
+        [with_median_times(request_runs) for request_runs in zip(*runs)]
         for runs in zip(*in_rounds(sides, max(1, repeats)))
     )
-    found = []
+    comparisons = []
     for i, (ours, theirs) in enumerate(zip(drafted, plain)):
         where = None
         if ours.token_ids != theirs.token_ids:
@@ -99,5 +97,5 @@ def compare(
                 model, model.encode(prompts[i]), ours.token_ids, theirs.token_ids, rows[i],
                 ids[i] if ids else i,
             )  # fmt: skip
-        found.append(Comparison(ours, theirs, where))
-    return found
+        comparisons.append(Comparison(ours, theirs, where))
+    return comparisons

@@ -43,7 +43,7 @@ class Divergence:
     gap: float
 
     def facts(self) -> Json:
-        """Position and gap; None as the gap where one text ends and the other continues."""
+        """Position and gap; the gap is None where one text ends and the other continues."""
         gap = self.gap if math.isfinite(self.gap) else None
         return {"position": self.position, "gap": gap}
 
@@ -62,21 +62,21 @@ def find_divergence(
       request: the request id of both texts.
     """
     # Rounding never explains that one text ends where the other continues.
-    both = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
-    first = next((i for i, (a, b) in enumerate(zip(*both)) if a != b), None)
-    if first is None:
+    texts = [[*ours, NO_TOKEN], [*theirs, NO_TOKEN]]
+    at = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), None)
+    if at is None:
         return None
-    pair = [text[first] for text in both]
+    pair = [text[at] for text in texts]
     if NO_TOKEN in pair:
-        return Divergence(first, pair[0], pair[1], math.inf)
-    text = [*prompt, *theirs[:first]]
-    logits_BV = logits_after(model.backbone, padded(text), np.int32(len(text)))
-    scores_BV = scores_of(model, logits_BV, prompt, theirs[:first], option, request)
-    best = np.sort(scores_BV[0])[-2:]
-    return Divergence(first, pair[0], pair[1], float(best[1] - best[0]))
+        return Divergence(at, pair[0], pair[1], math.inf)
+    text = [*prompt, *theirs[:at]]
+    logits_BV = logits_after(model.backbone, pad_text(text), np.int32(len(text)))
+    scores_BV = scores_of(model, logits_BV, prompt, theirs[:at], option, request)
+    top_2 = np.sort(scores_BV[0])[-2:]
+    return Divergence(at, pair[0], pair[1], float(top_2[1] - top_2[0]))
 
 
-def padded(text: Sequence[int]) -> np.ndarray:
+def pad_text(text: Sequence[int]) -> np.ndarray:
     """A text as [1, S]; few lengths S, so few programs."""
     tokens_1S = np.zeros((1, power_of_two(len(text), 64)), np.int32)
     tokens_1S[0, : len(text)] = text
@@ -87,26 +87,26 @@ def scores_of(
     model: Model,
     logits_PV: jax.Array,
     prompt: Sequence[int],
-    new: Sequence[int],
+    answer: Sequence[int],
     option: Options,
     request: int,
 ) -> np.ndarray:
     """Scores [P, V] that decide the token after prompt and new text, from P rows of logits."""
-    text, (P, V) = [*prompt, *new], logits_PV.shape
-    asked = model.request([prompt], [option], [request])
-    sampling = sampling_of(asked, V)
+    text, (P, V) = [*prompt, *answer], logits_PV.shape
+    row = model.request([prompt], [option], [request])
+    sampling = sampling_of(row, V)
     penalties = count(
-        sampling.penalties, jnp.array([new], jnp.int32), jnp.array([len(new)])
+        sampling.penalties, jnp.array([answer], jnp.int32), jnp.array([len(answer)])
     )
     counts_11V = None if penalties is None else penalties.counts_BV[:, None]
     engine = model.engine(tree=Tree.none(), sampled=option.temperature > 0)
     text_1PS = None
     if engine.no_repeat_ngram_size:
-        text_1PS = jnp.broadcast_to(padded(text), (1, P, padded(text).shape[1]))
+        text_1PS = jnp.broadcast_to(pad_text(text), (1, P, pad_text(text).shape[1]))
     allowed_11W = None
-    if asked.guides and (guide := asked.guides[0]):
+    if row.guides and (guide := row.guides[0]):
         allowed_W = np.zeros(words(V), np.uint32)
-        guide.advance(new)
+        guide.advance(answer)
         guide.fill(allowed_W)
         allowed_11W = jnp.asarray(allowed_W)[None, None]
     last_1P = jnp.full((1, P), len(text) - 1)
@@ -121,7 +121,7 @@ def scores_of(
 
 @jax.jit
 def logits_after(backbone: Backbone, tokens_1S: jax.Array, length: jax.Array) -> jax.Array:
-    """Logits [1, V] after the first `length` tokens, as in plain decoding: the last one after a cached text."""
+    """Logits [1, V] after `length` tokens, the last of which follows a cached text."""
     _, cache = whole_text(backbone, tokens_1S)
     root_11 = lax.dynamic_slice_in_dim(tokens_1S, length - 1, 1, axis=1)
     before_1 = jnp.broadcast_to(length - 1, (1,)).astype(jnp.int32)
@@ -136,6 +136,6 @@ def whole_text(backbone: Backbone, tokens_1S: jax.Array) -> tuple[jax.Array, KVC
     """Hidden states [1, S, D] of a text, and the cache with it."""
     c, S = backbone.llama.config, tokens_1S.shape[1]
     dtype = backbone.llama.dtype
-    empty = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
+    cache = KVCache.zeros(c.n_layers, 1, S, c.n_kv_heads, c.head_dim, dtype)
     start_1 = jnp.zeros((1,), jnp.int32)
-    return backbone.decode(tokens_1S, jnp.arange(S)[None, :], empty, start_1)
+    return backbone.decode(tokens_1S, jnp.arange(S)[None, :], cache, start_1)

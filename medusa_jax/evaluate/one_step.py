@@ -31,8 +31,8 @@ def take_steps(
       UserError: the text ends before that step.
     """
     engine = model.engine(sampled=temperature > 0)
-    most = n * engine.tree.path_length
-    options = Options(max_new_tokens=most, temperature=temperature, seed=seed)
+    n_tokens = n * engine.tree.path_length
+    options = Options(max_new_tokens=n_tokens, temperature=temperature, seed=seed)
     request = model.request([prompt], [options])
     state, sizes = loop.begin(engine, model.variables, request)
     if len(sizes) > 1:  # room for all steps, since a loop stops when its cache is full
@@ -52,7 +52,7 @@ def take_steps(
                 0
             ]
         outcome = parts.accept(engine, variables, state, verified)
-        after = parts.commit(engine, variables, state, verified, outcome)
+        next_state = parts.commit(engine, variables, state, verified, outcome)
         return {
             "nodes": drafts.nodes_BM[0],
             "positions": verified.positions_BM[0],
@@ -61,8 +61,8 @@ def take_steps(
             "path": outcome.path_BL[0],
             "n": outcome.n_B[0],
             "emitted": outcome.emitted_BL[0],
-            "length": (state.length_B[0], after.length_B[0]),
-            "root": (state.root_B[0], after.root_B[0]),
+            "length": (state.length_B[0], next_state.length_B[0]),
+            "root": (state.root_B[0], next_state.root_B[0]),
             "text": state.tokens_BO[0],
             "n_new": state.n_new_B[0],
             "running": state.status_B[0] == RUNNING,

@@ -15,8 +15,8 @@ from medusa_jax.whole_files import Json
 ARTICLE = ("Article: ", "Summary: ")
 
 
-def read_questions(path: str, limit: int = 0) -> list[Json]:
-    """Read the first `limit` questions of a file (0 is all), each with these fields.
+def read_questions(path: str) -> list[Json]:
+    """Read the questions of a file, each with these fields.
 
     question_id, category: from the file; else its number and the name of the data set.
     turns: the user's turns; [] if a record has only `prompt_ids`.
@@ -26,19 +26,19 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
     Raises:
       UserError: not readable, or in an unknown format.
     """
-    records = read_records(path)[: limit or None]
+    records = read_records(path)
     forms = (form for form in FORMATS if all(name in records[0] for name in form.fields))
-    form = next(forms, OWN if _are_prompts(records) else None)
+    form = next(forms, PROMPTS if _are_prompts(records) else None)
     if form is None:
-        known = "; ".join(f"{form.name}: {', '.join(form.fields)}" for form in FORMATS)
+        formats = "; ".join(f"{form.name}: {', '.join(form.fields)}" for form in FORMATS)
         raise UserError(
-            f"{path} is in no known form; by fields of a record: {known}; prompts: 'prompt' or "
+            f"{path} is in no known form; by fields of a record: {formats}; prompts: 'prompt' or "
             "'prompt_ids' in every line"
         )
     questions = []
     for number, record in enumerate(records):
-        if missing := [name for name in form.fields if name not in record]:
-            raise UserError(f"{path}: record {number} lacks {', '.join(missing)}")
+        if gaps := [name for name in form.fields if name not in record]:
+            raise UserError(f"{path}: record {number} lacks {', '.join(gaps)}")
         where = f"{path}: record {number}"
         question: Json = {"question_id": number, "category": form.name, "frame": None}
         try:
@@ -57,8 +57,8 @@ def read_questions(path: str, limit: int = 0) -> list[Json]:
 
 def framed(question: Json, turn: str) -> str:
     """A turn between the texts of its question's frame."""
-    before, after = question["frame"] or ("", "")
-    return f"{before}{turn}{after}"
+    head, tail = question["frame"] or ("", "")
+    return f"{head}{turn}{tail}"
 
 
 def _are_prompts(records: Sequence[Json]) -> bool:
@@ -71,7 +71,7 @@ def _instruction(record: Json) -> Json:
     return {"turns": [text], "category": record.get("dataset", "alpaca_eval")}
 
 
-def _own(record: Json) -> Json:
+def _our_prompt(record: Json) -> Json:
     """Our own prompts; `file` names the demo source that a prompt is from."""
     turns = [record["prompt"]] if "prompt" in record else []
     category = record.get("category", record.get("file", "all"))
@@ -112,4 +112,4 @@ FORMATS = (
     ),
     Format("alpaca_eval", ("instruction",), _instruction),
 )
-OWN = Format("prompts", (), _own)
+PROMPTS = Format("prompts", (), _our_prompt)

@@ -29,7 +29,7 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
       UserError: not readable, or a record without a prompt.
     """
     records = read_records(path)[: limit or None]
-    records = [as_asked(record) for record in records] if messages else records
+    records = [with_prompt(record) for record in records] if messages else records
     if messages and all("messages" in r for r in records):
         for number, record in enumerate(records):
             turns = record["messages"]
@@ -47,8 +47,8 @@ def read_prompts(path: str, limit: int = 0, messages: bool = False) -> list[Json
     return records
 
 
-def as_asked(record: Json) -> Json:
-    """A record of training data with `messages` or a `prompt`; one that has them or `turns` as it is."""
+def with_prompt(record: Json) -> Json:
+    """A record of training data with `messages` or a `prompt` added, unless it has a prompt or `turns`."""
     if record.keys() & {"messages", "turns", "prompt", "prompt_ids"}:
         return record
     if isinstance(text := record.get("text"), str):
@@ -79,7 +79,7 @@ def prompt_of(question: Json) -> str | list[int]:
     return ids if ids or "prompt" not in question else question["prompt"]
 
 
-def asked(model: "Model", record: Json, template: str = "") -> str | list[int]:
+def record_prompt(model: "Model", record: Json, template: str = "") -> str | list[int]:
     """Return the prompt of a record; of a conversation, everything up to its last user turn; of a
     question with `turns`, the first.
 
@@ -102,15 +102,15 @@ def asked(model: "Model", record: Json, template: str = "") -> str | list[int]:
     return encode_prompt(model.tokenizer, messages[: users[-1] + 1], template)
 
 
-def all_asked(
+def record_prompts(
     model: "Model", records: Sequence[Json], options: "Options"
 ) -> "tuple[list[str | list[int]], Options]":
     """The prompts of records, and options whose texts end where a chat template ends a turn."""
-    from medusa_jax.api.asking import ending_turns
+    from medusa_jax.api.prompts import ending_turns
 
     if {"messages", "turns"} & records[0].keys():
         options = ending_turns(model.tokenizer, model.eos_ids, options, "")
-    return [asked(model, record) for record in records], options
+    return [record_prompt(model, record) for record in records], options
 
 
 def spread(questions: Sequence[Json], limit: int) -> list[Json]:
@@ -122,7 +122,7 @@ def spread(questions: Sequence[Json], limit: int) -> list[Json]:
     for i, question in enumerate(questions):
         by_category[str(question.get("category", ""))].append(i)
     order = sorted(
-        (place, i) for own in by_category.values() for place, i in enumerate(own)
+        (place, i) for numbers in by_category.values() for place, i in enumerate(numbers)
     )
     return [questions[i] for i in sorted(i for _, i in order[: limit or None])]
 
@@ -136,11 +136,11 @@ def read_records(path: str) -> list[Json]:
     records = []
     for number, record in enumerate(sources.read_records(path, DataConfig())):
         try:
-            parsed = sources.parse(record)
+            value = sources.parse(record)
         except UserError as error:
             raise UserError(f"{path}: record {number}: {error}") from error
-        parsed = {"text": parsed} if isinstance(parsed, str) else parsed
-        if not isinstance(parsed, dict):
+        value = {"text": value} if isinstance(value, str) else value
+        if not isinstance(value, dict):
             raise UserError(f"{path}: every record has to be a JSON object")
-        records.append(parsed)
+        records.append(value)
     return records

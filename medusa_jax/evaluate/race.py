@@ -20,7 +20,7 @@ from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
 
 # A prompt's token ids, or those of all prompts of a batch.
-Asked = TypeVar("Asked", bound=Sequence[Any])
+Prompt = TypeVar("Prompt", bound=Sequence[Any])
 T = TypeVar("T")
 
 
@@ -73,7 +73,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender(Generic[Asked]):
+class Contender(Generic[Prompt]):
     """An engine, a drafter or a tree in the race.
 
     Attributes:
@@ -84,7 +84,7 @@ class Contender(Generic[Asked]):
     """
 
     label: str
-    decode: Callable[[Asked], Run]
+    decode: Callable[[Prompt], Run]
     weights: str = ""
     facts: Json = dataclasses.field(default_factory=dict)
     against: int = 0
@@ -103,8 +103,8 @@ def with_median_times(runs: Sequence[Timed]) -> Timed:
 
 
 def timed_runs(
-    contenders: Sequence[Contender[Asked]],
-    prompts: Sequence[Asked],
+    contenders: Sequence[Contender[Prompt]],
+    prompts: Sequence[Prompt],
     rounds: int,
     warm_up: bool = True,
 ) -> list[list[Run]]:
@@ -115,25 +115,25 @@ def timed_runs(
     """
     for contender in contenders if warm_up else ():
         contender.decode(prompts[0])
-    found: list[list[Run]] = [[] for _ in contenders]
+    medians: list[list[Run]] = [[] for _ in contenders]
     for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
         runs = [partial(c.decode, prompt) for c in contenders]
-        for own, of_one in zip(found, zip(*in_rounds(runs, rounds)), strict=True):
-            own.append(with_median_times(of_one))
-    return found
+        for one, repeats in zip(medians, zip(*in_rounds(runs, rounds)), strict=True):
+            one.append(with_median_times(repeats))
+    return medians
 
 
 def rows_of(
-    contenders: Sequence[Contender[Asked]],
+    contenders: Sequence[Contender[Prompt]],
     runs: Sequence[Sequence[Run]],
-    prompts: Sequence[Asked],
+    prompts: Sequence[Prompt],
 ) -> list[Json]:
     """One row of `figures` per contender, from its runs of these prompts.
 
     Raises:
       UserError: every answer ended with its first token, so no step was timed.
     """
-    if not all(sum(run.tokens for run in own) for own in runs):
+    if not all(sum(run.tokens for run in of_one) for of_one in runs):
         raise UserError(
             "every answer ended with its first token, so no step was timed: raise "
             "--max_new_tokens or use other prompts"
@@ -151,16 +151,16 @@ def rows_of(
 
 
 def race(
-    contenders: Sequence[Contender[Asked]],
-    prompts: Sequence[Asked],
+    contenders: Sequence[Contender[Prompt]],
+    prompts: Sequence[Prompt],
     rounds: int,
     warm_up: bool = True,
 ) -> list[Json]:
-    """One row of `figures` per contender; arguments and errors as of `timed_runs` and `rows_of`."""
+    """One row of `figures` per contender; see `timed_runs` and `rows_of`."""
     return rows_of(contenders, timed_runs(contenders, prompts, rounds, warm_up), prompts)
 
 
-def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
+def figures(ours: Sequence[Run], baseline: Sequence[Run]) -> Json:
     """Figures of one contender's runs against the baseline's runs of the same prompts.
 
     Tokens are counted in the texts; accepted lengths and steps by the device. `difference` is the
@@ -168,21 +168,22 @@ def figures(own: Sequence[Run], plain: Sequence[Run]) -> Json:
     reveals miscounted tokens. Times without prefill, except in `end_to_end_speedup`. Ratios without
     timed tokens are 0; figures per step are None for an engine that does not count steps.
     """
-    spent, tokens, steps = _total(own)
-    base_spent, base_tokens, base_steps = _total(plain)
+    spent, tokens, steps = _total(ours)
+    base_spent, base_tokens, base_steps = _total(baseline)
     timed = tokens and base_tokens
     speedup = (base_spent / base_tokens) / (spent / tokens) if timed else 0.0
-    whole, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (own, plain))  # fmt: skip
-    end_to_end = (base_whole / base_tokens) / (whole / tokens) if timed else 0.0
+    total, base_whole = (sum(r.prefill_seconds + r.decode_seconds for r in runs) for runs in (ours, baseline))  # fmt: skip
+    end_to_end = (base_whole / base_tokens) / (total / tokens) if timed else 0.0
     names = ("mean_accepted_length", "step_seconds", "step_latency_ratio", "difference")
     per_step: Sequence[float | None] = [None] * len(names)
     if steps or not tokens:
-        length = sum(r.appended for r in own) / max(1, steps)
+        length = sum(r.appended for r in ours) / max(1, steps)
         step = spent / max(1, steps)
         latency = step / (base_spent / max(1, base_steps))
         error = speedup * latency / length - 1 if length else 0.0
         per_step = (length, step, latency, error)
-    texts, base_texts = ([text for r in runs for text in r.texts] for runs in (own, plain))
+    texts = [text for run in ours for text in run.texts]
+    base_texts = [text for run in baseline for text in run.texts]
     return dict(zip(names, per_step)) | {
         "tokens": tokens,
         "speedup": speedup,
@@ -202,12 +203,12 @@ def _total(runs: Sequence[Run]) -> tuple[float, int, int]:
     return seconds, sum(r.tokens for r in runs), sum(r.steps for r in runs)
 
 
-def agreed(tokens: Sequence[int], others: Sequence[int]) -> int:
+def agreed(tokens: Sequence[int], reference: Sequence[int]) -> int:
     """Number of tokens before the first difference.
 
     Example: [5, 6, 7], [5, 6, 9] -> 2.
     """
-    pairs = zip(tokens, others)
+    pairs = zip(tokens, reference)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(tokens))
 
 

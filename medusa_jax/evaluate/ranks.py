@@ -28,7 +28,7 @@ def rank_tuples(
 ) -> jax.Array:
     """Teacher-forced rank of the true token under each head: [B, T, K] int32.
 
-    As `label_ranks`, with MISS past the end of the text.
+    Like `label_ranks`, with MISS past the end of the text.
 
     Args:
       backbone: the backbone with stored or prepared parameters.

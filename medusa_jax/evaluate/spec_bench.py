@@ -28,11 +28,11 @@ def answer_line(question: Json, turns: Sequence[Run], name: str) -> Json:
         "wall_time": [run.prefill_seconds + run.decode_seconds for run in turns],
         "accept_lengths": [n for result in results for n in result.accepted_lengths],
     }
-    known = f"{name}/{question['question_id']}"
+    identifier = f"{name}/{question['question_id']}"
     return {
         "question_id": question["question_id"],
         "category": question["category"],
-        "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, known).hex,
+        "answer_id": uuid.uuid5(uuid.NAMESPACE_URL, identifier).hex,
         "model_id": name,
         "choices": [choice],
         "tstamp": time.time(),

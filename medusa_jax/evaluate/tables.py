@@ -1,4 +1,4 @@
-"""Tables and result files, written one way."""
+"""Tables and result files."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
@@ -20,9 +20,9 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
     """
     cells = [list(map(str, row)) for row in (header, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    padded = ([x.ljust(n) for x, n in zip(row, widths)] for row in cells)
-    first, *rest = (f"| {' | '.join(row)} |" for row in padded)
-    return "\n".join([first, f"|{'|'.join('-' * (n + 2) for n in widths)}|", *rest])
+    aligned = ([x.ljust(n) for x, n in zip(row, widths)] for row in cells)
+    head, *body = (f"| {' | '.join(row)} |" for row in aligned)
+    return "\n".join([head, f"|{'|'.join('-' * (n + 2) for n in widths)}|", *body])
 
 
 def table_of(rows: Sequence[Row], columns: Mapping[str, Cell]) -> str:

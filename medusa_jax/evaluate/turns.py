@@ -7,7 +7,7 @@ from typing import NamedTuple
 from medusa_jax.api import Model, Options
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.question_files import framed
-from medusa_jax.evaluate.recording import Text, own_texts
+from medusa_jax.evaluate.text_ranks import Text, answer_prompts
 from medusa_jax.text.chat import PLAIN, encode_prompt
 from medusa_jax.whole_files import Json
 
@@ -49,11 +49,11 @@ def answered_turns(
     counts = [max(1, len(question["turns"])) for question in questions]
     for turn in range(max(counts)):
         numbers = [i for i, count in enumerate(counts) if turn < count]
-        asked = [
+        prompts = [
             turn_prompt(model, questions[i], answers[i], template, room) for i in numbers
         ]
-        texts = own_texts(model, [prompt for prompt, _ in asked], options)
-        for i, (prompt, cut), text in zip(numbers, asked, texts, strict=True):
+        texts = answer_prompts(model, [prompt for prompt, _ in prompts], options)
+        for i, (prompt, cut), text in zip(numbers, prompts, texts, strict=True):
             answers[i].append(model.tokenizer.decode(text.ids[text.n_prompt :]))
             turns.append(Turn(i, prompt, cut, text))
     return turns
@@ -69,26 +69,26 @@ def grouped(categories: Sequence[str]) -> dict[str, list[int]]:
     for i, category in enumerate(categories):
         groups[category].append(i)
     talks = [i for i, category in enumerate(categories) if category in MT_BENCH]
-    several = len(groups) > 1
+    is_mixed = len(groups) > 1
     if talks and len(talks) < len(categories):
         groups["mt_bench"] = talks
-    if several:
+    if is_mixed:
         groups["overall"] = list(range(len(categories)))
     return dict(groups)
 
 
-def prompt_room(longest: int, context: int, new_tokens: int) -> int:
-    """Most tokens of a prompt: `longest`, or the papers' 2048 if it is 0, where the answer still fits.
+def prompt_room(limit: int, context: int, new_tokens: int) -> int:
+    """Most tokens of a prompt: `limit`, or the papers' 2048 if it is 0, where the answer still fits.
 
     Raises:
       UserError: the answer takes the whole context.
     """
-    left = context - new_tokens
-    if left < 1:
+    room = context - new_tokens
+    if room < 1:
         raise UserError(
             f"--max_new_tokens {new_tokens} leaves no room for a prompt in a context of {context}"
         )
-    return min(longest or PAPER_ROOM, left)
+    return min(limit or PAPER_ROOM, room)
 
 
 def find_template(model: Model, name: str) -> str:
@@ -134,16 +134,16 @@ def turn_prompt(
             return model.encode("\n\n".join(lines))
         return encode_prompt(model.tokenizer, messages, template)
 
-    whole = ids_with(turns[longest])
-    if len(whole) <= room:
-        return whole, False
+    ids = ids_with(turns[longest])
+    if len(ids) <= room:
+        return ids, False
     try:
-        return cut(model, ids_with, turns[longest], room, keep_end=not in_frame), True
+        return shorten(model, ids_with, turns[longest], room, keep_end=not in_frame), True
     except UserError as error:
         raise UserError(f"question {question['question_id']}: {error}") from error
 
 
-def cut(
+def shorten(
     model: Model,
     ids_with: Callable[[str], list[int]],
     text: str,

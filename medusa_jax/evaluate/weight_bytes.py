@@ -18,21 +18,21 @@ def bytes_per_token(model: Model, length: int) -> int:
     table = sum(x.nbytes for x in jax.tree.leaves(weights.pop("embed_tokens")))
     total = sum(x.nbytes for x in jax.tree.leaves(weights))
     c = model.config
-    cached = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
-    return total + cached + table // c.vocab_size
+    cache = 2 * c.n_layers * c.n_kv_heads * c.head_dim * length * model.dtype.itemsize
+    return total + cache + table // c.vocab_size
 
 
 def stored_as(model: Model) -> dict[str, int]:
-    """How many of the backbone's weights are stored as what, such as {"Q4_1": 106168320}."""
-    found: Counter[str] = Counter()
-    seen = set()
+    """The backbone's weights by stored type, such as {"Q4_1": 106168320}."""
+    counts: Counter[str] = Counter()
+    ids = set()
     forms = jax.tree.leaves(
         model.variables["backbone"], is_leaf=lambda x: isinstance(x, Stored)
     )
     for form in forms:
-        [first, *_] = jax.tree.leaves(form)
-        if id(first) not in seen:  # a tied LM head may be the embedding's array
-            seen.add(id(first))
+        [array, *_] = jax.tree.leaves(form)
+        if id(array) not in ids:  # a tied LM head may be the embedding's array
+            ids.add(id(array))
             stored = isinstance(form, Stored)
-            found.update(form.types if stored else {str(form.dtype): form.size})
-    return dict(found)
+            counts.update(form.types if stored else {str(form.dtype): form.size})
+    return dict(counts)

@@ -51,12 +51,12 @@ def fingerprint(config: LlamaConfig, params: Params) -> str:
 
 def sampled(config: LlamaConfig) -> list[str]:
     """Paths of the parameters whose values are sampled."""
-    last = f"layers_{config.n_layers - 1}"
+    top = f"layers_{config.n_layers - 1}"
     return [
         "embed_tokens/embedding",
         "layers_0/self_attn/q_proj/kernel",
-        f"{last}/self_attn/o_proj/kernel",
-        f"{last}/mlp/down_proj/kernel",
+        f"{top}/self_attn/o_proj/kernel",
+        f"{top}/mlp/down_proj/kernel",
         "norm/scale",
         "lm_head/kernel",
     ]

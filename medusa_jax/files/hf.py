@@ -58,19 +58,19 @@ class BaseFiles(Source):
           UserError: unreadable, the keys of a wrapped model, or a key with and without the prefix.
         """
         directory = resolve(path)
-        config, stored = read_config(directory), open_checkpoint(directory)
-        _refuse_wrapped(directory, stored)
-        flat = [name for name in stored if re.match(r"(layers|embed_tokens|norm)\.", name)]
+        config, tensors = read_config(directory), open_checkpoint(directory)
+        _refuse_wrapped(directory, tensors)
+        flat = [name for name in tensors if re.match(r"(layers|embed_tokens|norm)\.", name)]
         for name in flat:
-            if f"model.{name}" in stored:
+            if f"model.{name}" in tensors:
                 raise UserError(
                     f"{directory}: key {name!r} is also there as 'model.{name}'"
                 )
-            stored[f"model.{name}"] = stored.pop(name)
-        if config.tie_embeddings and LM_HEAD in stored:
-            if EMBEDDING not in stored:
-                stored[EMBEDDING] = stored[LM_HEAD]
-            elif not _equal(stored[EMBEDDING], stored[LM_HEAD]):
+            tensors[f"model.{name}"] = tensors.pop(name)
+        if config.tie_embeddings and LM_HEAD in tensors:
+            if EMBEDDING not in tensors:
+                tensors[EMBEDDING] = tensors[LM_HEAD]
+            elif not _are_equal(tensors[EMBEDDING], tensors[LM_HEAD]):
                 inform(
                     f"{directory}: tied by config.json, but the LM head differs from the embedding: not tied"
                 )
@@ -83,7 +83,7 @@ class BaseFiles(Source):
             )
 
         return cls(
-            source=directory, tensors=stored, locate=locate, ignore=ignore, config=config
+            source=directory, tensors=tensors, locate=locate, ignore=ignore, config=config
         )
 
     def array(self, path: str) -> np.ndarray:
@@ -125,10 +125,10 @@ class BaseFiles(Source):
         return flatten(abstract_params(self.config))
 
 
-def _refuse_wrapped(directory: str, stored: Tensors) -> None:
-    """Raise for the keys of a model inside another module, by the names that it adds."""
-    added = {m[0] for name in stored if (m := WRAPPER.search(name))}
-    prefixes = {m[1] for name in stored if (m := LAYER.match(name))}
+def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
+    """Refuse the keys of a model inside another module."""
+    added = {m[0] for name in tensors if (m := WRAPPER.search(name))}
+    prefixes = {m[1] for name in tensors if (m := LAYER.match(name))}
     if added or (prefixes and "" not in prefixes):
         raise UserError(
             f"{directory}: keys have the prefix {min(added or prefixes)!r}, which is not the model's: "
@@ -136,7 +136,7 @@ def _refuse_wrapped(directory: str, stored: Tensors) -> None:
         )
 
 
-def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
+def _are_equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
     """Whether two matrices are the same, read some rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
@@ -148,8 +148,8 @@ def _equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
 def model_shape(directory: str) -> LlamaConfig:
     """The shape of a local model, which may have no weights."""
     config = read_config(directory)
-    stored = config.tie_embeddings and weights_file(directory)
-    return BaseFiles.open(directory).config if stored else config
+    has_weights = config.tie_embeddings and weights_file(directory)
+    return BaseFiles.open(directory).config if has_weights else config
 
 
 def load_backbone(

@@ -180,8 +180,8 @@ def _sliding_window(file: str, family: str, raw: Json, fields: Fields) -> tuple[
         start = next(
             (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
         )
-        expected = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
-        if len(kinds) != layers or kinds != expected:
+        layout = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
+        if len(kinds) != layers or kinds != layout:
             raise UserError(
                 f"{file}: layer_types is only supported as full_attention layers followed by "
                 "sliding_attention layers"

@@ -140,8 +140,8 @@ def save_weights(
 
     itemsize = np.dtype(dtype).itemsize
     # New shards must not overwrite the shards that an existing index names.
-    taken = os.path.exists(os.path.join(directory, INDEX))
-    stem = f"model-{secrets.token_hex(4)}" if taken else "model"
+    has_index = os.path.exists(os.path.join(directory, INDEX))
+    stem = f"model-{secrets.token_hex(4)}" if has_index else "model"
     plan = split_state_dict_into_shards_factory(
         shapes,
         get_storage_size=lambda shape: math.prod(shape) * itemsize,
@@ -165,7 +165,7 @@ def save_weights(
     if plan.is_sharded:
         content = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         save_json(index, content)
-    elif taken:
+    elif has_index:
         os.remove(index)
     for path in glob.glob(os.path.join(glob.escape(directory), "model*.safetensors")):
         if os.path.basename(path) not in files:

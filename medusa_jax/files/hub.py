@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 from medusa_jax.errors import UserError, did_you_mean, first_line
 from medusa_jax.files.json_files import read_json
-from medusa_jax.files.names import NAMES, file_of, named
+from medusa_jax.files.names import NAMES, file_of, named_model
 
 MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
@@ -38,7 +38,7 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
     """
     if os.path.isdir(path_or_id):
         return path_or_id
-    if row := named(path_or_id):
+    if row := named_model(path_or_id):
         return _of_gguf(file_of(path_or_id), row.sha256)
     if path_or_id.lower().endswith(".gguf"):
         return _of_gguf(path_or_id)
@@ -114,7 +114,7 @@ def refuse_model(path: str, flag: str) -> None:
 
 
 def _is_of_a_run(config: str) -> bool:
-    """Whether a config.json is the one of a training run, damaged ones included."""
+    """Whether a config.json is a training run's, or damaged."""
     try:
         return "train" in read_json(config)
     except UserError:

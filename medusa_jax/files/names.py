@@ -49,7 +49,7 @@ NAMES = {
 }
 
 
-def named(path_or_name: str | None) -> NamedModel | None:
+def named_model(path_or_name: str | None) -> NamedModel | None:
     """The row of a name; None for a path (which has priority), a hub id or None."""
     if path_or_name is None or os.path.exists(path_or_name):
         return None

@@ -10,7 +10,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.tensor import Tensor, Tensors, cast, part, whole
+from medusa_jax.files.tensor import Tensor, Tensors, cast, part, read_whole
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.sharding import Params, PyTree, param_shardings, path_string
 
@@ -78,7 +78,7 @@ class Source:
         """
         arrays = {}
         for path, (key, transposed) in self.keys(abstract).items():
-            array = whole(self.tensors[key])
+            array = read_whole(self.tensors[key])
             arrays[path] = array.T if transposed else array
         return arrays
 
@@ -137,8 +137,8 @@ def _place(
     placed: list[jax.Array] = []
     for spans, devices in owners.items():
         jax.block_until_ready(placed)  # the previous slice has left the host
-        stored = spans[::-1] if transposed else spans
-        block = part(tensor, tuple(slice(*span) for span in stored))
+        file_spans = spans[::-1] if transposed else spans
+        block = part(tensor, tuple(slice(*span) for span in file_spans))
         block = block.T if transposed else block
         if block.dtype == dtype or block.dtype.itemsize < dtype.itemsize:
             block = np.ascontiguousarray(block, dtype)

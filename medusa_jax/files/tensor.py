@@ -36,12 +36,12 @@ Tensors = dict[str, Tensor]
 
 def rename(tensors: Tensors, new_key: Callable[[str], str]) -> Tensors:
     """Tensors by their renamed keys; unchanged if two would have the same."""
-    renamed = {new_key(key): tensor for key, tensor in tensors.items()}
-    return renamed if len(renamed) == len(tensors) else tensors
+    result = {new_key(key): tensor for key, tensor in tensors.items()}
+    return result if len(result) == len(tensors) else tensors
 
 
-def whole(tensor: Tensor) -> np.ndarray:
-    """Read a whole tensor, as `part`."""
+def read_whole(tensor: Tensor) -> np.ndarray:
+    """Read a whole tensor; raises like `part`."""
     return part(tensor, tuple(slice(0, n) for n in tensor.shape))
 
 
@@ -86,10 +86,10 @@ class ByRow:
     def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
         """Values by their indices in the array, one index array for each axis."""
         if len(places) == 1:
-            return whole(self.tensor)[places]
+            return read_whole(self.tensor)[places]
         rows, columns = places[::-1] if self.transposed else places
-        needed, where = np.unique(rows, return_inverse=True)
-        return read_rows(self.tensor, needed)[where, columns]
+        row_ids, where = np.unique(rows, return_inverse=True)
+        return read_rows(self.tensor, row_ids)[where, columns]
 
 
 def read_rows(matrix: Tensor, rows: np.ndarray) -> np.ndarray:

@@ -81,10 +81,10 @@ def weights_file(directory: str) -> str:
     files = [name for name in names if os.path.isfile(os.path.join(directory, name))]
     if not files:
         return ""
-    chosen, *ignored = files
+    file, *ignored = files
     if ignored:
-        inform(f"{directory}: reading {chosen}, not {', '.join(ignored)}")
-    return os.path.join(directory, chosen)
+        inform(f"{directory}: reading {file}, not {', '.join(ignored)}")
+    return os.path.join(directory, file)
 
 
 def stands_for_gguf(directory: str) -> bool:
@@ -125,13 +125,13 @@ def _open_shards(index: str) -> Tensors:
             raise UserError(
                 f"{index} names the shard {shard!r}, which is not in {directory}"
             )
-        stored = open_weights(path)
-        if twice := sorted(tensors.keys() & stored.keys()):
-            other = tensors[twice[0]].file
-            raise UserError(f"key {twice[0]!r} is both in {other} and in {path}")
-        tensors |= stored
-    if missing := sorted(weight_map.keys() - tensors.keys()):
-        raise UserError(f"key {missing[0]!r} is missing from the shards of {index}")
+        shard_tensors = open_weights(path)
+        if duplicates := sorted(tensors.keys() & shard_tensors.keys()):
+            file = tensors[duplicates[0]].file
+            raise UserError(f"key {duplicates[0]!r} is both in {file} and in {path}")
+        tensors |= shard_tensors
+    if gaps := sorted(weight_map.keys() - tensors.keys()):
+        raise UserError(f"key {gaps[0]!r} is missing from the shards of {index}")
     return tensors
 
 
@@ -153,8 +153,8 @@ def save_safetensors(
     from safetensors.numpy import save_file
 
     contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    with replacing(path) as new:
-        with open(new, "wb") as file:
+    with replacing(path) as target:
+        with open(target, "wb") as file:
             mode = os.fstat(file.fileno()).st_mode
-        save_file(contiguous, new, metadata)
-        os.chmod(new, mode & 0o777)  # safetensors sets owner-only permissions
+        save_file(contiguous, target, metadata)
+        os.chmod(target, mode & 0o777)  # safetensors sets owner-only permissions

@@ -124,8 +124,8 @@ class _Unpickler(_PYTHON):  # type: ignore[misc]
     def persistent_load(self, pid: Any) -> _Storage:
         """("storage", type, key, device, number of elements)."""
         kind, dtype, key, _, size = pid
-        whole = type(size) is int and size >= 0 and type(key) is str
-        if kind != "storage" or not isinstance(dtype, np.dtype) or not whole:
+        is_valid = type(size) is int and size >= 0 and type(key) is str
+        if kind != "storage" or not isinstance(dtype, np.dtype) or not is_valid:
             raise ValueError("malformed storage reference")
         return _Storage(dtype, key, size)
 
@@ -211,7 +211,7 @@ def _tensor(path: str, name: str, view: _View, member: str) -> Tensor:
         flat = np.frombuffer(data, kind, view.storage.size)[view.offset :]
         steps = [step * kind.itemsize for step in view.strides]
         # Safe: `_view` has checked that the last element is within the storage.
-        whole = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
-        return np.array(whole[index])
+        array = np.lib.stride_tricks.as_strided(flat, view.shape, steps, writeable=False)
+        return np.array(array[index])
 
     return Tensor(path, view.shape, kind.name, read, name=name)

@@ -24,12 +24,11 @@ def save_torch(path: str, arrays: dict[str, np.ndarray]) -> None:
     Raises:
       UserError: the disk is full or the directory is not writable; `path` is unchanged.
     """
-    ordered = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-
-    with replacing(path) as new, zipfile.ZipFile(new, "w", zipfile.ZIP_STORED) as archive:
-        _add(archive, "archive/data.pkl", _pickle(ordered))
+    arrays = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _add(archive, "archive/data.pkl", _pickle(arrays))
         _add(archive, "archive/byteorder", b"little")
-        for n, array in enumerate(ordered.values()):
+        for n, array in enumerate(arrays.values()):
             _add(archive, f"archive/data/{n}", array.tobytes())
         _add(archive, "archive/version", b"3\n")
 
@@ -80,12 +79,12 @@ def _name(module: str, name: str) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + struct.pack("<I", len(raw)) + raw
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
 
 
 def _number(value: int) -> bytes:
     if value < 2**31:
         return b"J" + struct.pack("<i", value)
-    raw = value.to_bytes(9, "little", signed=True)
-    return b"\x8a" + bytes([len(raw)]) + raw
+    data = value.to_bytes(9, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data

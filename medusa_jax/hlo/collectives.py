@@ -49,13 +49,13 @@ class Collective(NamedTuple):
         all-reduce is a reduce-scatter followed by an all-gather. The result of a reduce-scatter is one
         of `group` parts.
         """
-        others = (self.group - 1) / self.group
+        share = (self.group - 1) / self.group
         factor = {
-            "all-reduce": 2 * others,
+            "all-reduce": 2 * share,
             "reduce-scatter": self.group - 1,
             "collective-permute": 1,
         }
-        return self.bytes * factor.get(self.kind, others)
+        return self.bytes * factor.get(self.kind, share)
 
     def times(self, unknown: int = 1) -> int:
         """Executions per run of the program, with `unknown` iterations for loops of unknown length."""
@@ -65,27 +65,27 @@ class Collective(NamedTuple):
 def collectives(text: str) -> list[Collective]:
     """All collective instructions of a compiled program (`compiled.as_text()`)."""
     program = read_program(text)
-    found: list[Collective] = []
+    items: list[Collective] = []
 
     def walk(name: str, trips: tuple[int, ...]) -> None:
         for x in program.computations.get(name, ()):
             if (kind := x.opcode.removesuffix("-start")) in KINDS:
-                found.append(Collective(kind, _arrays(x, kind), _members(x.rest), trips))
+                items.append(Collective(kind, _arrays(x, kind), _members(x.text), trips))
                 continue
             inner = (*trips, program.trips(x)) if x.opcode == "while" else trips
-            for _, other in x.called:
-                walk(other, inner)
+            for _, callee in x.called:
+                walk(callee, inner)
 
     walk(program.entry, ())
-    return found
+    return items
 
 
-def sent_by_kind(found: Sequence[Collective], unknown: int = 1) -> dict[str, float]:
+def sent_by_kind(items: Sequence[Collective], unknown: int = 1) -> dict[str, float]:
     """Bytes that each device sends in one run of the program, by kind."""
     return {
-        kind: sum(c.sent * c.times(unknown) for c in found if c.kind == kind)
+        kind: sum(c.sent * c.times(unknown) for c in items if c.kind == kind)
         for kind in KINDS
-        if any(c.kind == kind for c in found)
+        if any(c.kind == kind for c in items)
     }
 
 
@@ -104,11 +104,11 @@ def _members(attributes: str) -> int:
         if "replica_groups=" in attributes:
             raise ValueError(f"unknown form of device groups: {attributes}")
         return 2
-    listed, iota, axes, named = groups.groups()
-    if listed:
-        return len(listed.split(","))
+    first_group, iota, axes, names = groups.groups()
+    if first_group:
+        return len(first_group.split(","))
     if iota:
         return int(iota)
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", axes))
-    used = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", named)
-    return math.prod(int(part or sizes[axis]) for axis, part in used)
+    parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", names)
+    return math.prod(int(part or sizes[axis]) for axis, part in parts)

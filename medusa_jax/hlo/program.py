@@ -45,7 +45,7 @@ class Instruction:
 
     Attributes:
       called: (role, computation); roles are body, condition, to_apply, calls and branch.
-      rest: operands and attributes as written.
+      text: operands and attributes as written.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Instruction:
     results: tuple[Array, ...]
     operands: tuple[str, ...]
     called: tuple[tuple[str, str], ...]
-    rest: str
+    text: str
 
     @property
     def bytes(self) -> int:
@@ -78,8 +78,8 @@ class Program(Generic[X]):
     def fused(self, x: X) -> list[X]:
         """The instructions of a fusion, those of fusions within it included; else none."""
         names = x.calls("calls") if x.opcode == "fusion" else []
-        inside = [y for name in names for y in self.computations[name]]
-        return [z for y in inside for z in (y, *self.fused(y))]
+        instructions = [y for name in names for y in self.computations[name]]
+        return [z for y in instructions for z in (y, *self.fused(y))]
 
     def trips(self, loop: X) -> int:
         """Iterations of a loop that counts from 0 to a constant; 0 if the data decide.
@@ -87,34 +87,34 @@ class Program(Generic[X]):
         XLA for TPUs does not write known counts, so they are read from the condition: a single
         comparison with a constant. `fori_loop` with fixed bounds, which the code gives, is of this form.
         """
-        if known := _TRIPS.search(loop.rest):
-            return int(known[1])
+        if count := _TRIPS.search(loop.text):
+            return int(count[1])
         condition = self.computations.get(loop.calls("condition")[0], [])
         lines = [y for x in condition for y in (x, *self.fused(x))]
         compared = [x for x in lines if x.opcode == "compare"]
         bounds = [
-            int(found[1])
+            int(bound[1])
             for x in lines
             if x.opcode == "constant"
-            and (found := re.match(r"\(\{?\s*(\d+)\s*\}?\)", x.rest))
+            and (bound := re.match(r"\(\{?\s*(\d+)\s*\}?\)", x.text))
         ]
-        if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in compared[0].rest:
+        if len(compared) != 1 or len(bounds) != 1 or "direction=LT" not in compared[0].text:
             return 0
         return bounds[0]
 
 
 def read_program(text: str) -> Program[Instruction]:
     """Parse the text of a compiled program."""
-    found: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
         if line[:1] not in (" ", "}", "") and (head := _HEAD.match(line)):
             name = head[2]
             entry = name if head[1] else entry
-            found[name] = []
+            computations[name] = []
         elif name and " = " in line:
-            found[name].append(read_instruction(line))
-    return Program(found, entry)
+            computations[name].append(read_instruction(line))
+    return Program(computations, entry)
 
 
 def read_instruction(line: str) -> Instruction:
@@ -122,18 +122,18 @@ def read_instruction(line: str) -> Instruction:
     left, _, right = line.strip().partition(" = ")
     kind, right = _balanced(right) if right.startswith("(") else _word(right)
     opcode, _, right = right.partition("(")
-    operands, rest = _balanced("(" + right)
-    called = _CALLED.findall(rest)
-    if branches := _BRANCHES.search(rest):
+    operands, attributes = _balanced("(" + right)
+    called = _CALLED.findall(attributes)
+    if branches := _BRANCHES.search(attributes):
         called += [("branch", x.strip().lstrip("%")) for x in branches[1].split(",")]
-    called += [("branch", x) for x in _BRANCH.findall(rest)]
+    called += [("branch", x) for x in _BRANCH.findall(attributes)]
     return Instruction(
         name=left.removeprefix("ROOT ").lstrip("%"),
         opcode=opcode.strip(),
-        results=tuple(_array(*found) for found in _ARRAY.findall(kind)),
+        results=tuple(_array(*array) for array in _ARRAY.findall(kind)),
         operands=tuple(_NAME.findall(operands)),
         called=tuple(called),
-        rest=operands + rest,
+        text=operands + attributes,
     )
 
 
@@ -144,15 +144,15 @@ def _array(kind: str, sizes: str, layout: str) -> Array:
 
 
 def _word(text: str) -> tuple[str, str]:
-    first, _, rest = text.partition(" ")
-    return first, rest
+    word, _, tail = text.partition(" ")
+    return word, tail
 
 
 def _balanced(text: str) -> tuple[str, str]:
     """Split after the bracket that closes the first one."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for bracket in re.finditer(r"[()]", text):
+        depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return text[: found.end()], text[found.end() :]
+            return text[: bracket.end()], text[bracket.end() :]
     return text, ""

@@ -1,4 +1,4 @@
-"""Pictures: draft trees, decode steps, calibration curves, lines, bars, text coloured by accepted depth."""
+"""Pictures: draft trees, decode steps, curves, text coloured by accepted depth."""
 
 from medusa_jax.plots.charts import Chart, draw_curves, draw_lines
 from medusa_jax.plots.step import draw_mask, draw_step

@@ -1,4 +1,4 @@
-"""Charts: the curves used to choose a tree, lines over one axis, bars."""
+"""Charts: lines over one axis, such as the curves that choose a tree."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,15 @@ LINE_STYLES = (
     ("#c9a227", "v"), ("#c0392b", "P"), ("#17a2a2", "X"), ("#8a6d5b", "*"),
 )  # fmt: skip
 # Most names of a legend inside the chart; it is below for more.
-MANY = 4
+LEGEND_ROWS = 4
 
 
-def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") -> Path:
+def draw_lines(charts: Sequence[Chart], *, path: str | Path) -> Path:
     """Draw charts side by side, each with its legend."""
-    most = max(len([*c.lines, *c.levels, *c.points]) for c in charts)
-    figure = new_figure(4.2 * len(charts), 3.3 + 0.2 * most * (most > MANY))
+    n_labels = max(len([*c.lines, *c.levels, *c.points]) for c in charts)
+    legend_below = n_labels > LEGEND_ROWS
+    height = 3.3 + 0.2 * n_labels if legend_below else 3.3
+    figure = new_figure(4.2 * len(charts), height)
     places = figure.subplots(1, len(charts), squeeze=False)[0]
     for axes, chart in zip(places, charts, strict=True):
         for (label, (x, y)), (colour, marker) in zip(
@@ -56,12 +58,11 @@ def draw_lines(charts: Sequence[Chart], *, path: str | Path, title: str = "") ->
             chart.levels.items(), itertools.cycle((":", "--", "-.")), strict=False
         ):
             axes.axhline(level, color=INK, linewidth=1.2, linestyle=dash, label=label)
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-        place = below if most > MANY else {}
+        place = {}
+        if legend_below:
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
         axes.legend(frameon=False, labelcolor=INK, fontsize=8, **place)
         finish(axes, chart.title, chart.xlabel)
-    if title:
-        figure.suptitle(title, color=INK, fontsize=10)
     return save_figure(figure, path)
 
 
@@ -80,14 +81,14 @@ def draw_curves(
       sizes: query tokens of a step (draft nodes + root), increasing; 1 is plain decoding.
     """
     speed = [t / s for t, s in zip(tokens_per_step, step_seconds, strict=True)]
-    best = max(range(len(sizes)), key=speed.__getitem__)
+    at = max(range(len(sizes)), key=speed.__getitem__)
     charts = []
     for title, values in (
         ("tokens per step", tokens_per_step),
         ("step latency (ms)", [1000 * s for s in step_seconds]),
         ("tokens per second", speed),
     ):
-        mark = {f"{values[best]:.4g} at {sizes[best]}": ([sizes[best]], [values[best]])}
+        mark = {f"{values[at]:.4g} at {sizes[at]}": ([sizes[at]], [values[at]])}
         line = {"": (sizes, values)}
         charts.append(Chart(title, "tokens in a step (root included)", line, points=mark))
     return draw_lines(charts, path=path)

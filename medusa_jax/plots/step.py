@@ -8,7 +8,7 @@ import numpy as np
 from medusa_jax.plots.style import ACCENT, INK, new_figure, save_figure
 from medusa_jax.plots.tree import tree_layout
 
-KEPT, BONUS = ACCENT, "#3f9b58"
+PATH, BONUS = ACCENT, "#3f9b58"
 
 
 def draw_mask(mask_MM: np.ndarray, labels: Sequence[str], *, path: str | Path) -> Path:
@@ -23,12 +23,12 @@ def draw_mask(mask_MM: np.ndarray, labels: Sequence[str], *, path: str | Path) -
     M = len(mask_MM)
     figure = new_figure(0.34 * M + 2.2, 0.34 * M + 1.4)
     axes = figure.subplots()
-    seen = [(u, v) for v in range(M) for u in range(M) if mask_MM[v][u]]
+    pairs = [(u, v) for v in range(M) for u in range(M) if mask_MM[v][u]]
     cells = [(u, v) for u in range(-1, M) for v in range(M)]
     square = {"marker": "s", "s": 330, "linewidths": 0}
     axes.scatter(*zip(*cells, strict=True), color=INK, alpha=0.12, **square)
     axes.scatter([-1] * M, range(M), color=INK, alpha=0.6, **square)
-    axes.scatter(*zip(*seen, strict=True), color=KEPT, **square)
+    axes.scatter(*zip(*pairs, strict=True), color=PATH, **square)
     axes.set_xticks(range(-1, M), ["text", *labels], rotation=90, color=INK, fontsize=8)
     axes.set_yticks(range(M), labels, color=INK, fontsize=8)
     for tick in (*axes.get_xticklabels(), *axes.get_yticklabels()):
@@ -74,11 +74,11 @@ def draw_step(
 
     for node, label in zip(nodes, labels, strict=True):
         x, d = place[node]
-        colour = KEPT if node in path_nodes else INK
+        colour = PATH if node in path_nodes else INK
         if node:
             width = 2.5 if node in path_nodes else 1.0
-            above = place[node[:-1]][0]
-            axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
+            parent_x = place[node[:-1]][0]
+            axes.plot([parent_x, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
         box(x, d, label, colour)
     x, d = place[path_nodes[-1]]
     # Moved aside if rejected drafts are drawn below this node.

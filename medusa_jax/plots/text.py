@@ -43,8 +43,8 @@ def _cells(segments: Sequence[tuple[str, int]], columns: int):
             code = ord(char)
             if char != "\n" and (code < 32 or 0xD800 <= code < 0xE000 or code in _NOT_XML):
                 char = "\ufffd"
-            wide = unicodedata.east_asian_width(char) in "WF"
-            width = 0 if unicodedata.combining(char) else 2 if wide else 1
+            is_wide = unicodedata.east_asian_width(char) in "WF"
+            width = 0 if unicodedata.combining(char) else 2 if is_wide else 1
             if char == "\n" or column + width > columns:
                 if piece:
                     runs.append((row, begin, column - begin, piece, depth))
@@ -86,8 +86,8 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
     y = _MARGIN + rows * _LINE + 10
     legend, width = _legend({depth for _, depth in segments}, y)
     height = y + (27 if legend else 0)
-    used = max((column + width for _, column, width, _, _ in runs), default=0)
-    total = max(used * _ADVANCE, width) + 2 * _MARGIN
+    n_columns = max((column + width for _, column, width, _, _ in runs), default=0)
+    total = max(n_columns * _ADVANCE, width) + 2 * _MARGIN
     light, dark = (
         "".join(f".{name}{{fill:{pair[i]}}}" for name, pair in COLOURS.items())
         for i in (0, 1)
@@ -123,7 +123,8 @@ def _legend(depths: set[int], y: float) -> tuple[list[str], float]:
         body.append(f'<text class="n" x="{x}" y="{y + 13}">drafted at depth</text>')
         x += 120
         labels = [str(depth) for depth in range(1, deepest + 1)]
-        labels[-1] += "+" * (deepest == DEEPEST)
+        if deepest == DEEPEST:
+            labels[-1] += "+"
         shown = [(f"d{depth}", label, 24) for depth, label in enumerate(labels, 1)]
     if min(depths, default=0) < 0:
         shown.append(("c", "copied from the text", 158))

@@ -62,9 +62,9 @@ def draw_tree(
         value = None if values is None else values.get(node, 1.0 if node == () else 0.0)
         colour = INK if value is None else colours(value)
         if node:
-            above, _ = place[node[:-1]]
+            parent_x, _ = place[node[:-1]]
             width = 1.2 if value is None else 0.6 + 6.0 * value
-            axes.plot([above, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
+            axes.plot([parent_x, x], [1 - d, -d], color=colour, linewidth=width, zorder=1)
         axes.scatter([x], [-d], s=area, color=colour, zorder=2)
         if node:
             label = {"ha": "center", "va": "center", "zorder": 3}

@@ -10,8 +10,8 @@ import re
 import secrets
 
 from medusa_jax.text.chat import render, stop_ids, template_source, tokenize
+from medusa_jax.text.jinja import SampleError, Span
 from medusa_jax.text.literal_text import PRIVATE, Message, literal_text
-from medusa_jax.text.rendering import SampleError, Span
 from medusa_jax.text.tokenizer import Tokenizer
 
 MARKED = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -44,20 +44,20 @@ def encode_conversation(
     if not MARKED.search(source):
         spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
     ids, offsets = tokenize(tokenizer, text, hidden is not None)
-    counted, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
+    mask, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
     for span in spans:
-        _mark(counted, ids, offsets, span, ends, tokenizer.eos_ids)
+        _mark(mask, ids, offsets, span, ends, tokenizer.eos_ids)
     if cut:
-        last = max((i for i, counts in enumerate(counted) if counts), default=0)
-        if ids[last] in ends:
-            counted[last] = 0
-    if not any(counted):
+        index = max((i for i, counts in enumerate(mask) if counts), default=0)
+        if ids[index] in ends:
+            mask[index] = 0
+    if not any(mask):
         raise SampleError("no token of the conversation is the assistant's")
-    return ids, counted
+    return ids, mask
 
 
 def _spans_by_stand_in(
-    source: str, messages: list[Message], special_texts: dict[str, str], full: str
+    source: str, messages: list[Message], special_texts: dict[str, str], full_text: str
 ) -> list[Span]:
     """Assistant spans of a template without generation blocks, within its text of the whole conversation.
 
@@ -72,33 +72,33 @@ def _spans_by_stand_in(
         if message["role"] != "assistant":
             continue
         upto = [*messages[:i], message | {"content": mark}]
-        last = render(source, upto, special_texts)[0]
-        whole = [*upto, *messages[i + 1 :]]
-        text = last if whole == upto else render(source, whole, special_texts)[0]
-        before, shown, after = text.partition(mark)
+        turn_text = render(source, upto, special_texts)[0]
+        turns = messages[i + 1 :]
+        text = render(source, [*upto, *turns], special_texts)[0] if turns else turn_text
+        head, shown, tail = text.partition(mark)
         if not shown:
             continue  # the template leaves this answer out
-        if mark in after or not full.endswith(after):
+        if mark in tail or not full_text.endswith(tail):
             raise SampleError(
                 "the chat template has no generation marks and shows an answer several times or changes other text "
                 "with it, so the assistant's part cannot be identified; name a shipped template"
             )
-        end = len(full) - len(after)
-        pairs = enumerate(zip(before, full[:end]))
-        start = next((at for at, (a, b) in pairs if a != b), min(len(before), end))
-        closing = last.partition(mark)[2]
-        end += len(closing) if after.startswith(closing) else 0
+        end = len(full_text) - len(tail)
+        pairs = enumerate(zip(head, full_text[:end]))
+        start = next((at for at, (a, b) in pairs if a != b), min(len(head), end))
+        closing = turn_text.partition(mark)[2]
+        end += len(closing) if tail.startswith(closing) else 0
         prompt = render(source, messages[:i], special_texts, add_generation_prompt=True)[0]
-        lead = full[len(prompt) : start] if full.startswith(prompt) else ""
-        added = start == len(before) and THOUGHT.fullmatch(lead)
-        if lead and not (added and lead.strip() not in message["content"]):
+        lead = full_text[len(prompt) : start] if full_text.startswith(prompt) else ""
+        is_added = start == len(head) and THOUGHT.fullmatch(lead)
+        if lead and not (is_added and lead.strip() not in message["content"]):
             start = len(prompt)
         spans.append((start, end))
     return spans
 
 
 def _mark(
-    counted: list[int],
+    mask: list[int],
     ids: list[int],
     offsets: list[Span],
     span: Span,
@@ -111,22 +111,22 @@ def _mark(
     after the span counts too.
     """
     start, end = span
-    inside = [
+    tokens = [
         i
         for i, (a, b) in enumerate(offsets)
         # Tokens of zero width represent the space before them (byte-level BPE trims spaces).
         if (a < end and b > start) or (a == b and start < a <= end)
     ]
-    if not inside:
+    if not tokens:
         return
-    last = inside[-1]
-    ends = [i for i in inside if ids[i] in turn_ends]
+    stop = tokens[-1]
+    ends = [i for i in tokens if ids[i] in turn_ends]
     if ends:
-        last = ends[-1]
-    elif last + 1 < len(ids) and ids[last + 1] in eos_ids:
-        last += 1
-    for i in range(inside[0], last + 1):
-        counted[i] = 1
+        stop = ends[-1]
+    elif stop + 1 < len(ids) and ids[stop + 1] in eos_ids:
+        stop += 1
+    for i in range(tokens[0], stop + 1):
+        mask[i] = 1
 
 
 def encode_user_opening(
@@ -143,14 +143,14 @@ def encode_user_opening(
     turns = [*messages, {"role": "user", "content": mark}]
     source = template_source(tokenizer, template_name)
     text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
-    before, _, after = text.partition(mark)
+    head, _, tail = text.partition(mark)
     # A space before the turn belongs to the first word that the model writes.
-    ids = tokenize(tokenizer, before.rstrip(" "))[0]
+    ids = tokenize(tokenizer, head.rstrip(" "))[0]
     ends = [
         tokenizer.decode([i], skip_special=False)
         for i in stop_ids(tokenizer, template_name)
     ]
-    after = after.strip()
-    if any(end and after.startswith(end) for end in ends):
+    tail = tail.strip()
+    if any(end and tail.startswith(end) for end in ends):
         return ids, ""
-    return ids, after.split("\n")[0]
+    return ids, tail.split("\n")[0]

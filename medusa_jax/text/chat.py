@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from medusa_jax.errors import UserError, one_of
+from medusa_jax.text.jinja import Span, render_template
 from medusa_jax.text.literal_text import Message, literal_text
-from medusa_jax.text.rendering import Span, render_template
 from medusa_jax.text.tokenizer import SPECIALS, Tokenizer, has_tokenizer, load_tokenizer
 from medusa_jax.whole_files import Json
 
@@ -80,12 +80,12 @@ def encode_prompt(
     )
     if not isinstance(turns, list) or not turns:
         raise UserError("messages should be a list of turns, with at least one")
-    parsed = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
-    if problem := next((problem for _, problem in parsed if problem), ""):
+    pairs = [read_turn(turn, "role", "content", MESSAGE_ROLES) for turn in turns]
+    if problem := next((problem for _, problem in pairs if problem), ""):
         raise UserError(f"messages: {problem}")
-    if parsed[-1][0]["role"] != "user":
+    if pairs[-1][0]["role"] != "user":
         raise UserError("messages: the last turn has to be the user's")
-    return encode_turns(tokenizer, [message for message, _ in parsed], {}, template_name)
+    return encode_turns(tokenizer, [message for message, _ in pairs], {}, template_name)
 
 
 def encode_turns(
@@ -160,16 +160,16 @@ def _turn_end(tokenizer: Tokenizer, source: str) -> frozenset[int]:
     mark = f"turn{secrets.token_hex(16)}"
     turns = [("user", "a"), ("assistant", mark), ("user", "b")]
     messages = [{"role": role, "content": text} for role, text in turns]
-    after = ""
+    tail = ""
     for conversation in (messages, messages[:2]):
         with suppress(UserError):
             text = render(source, conversation, tokenizer.special_texts)[0]
-            after = text.partition(mark)[2].lstrip()
-        if after:
+            tail = text.partition(mark)[2].lstrip()
+        if tail:
             break
-    added = tokenizer.backend.get_added_tokens_decoder()
-    texts = {t.content: i for i, t in added.items() if t.special or t.content[:1] in "<["}
-    ends = [text for text in texts if text and after.startswith(text)]
+    tokens = tokenizer.backend.get_added_tokens_decoder()
+    texts = {t.content: i for i, t in tokens.items() if t.special or t.content[:1] in "<["}
+    ends = [text for text in texts if text and tail.startswith(text)]
     return frozenset({texts[max(ends, key=len)]} if ends else ())
 
 

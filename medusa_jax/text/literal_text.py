@@ -9,8 +9,8 @@ import re
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from medusa_jax.text.rendering import Span
-from medusa_jax.text.tokenizer import Tokenizer, encoded
+from medusa_jax.text.jinja import Span
+from medusa_jax.text.tokenizer import Tokenizer, encode_text
 
 Message = dict[str, str]
 
@@ -83,7 +83,7 @@ class LiteralText:
 
     def _encode(self, text: str) -> tuple[list[int], list[Span]]:
         copy, ids = self._copy
-        encoding = encoded(copy, text)
+        encoding = encode_text(copy, text)
         return [ids.get(i, i) for i in encoding.ids], encoding.offsets
 
     @cached_property

@@ -22,8 +22,6 @@ def repeated_ngram_share(tokens: Sequence[int] | np.ndarray, n: int = 4) -> floa
     return 1.0 - len(np.unique(grams, axis=0)) / total
 
 
-def mean_repeated_ngram_share(texts: Sequence[Sequence[int]], n: int = 4) -> float:
-    """Mean of `repeated_ngram_share` over token sequences; n-grams are not compared across them."""
-    return (
-        float(np.mean([repeated_ngram_share(t, n) for t in texts])) if len(texts) else 0.0
-    )
+def mean_repeated_ngram_share(texts: Sequence[Sequence[int]]) -> float:
+    """Mean of `repeated_ngram_share` over texts."""
+    return float(np.mean([repeated_ngram_share(t) for t in texts])) if len(texts) else 0.0

@@ -34,7 +34,7 @@ def read_backend(directory: str) -> Any:
 
 
 def _check_whole(path: str) -> None:
-    """Raise ValueError if a sentencepiece model lacks its end: one cut off between two pieces would load."""
+    """Raise ValueError if a sentencepiece model lacks its end, which its parser accepts."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     if not os.path.isfile(path):

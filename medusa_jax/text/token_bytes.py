@@ -49,13 +49,13 @@ class TokenBytes:
 
     def least_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of a text; 0 if unknown."""
-        if self.longest is None:
+        if self.max_bytes is None:
             return 0
         covered = text.encode().translate(None, self._left_out)
-        return -(-len(covered) // self.longest)
+        return -(-len(covered) // self.max_bytes)
 
     @cached_property
-    def longest(self) -> int | None:
+    def max_bytes(self) -> int | None:
         """Most bytes of a text that one token covers; None if unknown.
 
         Known for BPE over bytes, where no unknown token covers text of any length, if no earlier step shortens
@@ -99,9 +99,9 @@ def _steps(component: Any) -> list[Json]:
 
 def _keeps_length(step: Json) -> bool:
     if step["type"] == "Replace":
-        replaced = step["pattern"].get("String")
-        return replaced is not None and len(step["content"].encode()) >= len(
-            replaced.encode()
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(step["content"].encode()) >= len(
+            pattern.encode()
         )
     if step["type"] == "Split":
         return step["behavior"] != "Removed"

@@ -19,6 +19,8 @@ SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
 # second.
 LONG = 4096
+# Ids that a `StreamDecoder` holds at most, and those it keeps when it drops the others.
+WINDOW, TAIL = 48, 12
 
 
 class Tokenizer:
@@ -53,14 +55,14 @@ class Tokenizer:
         self.backend = backend
         self.bos_id = bos_id
         if adds_bos is None:
-            adds_bos = encoded(backend, "a", special=True).ids[:1] == [bos_id]
+            adds_bos = encode_text(backend, "a", special=True).ids[:1] == [bos_id]
         self.adds_bos = adds_bos and bos_id is not None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
-        named = {} if isinstance(chat_template, str) else dict(chat_template)
-        default = named.pop("default", NO_DEFAULT if named else "")
+        templates = {} if isinstance(chat_template, str) else dict(chat_template)
+        default = templates.pop("default", NO_DEFAULT if templates else "")
         self.chat_template = chat_template if isinstance(chat_template, str) else default
-        self.named_templates = named
+        self.named_templates = templates
         self.special_texts, self.origin = special_texts or {}, origin
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -78,14 +80,14 @@ class Tokenizer:
         Raises:
           UserError: the text is not valid Unicode.
         """
-        ids = encoded(self.backend, text).ids
+        ids = encode_text(self.backend, text).ids
         if add_bos and self.adds_bos and self.bos_id is not None:
             return [self.bos_id, *ids]
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` and their character ranges [start, end)."""
-        encoding = encoded(self.backend, text)
+        encoding = encode_text(self.backend, text)
         return encoding.ids, encoding.offsets
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -97,7 +99,7 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
 
-def encoded(backend: Any, text: str, special: bool = False) -> Any:
+def encode_text(backend: Any, text: str, special: bool = False) -> Any:
     """The library's encoding of a text.
 
     Args:
@@ -205,7 +207,7 @@ def has_tokenizer(directory: str) -> bool:
 
 
 def declared_eos_ids(directory: str) -> set[int]:
-    """The EOS ids in config.json and generation_config.json, of those in the vocabulary."""
+    """EOS ids of config.json and generation_config.json that the vocabulary has."""
     files = ("config.json", "generation_config.json")
     model, generation = (optional_json(os.path.join(directory, name)) for name in files)
     size = model.get("vocab_size")
@@ -215,7 +217,7 @@ def declared_eos_ids(directory: str) -> set[int]:
 
 
 def _ids(value: object, size: object = None) -> set[int]:
-    """The token ids of a field, of those below `size`: some files have -1 for none."""
+    """The token ids of a field that are below `size`: some files have -1 for none."""
     ids = value if isinstance(value, list) else [value]
     end = size if isinstance(size, int) else 2**31
     return {i for i in ids if type(i) is int and 0 <= i < end}
@@ -244,14 +246,18 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
     folder = os.path.join(directory, TEMPLATES_FOLDER)
     for name in sorted(glob.glob("*.jinja", root_dir=folder)):
         files[name.removesuffix(".jinja")] = os.path.join(folder, name)
-    stored = {name: read_text(file) for name, file in files.items() if os.path.isfile(file)}
-    if stored:
-        return stored
+    templates = {
+        name: read_text(file) for name, file in files.items() if os.path.isfile(file)
+    }
+    if templates:
+        return templates
     setting = settings.get("chat_template")
     if not isinstance(setting, list):
         return setting if isinstance(setting, str) else ""
-    named = {str(t.get("name")): t.get("template") for t in setting if isinstance(t, dict)}
-    return {name: source for name, source in named.items() if isinstance(source, str)}
+    by_name = {
+        str(t.get("name")): t.get("template") for t in setting if isinstance(t, dict)
+    }
+    return {name: source for name, source in by_name.items() if isinstance(source, str)}
 
 
 class StreamDecoder:
@@ -264,14 +270,11 @@ class StreamDecoder:
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
         # After these the text may still change: a run of byte tokens may continue, also across a skipped
         # special token.
-        self._uncertain = tokenizer.byte_ids
-        if skip_special:
-            self._uncertain |= tokenizer.special_ids
+        self._uncertain = tokenizer.byte_ids | tokenizer.special_ids
         # Recent ids, and how many characters of their text have been returned.
         self._window: list[int] = []
         self._returned = 0
@@ -294,23 +297,20 @@ class StreamDecoder:
         return piece
 
     def _take(self, ids: list[int]) -> str:
-        text = self._decode(ids).rstrip(BROKEN)
+        text = self._tokenizer.decode(ids).rstrip(BROKEN)
         piece = text[self._returned :]
         self._returned += len(piece)
         return piece
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special=self._skip_special)
-
-    def _drop_old_ids(self, longest: int = 48, kept: int = 12) -> None:
+    def _drop_old_ids(self) -> None:
         """Drop old ids, so that the cost of a piece does not grow with the text.
 
         Only if the remaining ids decode to the end of the returned text and contain a word, since decoders treat
         the first space of a text differently.
         """
-        if len(self._window) <= longest:
+        if len(self._window) <= WINDOW:
             return
-        text = self._decode(self._window)
-        tail = self._decode(self._window[-kept:])
+        text = self._tokenizer.decode(self._window)
+        tail = self._tokenizer.decode(self._window[-TAIL:])
         if len(text) == self._returned and tail.strip() and text.endswith(tail):
-            self._window, self._returned = self._window[-kept:], len(tail)
+            self._window, self._returned = self._window[-TAIL:], len(tail)

@@ -3,7 +3,7 @@
 At every position whose next K + 1 tokens are counted, the ranks of the true tokens under
 all heads form one tuple. Heads tend to be right at the same positions, so a product of
 their accuracies would be too low. Both estimates assume that steps start at every position
-equally often (`evaluate/fitting.py` measures the real distribution):
+equally often (`evaluate/tree_fit.py` measures the real distribution):
 
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
                             heads 1 ... d are all right: a chain of K drafts

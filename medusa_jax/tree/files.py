@@ -46,7 +46,7 @@ def load_tree_file(path: str | Path) -> Json:
             size.count("nodes")
             size.number("step_latency_ratio")
     try:
-        own_tree(file.values)
+        file_tree(file.values)
         tree_of_size(file.values, len(order_of(file.values).growth) + 1)
     except UserError as error:
         raise UserError(f"{file.file}: {error}") from error
@@ -62,11 +62,11 @@ def order_of(calibrated: Json) -> Order:
 def tree_of_size(calibrated: Json, n_nodes: int) -> Tree:
     """The first nodes of a tree file's order."""
     order = order_of(calibrated)
-    most = len(order.growth) + 1
-    if not 1 <= n_nodes <= most:
+    n_max = len(order.growth) + 1
+    if not 1 <= n_nodes <= n_max:
         raise UserError(
             f"cannot build a tree of {n_nodes} nodes: the calibrated order has 1 to "
-            f"{most} (run `python -m medusa_jax calibrate` for more)"
+            f"{n_max} (run `python -m medusa_jax calibrate` for more)"
         )
     return order.tree(n_nodes)
 
@@ -81,12 +81,12 @@ def auto_tree(calibrated: Json, platform: str) -> Tree:
       platform: "cpu", "gpu" or "tpu", as `jax.default_backend()` names it.
     """
     if platform in ("cpu", calibrated.get("platform")):
-        return own_tree(calibrated)
+        return file_tree(calibrated)
     n_nodes = len(order_of(calibrated).growth) + 1
     return tree_of_size(calibrated, min(ACCELERATOR_NODES, n_nodes))
 
 
-def own_tree(calibrated: Json) -> Tree:
+def file_tree(calibrated: Json) -> Tree:
     """The tree file's `choices`."""
     return Tree.from_choices(calibrated["choices"], calibrated.get("spares") or ())
 
@@ -103,7 +103,7 @@ def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
 
 
 def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
-    """The tree of the smallest listed number of rows that is not below `rows`, or of the largest."""
+    """The tree for the next listed number of rows from `rows` on, or for the largest."""
     return ladder[min((n for n in ladder if n >= rows), default=max(ladder))]
 
 
@@ -122,16 +122,16 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
     if and_copies:
         heads = parse_tree(spec, calibrated, platform).drafted
         return Tree.from_choices([*heads.choices, *parse_tree(f"copy:{copies}").choices])
-    kind, _, rest = spec.partition(":")
+    kind, _, argument = spec.partition(":")
     try:
         if spec == "none":
             return Tree.none()
         if kind == "chain":
-            return Tree.chain(int(rest))
+            return Tree.chain(int(argument))
         if kind == "copy":
-            return Tree.copies(int(rest))
+            return Tree.copies(int(argument))
         if kind == "cartesian":
-            return Tree.cartesian([int(w) for w in rest.split(",")])
+            return Tree.cartesian([int(w) for w in argument.split(",")])
     except ValueError as error:
         raise UserError(
             f"--tree {spec!r}: write chain:4, copy:4 or cartesian:2,3 with whole numbers"
@@ -145,14 +145,14 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
         if spec == "auto":
             return auto_tree(calibrated, platform)
         if spec == "bundled":
-            return own_tree(calibrated)
+            return file_tree(calibrated)
         return tree_of_size(calibrated, int(spec))
     if not spec:
         raise UserError("--tree is empty: name a tree, a number of nodes or a file")
     if not Path(spec).exists() and not Path(spec).suffix and "/" not in spec:
-        known = (*FORMS, "none", "auto", "bundled")
+        names = (*FORMS, "none", "auto", "bundled")
         raise UserError(
             f"cannot read the tree file {spec}: no such file, and no tree's name (auto, bundled, "
-            f"none, a number of nodes, chain:4, copy:4, cartesian:2,3){did_you_mean(kind, known)}"
+            f"none, a number of nodes, chain:4, copy:4, cartesian:2,3){did_you_mean(kind, names)}"
         )
-    return own_tree(load_tree_file(spec))
+    return file_tree(load_tree_file(spec))

@@ -1,4 +1,4 @@
-"""Fitting the tree to the heads and to the device (Medusa 2.3.3).
+"""Grow the tree by recorded ranks (Medusa 2.3.3).
 
 One teacher-forced pass over the model's own output records, at every position, the tuple of
 ranks that the true next tokens have under heads 1..K. The paper ranks nodes by the share of positions
@@ -19,7 +19,7 @@ from medusa_jax.tree.tree import COPIED, Choice, Order, Tree
 MISS = 64
 
 
-class Recorded(NamedTuple):
+class TextRanks(NamedTuple):
     """Correct drafts at every position of a text.
 
     Attributes:
@@ -33,13 +33,13 @@ class Recorded(NamedTuple):
     repeats_P: np.ndarray
 
     @classmethod
-    def of_heads(cls, ranks_PK: np.ndarray) -> "Recorded":
+    def of_heads(cls, ranks_PK: np.ndarray) -> "TextRanks":
         """Positions without copied tokens."""
         P = len(ranks_PK)
         return cls(ranks_PK, np.zeros(P, int), np.zeros(P, bool))
 
     @classmethod
-    def joined(cls, texts: "Sequence[Recorded]") -> "Recorded":
+    def join(cls, texts: "Sequence[TextRanks]") -> "TextRanks":
         """Concatenate the positions of several texts."""
         return cls(*(np.concatenate(column) for column in zip(*texts, strict=True)))
 
@@ -92,13 +92,13 @@ class Reach:
 
     def with_path(self, path: Choice) -> "Reach":
         """Add a path; its parent must be included already."""
-        depth, new = len(path), Reach(self.ranks_PK)
+        depth, reach = len(path), Reach(self.ranks_PK)
         agrees_P = (self.node_P == self.paths[path[:-1]]) & (self.depth_P == depth - 1)
         agrees_P &= self.ranks_PK[:, depth - 1] == path[-1]
-        new.depth_P = np.where(agrees_P, depth, self.depth_P)
-        new.node_P = np.where(agrees_P, len(self.paths), self.node_P)
-        new.paths = self.paths | {path: len(self.paths)}
-        return new
+        reach.depth_P = np.where(agrees_P, depth, self.depth_P)
+        reach.node_P = np.where(agrees_P, len(self.paths), self.node_P)
+        reach.paths = self.paths | {path: len(self.paths)}
+        return reach
 
     def best_child(self, begin_S: np.ndarray) -> Choice | None:
         """The new path that lengthens the most steps among those that begin at these positions."""
@@ -112,7 +112,7 @@ class Reach:
         return (*list(self.paths)[parent], rank)
 
 
-class Grown(NamedTuple):
+class TreeReach(NamedTuple):
     """A tree while it grows.
 
     Attributes:
@@ -125,7 +125,7 @@ class Grown(NamedTuple):
     elsewhere: Reach | None
     n_copied: int = 0
 
-    def accepted(self, text: Recorded) -> np.ndarray:
+    def accepted(self, text: TextRanks) -> np.ndarray:
         """Accepted drafts of a step at every position: [P]."""
         copied_P = np.minimum(text.copied_P, self.n_copied)
         accepted_P = np.maximum(self.drafted.depth_P, copied_P)
@@ -133,7 +133,7 @@ class Grown(NamedTuple):
             return accepted_P
         return np.where(text.repeats_P, accepted_P, self.elsewhere.depth_P)
 
-    def with_path(self, path: Choice, spares: Sequence[Choice]) -> "Grown":
+    def with_path(self, path: Choice, spares: Sequence[Choice]) -> "TreeReach":
         """Add a node; `elsewhere` gets the next spare instead of a copied or known node."""
         drafted, n_copied = self.drafted, self.n_copied
         if path[0] == COPIED:
@@ -142,16 +142,16 @@ class Grown(NamedTuple):
             drafted = drafted.with_path(path)
         elsewhere = self.elsewhere
         if elsewhere is not None:
-            known = elsewhere.paths
-            new = path
-            if path[0] == COPIED or path in known:
-                new = next((spare for spare in spares if spare not in known), ())
-            elsewhere = elsewhere.with_path(new) if new else elsewhere
-        return Grown(drafted, elsewhere, n_copied)
+            paths = elsewhere.paths
+            node = path
+            if path[0] == COPIED or path in paths:
+                node = next((spare for spare in spares if spare not in paths), ())
+            elsewhere = elsewhere.with_path(node) if node else elsewhere
+        return TreeReach(drafted, elsewhere, n_copied)
 
 
 def growth_by_steps(
-    texts: Sequence[Recorded], n_choices: int, spares: Sequence[Choice] = ()
+    texts: Sequence[TextRanks], n_choices: int, spares: Sequence[Choice] = ()
 ) -> list[Choice]:
     """Add nodes greedily, always the one with which decoding these texts takes the fewest steps.
 
@@ -166,20 +166,20 @@ def growth_by_steps(
       texts: positions of each text, in order.
       spares: spares of the trees, best first; empty: every step copies the copied nodes.
     """
-    text = Recorded.joined(texts)
+    text = TextRanks.join(texts)
     begins = np.cumsum([0, *(len(text.ranks_PK) for text in texts)]).tolist()
-    nothing = Reach(text.ranks_PK)
-    tree, growth = Grown(nothing, nothing if spares else None), list[Choice]()
+    root = Reach(text.ranks_PK)
+    tree, growth = TreeReach(root, root if spares else None), list[Choice]()
 
-    def starts(tree: Grown) -> np.ndarray:
+    def starts(tree: TreeReach) -> np.ndarray:
         """Positions at which a step begins."""
         next_P = (np.arange(begins[-1]) + tree.accepted(text) + 1).tolist()
-        found = []
+        positions = []
         for at, end in itertools.pairwise(begins):
             while at < end:
-                found.append(at)
+                positions.append(at)
                 at = next_P[at]
-        return np.array(found, int)
+        return np.array(positions, int)
 
     begin_S = starts(tree)
     while len(growth) < n_choices:
@@ -190,26 +190,26 @@ def growth_by_steps(
         options = [tree.drafted.best_child(begin_S[gains_P[begin_S]])]
         if (text.copied_P > tree.n_copied).any():
             options.append((COPIED,) * (tree.n_copied + 1))
-        found = [(tree.with_path(path, spares), path) for path in options if path]
-        if not found:
+        candidates = [(tree.with_path(path, spares), path) for path in options if path]
+        if not candidates:
             break
-        begins_of = [starts(new) for new, _ in found]
-        best = min(range(len(found)), key=lambda i: len(begins_of[i]))
-        (tree, path), begin_S = found[best], begins_of[best]
+        begins_of = [starts(child) for child, _ in candidates]
+        index = min(range(len(candidates)), key=lambda i: len(begins_of[i]))
+        (tree, path), begin_S = candidates[index], begins_of[index]
         growth.append(path)
     return growth
 
 
-def order_by_steps(texts: Sequence[Recorded], n_choices: int, *, copies: bool) -> Order:
+def order_by_steps(texts: Sequence[TextRanks], n_choices: int, *, copies: bool) -> Order:
     """The best order of up to `n_choices` nodes for these texts, with copied nodes or without."""
-    heads = [Recorded.of_heads(text.ranks_PK) for text in texts]
-    drafted = growth_by_steps(heads, n_choices)
+    heads = [TextRanks.of_heads(text.ranks_PK) for text in texts]
+    guesses = growth_by_steps(heads, n_choices)
     if not copies:
-        return Order(drafted)
-    return Order(growth_by_steps(texts, n_choices, drafted), drafted)
+        return Order(guesses)
+    return Order(growth_by_steps(texts, n_choices, guesses), guesses)
 
 
-def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
+def replay(texts: Sequence[TextRanks], tree: Tree) -> tuple[int, int]:
     """Return (tokens, steps) of decoding the recorded texts with this tree.
 
     After a step that accepts n drafts the next one starts n + 1 positions further, as in decoding,
@@ -230,21 +230,21 @@ def replay(texts: Sequence[Recorded], tree: Tree) -> tuple[int, int]:
                 if (*path, rank) not in nodes:
                     break
                 path = (*path, rank)
-            accepted = max(len(path), min(int(copied_P[at]), n_copied))
-            gain = min(accepted + 1, len(ranks_PK) - at)
+            n_accepted = max(len(path), min(int(copied_P[at]), n_copied))
+            gain = min(n_accepted + 1, len(ranks_PK) - at)
             steps, tokens, at = steps + 1, tokens + gain, at + gain
     return tokens, steps
 
 
-def replayed_tokens(texts: Sequence[Recorded], tree: Tree) -> float:
+def replayed_tokens(texts: Sequence[TextRanks], tree: Tree) -> float:
     """Mean accepted length of the tree in a replay of these texts."""
     tokens, steps = replay(texts, tree)
     return tokens / max(steps, 1)
 
 
 def held_out_tokens(
-    texts: Sequence[Recorded],
-    grow: Callable[[Sequence[Recorded]], Order],
+    texts: Sequence[TextRanks],
+    grow: Callable[[Sequence[TextRanks]], Order],
     sizes: Sequence[int],
 ) -> list[float]:
     """Mean accepted length of the best tree of every size, on held-out texts.
@@ -258,11 +258,11 @@ def held_out_tokens(
     """
     folds = texts[::2], texts[1::2]
     orders = [grow(fold) for fold in folds]
-    found = []
+    lengths = []
     for size in sizes:
         runs = [
             replay(fold, order.tree(size)) for fold, order in zip(folds, reversed(orders))
         ]
         tokens, steps = (sum(column) for column in zip(*runs))
-        found.append(tokens / max(steps, 1))
-    return found
+        lengths.append(tokens / max(steps, 1))
+    return lengths

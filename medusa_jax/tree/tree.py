@@ -62,19 +62,19 @@ class Tree:
             missing, or listed after it among the spares; more than `MOST_NODES` nodes or deeper than
             `MOST_DEEP`.
         """
-        tree = cls(_ordered([_path(path) for path in choices]))
-        known, n_copied = set(tree.choices), len(tree.copied_C)
-        new = [path for path in map(_path, spares) if path not in known]
-        if any(path[0] == COPIED for path in new):
+        tree = cls(_order([_path(path) for path in choices]))
+        nodes, n_copied = set(tree.choices), len(tree.copied_C)
+        spare_paths = [path for path in map(_path, spares) if path not in nodes]
+        if any(path[0] == COPIED for path in spare_paths):
             raise UserError("spares stand for copied nodes and cannot be copied themselves")
-        _ordered([*tree.drafted.choices, *new])
+        _order([*tree.drafted.choices, *spare_paths])
         # A step may use only the first of them.
-        early = [path for i, path in enumerate(new) if path[:-1] in new[i:]]
+        early = [path for i, path in enumerate(spare_paths) if path[:-1] in spare_paths[i:]]
         if early:
             raise UserError(f"spare {list(early[0])} is listed before its prefix")
-        if len(new) < n_copied:
+        if len(spare_paths) < n_copied:
             return tree
-        return cls(tree.choices, tuple(new[:n_copied]))
+        return cls(tree.choices, tuple(spare_paths[:n_copied]))
 
     @classmethod
     def none(cls) -> "Tree":
@@ -119,8 +119,8 @@ class Tree:
     @cached_property
     def copied_C(self) -> np.ndarray:
         """Nodes copied from the text, by depth."""
-        copied = [i for i, c in enumerate(self.choices, 1) if c[0] == COPIED]
-        return np.array(copied, np.int32)
+        nodes = [i for i, c in enumerate(self.choices, 1) if c[0] == COPIED]
+        return np.array(nodes, np.int32)
 
     @property
     def copied_M(self) -> np.ndarray:
@@ -135,8 +135,8 @@ class Tree:
         """
         if not self.copied_C.size:
             return self
-        drafted = (c for c in self.choices if c[0] != COPIED)
-        return Tree(tuple(sorted((*drafted, *self.spares), key=lambda p: (len(p), p))))
+        guesses = (c for c in self.choices if c[0] != COPIED)
+        return Tree(tuple(sorted((*guesses, *self.spares), key=lambda p: (len(p), p))))
 
     @cached_property
     def in_every_step(self) -> "Tree":
@@ -147,9 +147,9 @@ class Tree:
         if not self.spares:
             return self
         half = len(self.copied_C) // 2
-        kept = len(self.copied_C) - half
-        choices = [c for c in self.choices if c[0] != COPIED or len(c) <= kept]
-        return Tree(_ordered([*choices, *self.spares[:half]]))
+        n_copied = len(self.copied_C) - half
+        choices = [c for c in self.choices if c[0] != COPIED or len(c) <= n_copied]
+        return Tree(_order([*choices, *self.spares[:half]]))
 
     @property
     def path_length(self) -> int:
@@ -225,11 +225,11 @@ class Tree:
         """
         if self.copied_C.size:
             return self.drafted.dense
-        renamed: dict[Choice, Choice] = {(): ()}
+        new_paths: dict[Choice, Choice] = {(): ()}
         for node, choice in enumerate(self.choices, 1):
             family = self.children_MC[self.parent_M[node]].tolist()
-            renamed[choice] = (*renamed[choice[:-1]], family.index(node))
-        return Tree(tuple(renamed[c] for c in self.choices))
+            new_paths[choice] = (*new_paths[choice[:-1]], family.index(node))
+        return Tree(tuple(new_paths[c] for c in self.choices))
 
     def level(self, depth: int) -> np.ndarray:
         """Nodes at one depth, in order."""
@@ -241,10 +241,10 @@ class Tree:
 
     def check_depth(self, n_heads: int) -> None:
         """Raise UserError if drafts are deeper than the number of heads."""
-        deep = next((list(c) for c in self.drafted.choices if len(c) > n_heads), None)
-        if deep is not None:
+        choice = next((list(c) for c in self.drafted.choices if len(c) > n_heads), None)
+        if choice is not None:
             raise UserError(
-                f"tree choice {deep} is {len(deep)} deep, but there are only {n_heads} heads"
+                f"tree choice {choice} is {len(choice)} deep, but there are only {n_heads} heads"
             )
 
 
@@ -273,19 +273,19 @@ def _chain(rank: int, depth: int) -> tuple[Choice, ...]:
     return tuple((rank,) * d for d in range(1, depth + 1))
 
 
-def _ordered(paths: Sequence[Choice]) -> tuple[Choice, ...]:
+def _order(paths: Sequence[Choice]) -> tuple[Choice, ...]:
     """The paths of a tree, by depth; raises like `Tree.from_choices`."""
     _check_size(len(paths) + 1, max(map(len, paths), default=0))
-    known = set(paths)
-    if len(known) < len(paths):
-        twice = next(list(p) for p in paths if paths.count(p) > 1)
-        raise UserError(f"tree choice {twice} is given twice")
+    nodes = set(paths)
+    if len(nodes) < len(paths):
+        repeat = next(list(p) for p in paths if paths.count(p) > 1)
+        raise UserError(f"tree choice {repeat} is given twice")
     for path in paths:
-        if len(path) > 1 and path[:-1] not in known:
+        if len(path) > 1 and path[:-1] not in nodes:
             raise UserError(
                 f"tree choice {list(path)} needs its prefix {list(path[:-1])}: add it"
             )
-    return tuple(sorted(known, key=lambda p: (len(p), p)))
+    return tuple(sorted(nodes, key=lambda p: (len(p), p)))
 
 
 def _check_size(n_nodes: int, depth: int) -> None:

@@ -79,7 +79,7 @@ def step_costs(
             if x.opcode == "while":
                 inner = times * max(1, program.trips(x))
                 # Rounds of a known number are run without the condition.
-                counted = "known_trip_count" in x.rest
+                counted = "known_trip_count" in x.text
                 parts = x.calls("body") + ([] if counted else x.calls("condition"))
                 inside = [cost for part in parts for cost in walk(part, scope, inner)]
                 yield Cost(x, scope, 0, times, launched_by(inside))
@@ -97,7 +97,7 @@ def step_costs(
                 yield Cost(x, scope, x.cycles or stated(x), times)
 
     def stated(x: Instruction) -> float:
-        stated_cost = _STATED.search(x.rest)
+        stated_cost = _STATED.search(x.text)
         if stated_cost is None or not bytes_per_cycle or not flops_per_cycle:
             return 0
         flops, transcendentals, accessed = map(int, stated_cost.groups())

@@ -20,13 +20,13 @@ class Instruction(hlo.Instruction):
     @cached_property
     def label(self) -> str:
         """The path of named scopes and modules that it comes from; empty if unknown."""
-        match = _LABEL.search(self.rest)
+        match = _LABEL.search(self.text)
         return match[1] if match else ""
 
     @cached_property
     def cycles(self) -> int:
         """The compiler's estimate for one execution; 0 where it gives none."""
-        match = _CYCLES.search(self.rest)
+        match = _CYCLES.search(self.text)
         return int(match[1]) if match else 0
 
     @property

@@ -13,14 +13,14 @@ import numpy as np
 from jax import lax
 
 from medusa_jax.api import Model, Options, load
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.prompts import Prompt
 from medusa_jax.commands.flags import flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.evaluate.fitting import rank_texts
 from medusa_jax.evaluate.questions import DEMO_PROMPTS, prompt_of, read_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, race
+from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.evaluate.tables import device_facts
-from medusa_jax.evaluate.timing import StepClock
+from medusa_jax.evaluate.tree_fit import rank_texts
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Ranked
 from medusa_jax.heads.vocabulary import for_drafting
 from medusa_jax.sharding import Params, PyTree
@@ -118,7 +118,7 @@ def measure_one(study: Study, run: Path) -> Json:
     fitted = read_prompts(study.calibration, study.calibration_limit)
     prompts = [prompt_of(question) for question in fitted]
     options = Options(max_new_tokens=study.max_new_tokens)
-    tuples_PK = growth.Recorded.joined(rank_texts(model, prompts, options)).ranks_PK
+    tuples_PK = growth.TextRanks.join(rank_texts(model, prompts, options)).ranks_PK
     decoded = []
     asked = [model.encode(prompt_of(question)) for question in questions]
     plain = ourselves(model, Tree.none(), options)

@@ -15,7 +15,7 @@ from medusa_jax.api import DEMO, Model
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
-from medusa_jax.evaluate.timing import StepClock, run_steps
+from medusa_jax.evaluate.step_clock import StepClock, run_steps
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.files.shapes import SHAPES
 from medusa_jax.heads.registry import drafter_class, make_drafter

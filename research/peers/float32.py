@@ -12,7 +12,7 @@ from medusa_jax.console import announced
 from medusa_jax.errors import UserError
 from medusa_jax.files.gguf.convert import checksum
 from medusa_jax.files.gguf.reader import read_gguf, split_files
-from medusa_jax.files.names import NAMES, file_of, named
+from medusa_jax.files.names import NAMES, file_of, named_model
 from medusa_jax.whole_files import replacing
 
 ARCHITECTURE = "general.architecture"
@@ -26,7 +26,7 @@ def gguf_file(path_or_name: str | None) -> str:
     Raises:
       UserError: it is not a GGUF file.
     """
-    if path_or_name is not None and named(path_or_name):
+    if path_or_name is not None and named_model(path_or_name):
         return file_of(path_or_name)
     if path_or_name is None or not path_or_name.lower().endswith(".gguf"):
         raise UserError(

@@ -15,8 +15,8 @@ from medusa_jax import Options, progress
 from medusa_jax.api import find_heads, find_model
 from medusa_jax.commands import calibrate, convert
 from medusa_jax.commands.flags import Program, at_least, flag, parser_of
-from medusa_jax.evaluate import fitting
-from medusa_jax.evaluate.fitting import MARGIN
+from medusa_jax.evaluate import tree_fit
+from medusa_jax.evaluate.tree_fit import MARGIN
 from medusa_jax.files.layouts import convert as conversion
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.tree.tree import Order, Tree
@@ -94,33 +94,33 @@ def test_calibrate_continues_where_it_was_interrupted(files, tmp_path, monkeypat
     """The ranks of whole batches of texts are kept, for the same settings only. Programs are compiled once."""
     directory, _ = files
     model = medusa_jax.load(str(directory), str(directory / "heads"), tree="none")
-    monkeypatch.setattr(fitting, "ROWS", 2)
-    write, written = fitting.own_texts, []
+    monkeypatch.setattr(tree_fit, "ROWS", 2)
+    write, written = tree_fit.answer_prompts, []
 
-    def own_texts(model, prompts, *given, **more):
+    def answer_prompts(model, prompts, *given, **more):
         written.append(len(prompts))
         if len(written) == 2:
             raise KeyboardInterrupt
         return write(model, prompts, *given, **more)
 
-    monkeypatch.setattr(fitting, "own_texts", own_texts)
+    monkeypatch.setattr(tree_fit, "answer_prompts", answer_prompts)
     options, keep = Options(max_new_tokens=30), tmp_path / "ranks"
     with pytest.raises(KeyboardInterrupt):
-        fitting.rank_texts(model, PROMPTS, options, keep)
-    found = fitting.rank_texts(model, PROMPTS, options, keep)
+        tree_fit.rank_texts(model, PROMPTS, options, keep)
+    found = tree_fit.rank_texts(model, PROMPTS, options, keep)
     assert written == [2, 2, 2]
-    clock = fitting.StepClock([model.engine()], model.variables, [1], n_steps=2)
+    clock = tree_fit.StepClock([model.engine()], model.variables, [1], n_steps=2)
     clock.seconds(model.engine())
     with compilations() as compiled:
-        whole = fitting.rank_texts(model, PROMPTS, options)
+        whole = tree_fit.rank_texts(model, PROMPTS, options)
         clock.seconds(model.engine())
     assert not compiled
     for one, other in zip(found, whole, strict=True):
         np.testing.assert_array_equal(one.ranks_PK, other.ranks_PK)
-    fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
+    tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 7
     model.variables = jax.tree.map(lambda x: x * 2, model.variables)
-    fitting.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
+    tree_fit.rank_texts(model, PROMPTS, dataclasses.replace(options, seed=1), keep)
     assert written == [2] * 9
 
 
@@ -137,19 +137,19 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
             timed.append(engine.tree.n_nodes)
             return cost[engine.tree.n_nodes]
 
-    monkeypatch.setattr(fitting, "StepClock", Clock)
+    monkeypatch.setattr(tree_fit, "StepClock", Clock)
     monkeypatch.setattr(progress, "LINES", -1.0)
     order = Order([[0], [1], [0, 0], [2], [1, 0]])
     tokens = {1: 1.0, 2: 1.6, 3: 2.2, 4: 2.3, 5: 2.4, 6: 2.5}
-    rounds = fitting.time_sizes(model, order, tokens, [1], 1, rounds=3)
+    rounds = tree_fit.time_sizes(model, order, tokens, [1], 1, rounds=3)
     assert sorted(set(timed)) == [1, 2, 3, 4, 5]  # two slower ones end it
     said = capsys.readouterr().err
     assert "4 of 6 sizes" in said and "-" not in said  # never more done than there are
-    rows = fitting.figures_of(rounds, tokens)
-    assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and fitting.fastest(rows) == 3
+    rows = tree_fit.figures_of(rounds, tokens)
+    assert [row["nodes"] for row in rows] == [2, 3, 4, 5] and tree_fit.fastest(rows) == 3
     for speedups, fastest in (({2: 2.0, 4: 2.03}, 2), ({2: 1.01}, 1), ({}, 1)):
         rows = [{"nodes": n, "speedup": speedup} for n, speedup in speedups.items()]
-        assert fitting.fastest(rows) == fastest
+        assert tree_fit.fastest(rows) == fastest
 
 
 def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):

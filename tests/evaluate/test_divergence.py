@@ -9,7 +9,7 @@ from closeness import assert_close
 from tiny import decoder, forward_logits, random_params, tiny_arch
 
 from medusa_jax.api import Options
-from medusa_jax.api.asking import request_of
+from medusa_jax.api.prompts import request_of
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.evaluate import divergence
 from medusa_jax.heads.drafter import Backbone

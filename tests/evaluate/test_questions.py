@@ -7,7 +7,7 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import UserError
 from medusa_jax.evaluate.question_files import read_questions
-from medusa_jax.evaluate.questions import asked, prompt_of, read_prompts, spread
+from medusa_jax.evaluate.questions import prompt_of, read_prompts, record_prompt, spread
 from medusa_jax.evaluate.turns import turn_prompt
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import PLAIN
@@ -148,13 +148,15 @@ def test_other_turns_keep_both_ends(model):
 
 
 def test_a_conversation_is_asked_up_to_its_last_question(model):
-    ids = asked(model, {"messages": MESSAGES}, "vicuna")
+    ids = record_prompt(model, {"messages": MESSAGES}, "vicuna")
     talk = question("the cat", "a b")
     assert ids == turn_prompt(model, talk, ["an answer"], "vicuna", 999)[0]
-    assert asked(model, {"messages": MESSAGES[:3]}, "vicuna") == ids
-    assert asked(model, {"prompt": "a b"}, "vicuna") == "a b"
+    assert record_prompt(model, {"messages": MESSAGES[:3]}, "vicuna") == ids
+    assert record_prompt(model, {"prompt": "a b"}, "vicuna") == "a b"
     first = turn_prompt(model, talk, [], "vicuna", 999)[0]
-    assert asked(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
-    assert asked(model, {"turns": ["the cat", "a b"]}) == "the cat"  # without a template
+    assert record_prompt(model, {"turns": ["the cat", "a b"]}, "vicuna") == first
+    assert (
+        record_prompt(model, {"turns": ["the cat", "a b"]}) == "the cat"
+    )  # without a template
     with pytest.raises(UserError, match="without a user turn"):
-        asked(model, {"messages": MESSAGES[1:2]}, "vicuna")
+        record_prompt(model, {"messages": MESSAGES[1:2]}, "vicuna")

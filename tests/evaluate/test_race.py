@@ -11,7 +11,7 @@ import medusa_jax
 from medusa_jax import Tree
 from medusa_jax.decoding.copying import REPEATS, copied_tokens
 from medusa_jax.decoding.step import decode_step
-from medusa_jax.evaluate import timing
+from medusa_jax.evaluate import step_clock
 from medusa_jax.evaluate.race import Contender, Run, figures, race
 from medusa_jax.text.repetition import mean_repeated_ngram_share, repeated_ngram_share
 
@@ -74,7 +74,7 @@ def model(tmp_path_factory):
 def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeypatch):
     """After a prompt that nearly fills the first cache, for narrow and wide trees alike."""
     runs = []
-    run_steps = timing.run_steps
+    run_steps = step_clock.run_steps
 
     def watched(engine, variables, state, n_steps):
         state = run_steps(engine, variables, state, n_steps)
@@ -82,12 +82,12 @@ def test_every_timed_run_makes_all_its_steps_in_one_size_of_cache(model, monkeyp
             runs.append((state.cache.slots, np.asarray(state.steps_B).tolist()))
         return state
 
-    monkeypatch.setattr(timing, "run_steps", watched)
+    monkeypatch.setattr(step_clock, "run_steps", watched)
     trees = [Tree.none(), Tree.cartesian([11]), Tree.cartesian([5, 4])]
     prompt = [4, 5, 6, 7] * 25
     assert len(prompt) + trees[-1].n_nodes <= 128  # a first step would fit the first cache
     engines = [model.engine(tree) for tree in trees]
-    clock = timing.StepClock(engines, model.variables, prompt, batch=2, n_steps=8)
+    clock = step_clock.StepClock(engines, model.variables, prompt, batch=2, n_steps=8)
     seconds = [clock.seconds(engine) for engine in engines]
     assert len(runs) == len(trees) and all(s > 0 for s in seconds)
     assert {steps for _, made in runs for steps in made} == {8}
@@ -104,8 +104,8 @@ def test_the_text_repeats_itself_in_every_second_timed_step(model, monkeypatch):
         )
         return decode_step(engine, variables, state)
 
-    monkeypatch.setattr(timing, "step_of", lambda engine: watched)
+    monkeypatch.setattr(step_clock, "step_of", lambda engine: watched)
     tree = Tree.from_choices([[-1], [-1, -1]], [[0], [1]])
     engine = model.engine(tree)
-    timing.StepClock([engine], model.variables, [4, 5], n_steps=4).seconds(engine)
+    step_clock.StepClock([engine], model.variables, [4, 5], n_steps=4).seconds(engine)
     assert matches == [False, True, False, True]

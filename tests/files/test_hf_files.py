@@ -21,7 +21,7 @@ from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import config_to_hf, save_backbone
-from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.torch_writer import save_torch
 from medusa_jax.model.llama import init_params
 from medusa_jax.model.rope import rope_frequencies, rope_tables
@@ -310,7 +310,7 @@ def test_hub_offline(tmp_path):
 
 
 def weights_in(path):
-    return {name: whole(t) for name, t in tensors.open_checkpoint(path).items()}
+    return {name: read_whole(t) for name, t in tensors.open_checkpoint(path).items()}
 
 
 def test_large_models_are_written_in_shards(tmp_path, monkeypatch):

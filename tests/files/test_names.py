@@ -11,12 +11,12 @@ import pytest
 from gguf_files import tiny as tiny_file
 from refusals import refused
 
-from medusa_jax.api import finding, load
+from medusa_jax.api import bundles, load
 from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
 from medusa_jax.files.hf import load_backbone
 from medusa_jax.files.hub import is_here, resolve
-from medusa_jax.files.names import NAMES, NamedModel, file_of, named
+from medusa_jax.files.names import NAMES, NamedModel, file_of, named_model
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.chat import is_chat_model
 from medusa_jax.text.tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def tiny(monkeypatch, tmp_path, tokenizer_json):
     monkeypatch.setitem(NAMES, "tiny", row)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     importlib.invalidate_caches()
-    monkeypatch.setattr(finding, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(bundles, "MODELS", tmp_path / "models")
     return row
 
 
@@ -58,7 +58,7 @@ def test_a_name_is_a_file_in_an_installed_package(tiny, tmp_path, monkeypatch):
     # A directory of that name comes first.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert (resolve("tiny"), named("tiny")) == ("tiny", None)
+    assert (resolve("tiny"), named_model("tiny")) == ("tiny", None)
 
 
 def test_a_package_that_is_missing_or_another(tiny, monkeypatch):
@@ -117,28 +117,28 @@ def test_chat_is_the_default_and_can_be_turned_off(tiny):
 def test_a_conversation_samples_as_the_publisher_recommends(tiny, tmp_path):
     """By the name's row, else by the file; prompts stay greedy."""
     row = {"temperature": 0.5, "top_p": 0.75}
-    assert requests.own_sampling("tiny") == row
-    assert requests.own_sampling(file_of("tiny")) == {"temperature": 0.9}
-    assert requests.own_sampling(None) == {}
+    assert requests.sampling_defaults("tiny") == row
+    assert requests.sampling_defaults(file_of("tiny")) == {"temperature": 0.9}
+    assert requests.sampling_defaults(None) == {}
     (tmp_path / "m").mkdir()
     file = tmp_path / "m" / "generation_config.json"
     file.write_text('{"do_sample": true, "top_p": 0.8, "top_k": 20, "temperature": "hot"}')
     usable = {"temperature": 1.0, "top_p": 0.8, "top_k": 20}
-    assert requests.own_sampling(str(tmp_path / "m")) == usable
+    assert requests.sampling_defaults(str(tmp_path / "m")) == usable
     file.write_text('{"do_sample": false, "temperature": 0.7}')
-    assert requests.own_sampling(str(tmp_path / "m")) == {}
+    assert requests.sampling_defaults(str(tmp_path / "m")) == {}
     given = requests.shared_options(flags("--top_p", "1"), row)
     assert (given.temperature, given.top_p) == (0.5, 1.0)
     assert requests.shared_options(flags()).temperature == 0
 
 
 def test_heads_come_with_the_name(tiny, tmp_path):
-    assert finding.default_drafter("tiny") == "none"
+    assert bundles.default_drafter("tiny") == "none"
     with refused("no hydra heads are bundled with tiny"):
         load("tiny", "hydra")
     folder = tmp_path / "models" / "tiny" / "medusa"
     folder.mkdir(parents=True)
-    assert finding.default_drafter("tiny") == "medusa"
+    assert bundles.default_drafter("tiny") == "medusa"
     with refused(f"{folder} holds no draft heads"):
         load("tiny")
 

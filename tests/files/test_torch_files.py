@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.torch_files import open_torch
 from medusa_jax.files.torch_writer import save_torch
 
@@ -85,19 +85,19 @@ KINDS = {"Half": "<f2", "BFloat16": ml_dtypes.bfloat16, "Double": "<f8", "Long":
 def test_views_by_hand(tmp_path):
     """[[0, 1, 2], [3, 4, 5]] and its transpose, a part of it, and the same numbers in other types."""
     path = tmp_path / "x"
-    found = whole(tensor_of(one_tensor(path, [2, 3], [3, 1])))
+    found = read_whole(tensor_of(one_tensor(path, [2, 3], [3, 1])))
     np.testing.assert_array_equal(found, SIX.reshape(2, 3))
     turned = tensor_of(one_tensor(path, [3, 2], [1, 3]))
-    np.testing.assert_array_equal(whole(turned), SIX.reshape(2, 3).T)
+    np.testing.assert_array_equal(read_whole(turned), SIX.reshape(2, 3).T)
     np.testing.assert_array_equal(turned.read((slice(1, 2), slice(0, 2))), [[1, 4]])
     part = tensor_of(one_tensor(path, [2], [3], offset=2))
-    np.testing.assert_array_equal(whole(part), [2, 5])
+    np.testing.assert_array_equal(read_whole(part), [2, 5])
     for kind, dtype in KINDS.items():
         stored = {
             "store": storage(kind=f"{kind}Storage"),
             "raw": SIX.astype(dtype).tobytes(),
         }
-        found = whole(tensor_of(one_tensor(path, [6], [1], **stored)))
+        found = read_whole(tensor_of(one_tensor(path, [6], [1], **stored)))
         assert found.dtype == np.dtype(dtype)
         np.testing.assert_array_equal(found, SIX.astype(dtype))
 
@@ -123,7 +123,7 @@ def test_everything_torch_writes(tmp_path):
     tensors = open_torch(path)
     assert set(tensors) == set(state)
     for name, theirs in state.items():
-        ours = whole(tensors[name]).astype(np.float64)
+        ours = read_whole(tensors[name]).astype(np.float64)
         np.testing.assert_array_equal(ours, theirs.detach().double().numpy())
     # A state dict is an OrderedDict with an attribute.
     torch.save(torch.nn.Linear(3, 2).state_dict(), path)
@@ -160,7 +160,7 @@ def test_random_views_equal_torch(tmp_path_factory, seed):
         x = x[(slice(None),) * axis + (slice(start, None, rng.choice([1, 2])),)]
     path = str(tmp_path_factory.mktemp("view") / "x.pt")
     torch.save({"x": x}, path)
-    np.testing.assert_array_equal(whole(tensor_of(path)), x.numpy())
+    np.testing.assert_array_equal(read_whole(tensor_of(path)), x.numpy())
 
 
 def fails(path, match):
@@ -195,7 +195,7 @@ def test_code_is_refused_and_not_run(tmp_path):
 )
 def test_steps_that_are_never_taken(shape, strides, offset, tmp_path):
     """They overflowed where the tensor was read."""
-    found = whole(tensor_of(one_tensor(tmp_path / "x", shape, strides, offset)))
+    found = read_whole(tensor_of(one_tensor(tmp_path / "x", shape, strides, offset)))
     wanted = SIX if offset == 0 else SIX[:0]
     np.testing.assert_array_equal(found, wanted.reshape(shape))
 
@@ -284,7 +284,7 @@ def test_bytes_that_have_changed(tmp_path):
     good = path.read_bytes()
     path.write_bytes(good.replace(RAW, (SIX + 1).tobytes()))
     with refused("is damaged: Bad CRC-32"):
-        whole(tensor_of(path))
+        read_whole(tensor_of(path))
     sizes = good.index(b"PK\x01\x02") + 20
     more = struct.pack("<II", 1 << 20, 1 << 20)
     path.write_bytes(good[:sizes] + more + good[sizes + len(more) :])

@@ -9,7 +9,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options
-from medusa_jax.evaluate.fitting import GROWTH, rank_texts
+from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.tree.growth import order_by_steps
 from research import replay
 

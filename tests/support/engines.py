@@ -24,7 +24,7 @@ from head_files import (
 )
 from safetensors.numpy import load_file
 
-from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.torch_files import open_torch
 
 
@@ -136,7 +136,7 @@ def torch_state(path):
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert archive.read("archive/version") == b"3\n"
-    return {name: whole(tensor) for name, tensor in open_torch(str(path)).items()}
+    return {name: read_whole(tensor) for name, tensor in open_torch(str(path)).items()}
 
 
 def hydra(path, base, hidden, embedded):

@@ -17,7 +17,7 @@ from medusa_jax.text.chat import (
     stop_ids,
     template_source,
 )
-from medusa_jax.text.rendering import SampleError
+from medusa_jax.text.jinja import SampleError
 from medusa_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TALK = [

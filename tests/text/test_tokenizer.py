@@ -238,7 +238,7 @@ def test_no_text_has_fewer_tokens_than_its_bytes_ask_for(tokenizer):
 
     check()
     known = tokenizer.backend.get_vocab()
-    assert spelled.longest <= max(len(word.encode()) for word in known) < 40
+    assert spelled.max_bytes <= max(len(word.encode()) for word in known) < 40
     assert spelled.least_tokens("a" * 1000) >= 25
 
 
@@ -250,7 +250,7 @@ def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
     backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(backend)
     spelled = TokenBytes(tokenizer)
-    assert spelled.longest == 1
+    assert spelled.max_bytes == 1
     for text, tokens in (("ab" * 20, 40), ("x" * 99 + "a", 1), ("éa日", 3)):
         assert len(tokenizer.encode(text)) == tokens == spelled.least_tokens(text)
 
@@ -263,7 +263,7 @@ def test_where_one_token_may_cover_anything_nothing_is_told():
     """Words, and an unknown token for a text of any length."""
     words = Backend(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     for backend in (words, bpe(fuse_unk=True)):
-        assert TokenBytes(Tokenizer(backend)).longest is None
+        assert TokenBytes(Tokenizer(backend)).max_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -277,14 +277,14 @@ def test_where_one_token_may_cover_anything_nothing_is_told():
 )
 def test_where_a_text_may_shrink_nothing_is_told(step, how, byte_level_dir):
     tokenizer = load_tokenizer(str(byte_level_dir))
-    assert TokenBytes(tokenizer).longest
+    assert TokenBytes(tokenizer).max_bytes
     setattr(tokenizer.backend, step, how)
-    assert TokenBytes(tokenizer).longest is None
+    assert TokenBytes(tokenizer).max_bytes is None
 
 
 def test_no_tokenizer():
     spelled = TokenBytes(NoTokenizer("nowhere"))
-    assert spelled.longest is None and spelled.of(3) == b""
+    assert spelled.max_bytes is None and spelled.of(3) == b""
 
 
 def test_long_texts_are_read_as_short_ones(byte_level_dir):

@@ -36,15 +36,15 @@ def test_paper_s_expectation_on_a_hand_made_case() -> None:
     # [0] is right at 2 of 4 positions, [1] at 1, [0,0] at 1: 1 + (2 + 1 + 1) / 4.
     assert fit.expected_tokens(tuples, tree) == 2.0
     # Replay: position 0 accepts two drafts and moves on by 3, position 3 accepts none.
-    assert fit.replayed_tokens([fit.Recorded.of_heads(tuples)], tree) == 2.0
+    assert fit.replayed_tokens([fit.TextRanks.of_heads(tuples)], tree) == 2.0
     assert fit.head_accuracies(tuples, 2).tolist() == [[0.5, 0.25], [0.75, 0.25]]
 
 
 def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     """Two texts with nothing in common: each one's tree is worth nothing on the other."""
-    texts = [fit.Recorded.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
+    texts = [fit.TextRanks.of_heads(np.full((30, 2), rank)) for rank in (0, 5)]
 
-    def grow(texts: list[fit.Recorded]) -> Order:
+    def grow(texts: list[fit.TextRanks]) -> Order:
         return fit.order_by_steps(texts, 4, copies=False)
 
     assert fit.held_out_tokens(texts, grow, [1, 3]) == [1.0, 1.0]
@@ -53,11 +53,11 @@ def test_trees_are_counted_on_texts_they_were_not_grown_from() -> None:
     assert fit.held_out_tokens([texts[0]] * 3, grow, [1, 2, 3]) == [1.0, 2.0, 3.0]
 
 
-def recorded_at_random(seed: int, n: int = 60) -> fit.Recorded:
+def recorded_at_random(seed: int, n: int = 60) -> fit.TextRanks:
     rng = np.random.default_rng(seed)
     ranks = rng.choice([0, 0, 1, 2, fit.MISS], size=(n, 3))
     copied = rng.choice([0, 0, 1, 2, 4], size=n)
-    return fit.Recorded(ranks, copied, rng.random(n) < 0.6)
+    return fit.TextRanks(ranks, copied, rng.random(n) < 0.6)
 
 
 def test_every_node_of_a_growth_saves_most_steps() -> None:
@@ -69,7 +69,7 @@ def test_every_node_of_a_growth_saves_most_steps() -> None:
     def check(seed: int, copies: bool) -> None:
         texts = [recorded_at_random(seed + n, 20 + n) for n in range(3)]
         if not copies:
-            texts = [fit.Recorded.of_heads(text.ranks_PK) for text in texts]
+            texts = [fit.TextRanks.of_heads(text.ranks_PK) for text in texts]
         growth = fit.growth_by_steps(texts, 9)
         kinds.add((copies, len({c[0] < 0 for c in growth})))
         for n, added in enumerate(growth):
@@ -95,7 +95,7 @@ def test_every_node_of_a_growth_saves_most_steps() -> None:
     assert kinds >= {(True, 2), (False, 1)}
 
 
-def gains_at_starts(texts: list[fit.Recorded], tree: Tree) -> dict[tuple[int, ...], int]:
+def gains_at_starts(texts: list[fit.TextRanks], tree: Tree) -> dict[tuple[int, ...], int]:
     """How often each child that the tree lacks would lengthen a step of these texts."""
     nodes, n_copied = set(tree.choices), len(tree.copied_C)
     gains: dict[tuple[int, ...], int] = {}
@@ -116,7 +116,7 @@ def gains_at_starts(texts: list[fit.Recorded], tree: Tree) -> dict[tuple[int, ..
 
 def test_a_long_run_of_copies_does_not_outweigh_text_with_short_steps() -> None:
     ranks = np.array([[fit.MISS]] * 6 + [[0]] * 4)
-    text = fit.Recorded(ranks, np.array([6, 5, 4, 3, 2, 1, 0, 0, 0, 0]), np.ones(10, bool))
+    text = fit.TextRanks(ranks, np.array([6, 5, 4, 3, 2, 1, 0, 0, 0, 0]), np.ones(10, bool))
     growth = fit.growth_by_steps([text], 3)
     assert growth == [(-1,), (0,), (-1, -1)]
     steps = [fit.replay([text], Tree.from_choices(growth[:n]))[1] for n in range(4)]
@@ -125,7 +125,7 @@ def test_a_long_run_of_copies_does_not_outweigh_text_with_short_steps() -> None:
 
 def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> None:
     ranks = np.array([[0, 0], [0, 0], [fit.MISS, 0], [0, fit.MISS], [0, 0], [0, 0]])
-    text = fit.Recorded(ranks, np.array([3, 0, 0, 0, 0, 1]), np.zeros(6, bool))
+    text = fit.TextRanks(ranks, np.array([3, 0, 0, 0, 0, 1]), np.zeros(6, bool))
     tree = Tree.from_choices([[0], [-1], [-1, -1]])
     # Two of the three copied tokens have nodes: on to position 3; one draft each there and at 5.
     assert fit.replay([text], tree) == (6, 3)
@@ -134,7 +134,7 @@ def test_a_replay_takes_the_longer_of_what_is_drafted_and_what_is_copied() -> No
 
 def test_spares_count_where_the_text_does_not_repeat() -> None:
     ranks = np.array([[1], [1], [0], [0], [0]])
-    text = fit.Recorded(ranks, np.array([1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 0], bool))
+    text = fit.TextRanks(ranks, np.array([1, 0, 0, 1, 0]), np.array([1, 0, 0, 1, 0], bool))
     tree = Tree.from_choices([[-1], [0]], [[1], [0], [2]])
     # One token copied at 0, the first guess at 2, the end at 4.
     assert fit.replay([text], tree) == (5, 3)
@@ -154,7 +154,7 @@ def test_a_growth_with_spares_is_counted_by_the_replay() -> None:
     def check(seed: int) -> None:
         texts = [recorded_at_random(seed + n, 20 + n) for n in range(3)]
         order = fit.order_by_steps(texts, 8, copies=True)
-        heads = [fit.Recorded.of_heads(text.ranks_PK) for text in texts]
+        heads = [fit.TextRanks.of_heads(text.ranks_PK) for text in texts]
         assert order.spares == fit.growth_by_steps(heads, 8)
         for size in range(1, len(order.growth) + 1):
             tree = order.tree(size + 1)

@@ -131,14 +131,14 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     )
     if divisors.shape != (config["head_dim"] // 2,):
         raise unsupported
-    stored = divisors.unpacked()
-    factor = float(stored.max())
+    values = divisors.unpacked()
+    factor = float(values.max())
     low, high, context = LLAMA3_SCALING.values()
     exponents = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     c = context / (2 * math.pi * config["rope_theta"] ** exponents)
     m = np.clip((c - low) / (high - low), 0.0, 1.0)
-    expected = 1 / ((1 - m) / factor + m)
-    if not np.allclose(stored, expected, rtol=1e-3):
+    formula = 1 / ((1 - m) / factor + m)
+    if not np.allclose(values, formula, rtol=1e-3):
         raise unsupported
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 

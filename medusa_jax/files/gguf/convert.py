@@ -41,7 +41,7 @@ VERSION = 4
 
 
 def make_directory(path: str, sha256: str = "") -> str:
-    """The directory of a GGUF file: configuration, tokenizer and a link to the file, made if it is not in the cache.
+    """The cached directory of a GGUF file: configuration, tokenizer and a link to the file.
 
     Its name contains the checksum, so a file that has moved is found and a changed one is converted again. The weights
     stay in the file (`tensors.open_checkpoint`). A directory appears when it is complete.
@@ -67,9 +67,9 @@ def make_directory(path: str, sha256: str = "") -> str:
             # One process at a time; those that waited find the directory made.
             with filelock.FileLock(f"{directory}.lock"):
                 if not os.path.isdir(directory):
-                    with announced(f"converting {path}, once"), replacing(directory) as new:
-                        os.makedirs(new)
-                        write_files(path, new)
+                    with announced(f"converting {path}, once"), replacing(directory) as tmp:
+                        os.makedirs(tmp)
+                        write_files(path, tmp)
         _link(directory, path)
     except OSError as error:
         raise UserError(f"{directory} could not be written: {error}") from error
@@ -77,13 +77,13 @@ def make_directory(path: str, sha256: str = "") -> str:
 
 
 def _link(directory: str, path: str) -> None:
-    """Let the link in a directory point to where the weights are now."""
+    """Point the link in a directory to the weights."""
     link = os.path.join(directory, GGUF_LINK)
     if os.path.realpath(link) != os.path.realpath(path):
-        new = f"{link}.{os.getpid()}.{threading.get_ident()}"
+        name = f"{link}.{os.getpid()}.{threading.get_ident()}"
         # The links in the hub's cache lead to files that are named by checksums; the names here tell the parts.
-        os.symlink(os.path.abspath(path), new)
-        os.replace(new, link)
+        os.symlink(os.path.abspath(path), name)
+        os.replace(name, link)
 
 
 def checksum(path: str) -> str:

@@ -138,13 +138,12 @@ def read_gguf(path: str) -> GGUFFile:
 
 def _add(table: dict[str, Any], entries: dict[str, Any], path: str) -> None:
     """Add entries to a table, in which no key may occur twice."""
-    if twice := sorted(table.keys() & entries.keys()):
-        raise UserError(f"{path} is damaged: {twice[0]!r} occurs twice")
+    if duplicates := sorted(table.keys() & entries.keys()):
+        raise UserError(f"{path} is damaged: {duplicates[0]!r} occurs twice")
     table |= entries
 
 
 def _read(path: str) -> GGUFFile:
-    """Read one file."""
     try:
         # Slicing a plain view costs a third of slicing a memmap.
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
@@ -169,11 +168,11 @@ def _parse(path: str, data: np.ndarray) -> GGUFFile:
     for _ in range(n_entries):
         key = cursor.string("a metadata key")
         _add(metadata, {key: cursor.value(cursor.scalar("I", key), key)}, path)
-    described = [_describe(cursor) for _ in range(n_tensors)]
+    tensors = [_describe(cursor) for _ in range(n_tensors)]
     file = GGUFFile(path, metadata, {})
     alignment = file.whole("general.alignment", 32) or 1
     start = -(-cursor.at // alignment) * alignment
-    for name, shape, number, offset in described:
+    for name, shape, number, offset in tensors:
         tensor = _map_tensor(path, data, name, shape, number, start + offset)
         _add(file.tensors, {name: tensor}, path)
     return file
@@ -192,8 +191,8 @@ class _Cursor:
         return self.data[self.at - size : self.at]
 
     def scalar(self, code: str, what: str) -> Any:
-        raw = self.take(struct.calcsize(f"<{code}"), what).tobytes()
-        return struct.unpack(f"<{code}", raw)[0]
+        data = self.take(struct.calcsize(f"<{code}"), what).tobytes()
+        return struct.unpack(f"<{code}", data)[0]
 
     def string(self, what: str) -> str:
         return self.take(self.scalar("Q", what), what).tobytes().decode()

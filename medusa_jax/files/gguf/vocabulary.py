@@ -201,8 +201,8 @@ def special_ids(file: GGUFFile) -> dict[str, Any]:
     size, end_texts = len(tokens), END_TEXTS.intersection(tokens)
     if any(pair <= end_texts for pair in END_OF_PART):
         end_texts -= {"<|end|>"}
-    named = {_token_id(file, key, size) for key in ENDS} - {None}
-    ends = named | {number for number, token in enumerate(tokens) if token in end_texts}
+    key_ids = {_token_id(file, key, size) for key in ENDS} - {None}
+    ends = key_ids | {number for number, token in enumerate(tokens) if token in end_texts}
     return {
         "bos_token_id": _token_id(file, "bos_token_id", size),
         "eos_token_id": sorted(ends) or None,
@@ -221,7 +221,7 @@ def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
 
 
 def _splitting(file: GGUFFile) -> Splitting:
-    """Raises UserError for an unknown name."""
+    """The rule that the file names; raises UserError if unknown."""
     name = file.text("tokenizer.ggml.pre", "") or "default"
     if name not in SPLITTINGS:
         raise UserError(
@@ -264,11 +264,11 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
         for i in range(1, len(token))
         if token[:i] in normal and token[i:] in normal
     ]
-    unknown = _token_id(file, "unknown_token_id", len(tokens))
+    unk_id = _token_id(file, "unknown_token_id", len(tokens))
     model = models.BPE(
         _ids(tokens),
         [(left, right) for _, left, right in sorted(merges)],
-        unk_token=None if unknown is None else tokens[unknown],
+        unk_token=None if unk_id is None else tokens[unk_id],
         fuse_unk=True,
         byte_fallback=True,
     )
@@ -278,8 +278,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[str], kinds: list[int]) -> Any:
     steps = [normalizers.Prepend("▁"), blanks] if prefixed else [blanks]
     backend.normalizer = normalizers.Sequence(steps)
     text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    first = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    backend.decoder = decoders.Sequence(text + first)
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    backend.decoder = decoders.Sequence(text + strip)
     return backend
 
 

@@ -27,9 +27,9 @@ def encode(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         if array.ndim != 2 or not name.endswith("/kernel"):
             out[name] = array.astype(ml_dtypes.bfloat16)
             continue
-        wide = array.astype(np.float32)
-        scales = np.maximum(np.abs(wide).max(axis=0, keepdims=True), np.float32(1e-30))
-        out[name + CODES] = np.rint(wide / scales * 127).astype(np.int8)
+        kernel = array.astype(np.float32)
+        scales = np.maximum(np.abs(kernel).max(axis=0, keepdims=True), np.float32(1e-30))
+        out[name + CODES] = np.rint(kernel / scales * 127).astype(np.int8)
         out[name + SCALES] = scales
     return out
 

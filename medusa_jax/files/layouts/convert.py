@@ -43,7 +43,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
     tree = optional_json(os.path.join(stored.directory, "tree.json"))
     name = os.path.basename(os.path.normpath(out))
     card = model_card(export, layout.loading, name, tree)
-    with replacing(out) as new:
-        layout.write(export, new)
-        write_text(os.path.join(new, "README.md"), card)
+    with replacing(out) as folder:
+        layout.write(export, folder)
+        write_text(os.path.join(folder, "README.md"), card)
     return layout.name

@@ -67,7 +67,6 @@ class DFlashFiles(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds DFlash or DSpark heads."""
         keys = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
         return keys <= tensors.keys()
 
@@ -115,10 +114,10 @@ class DFlashFiles(Layout):
         )
         ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD, _W2))
         outputs = layer.vocab_size if ids is None else len(ids)
-        described = values.get("draft_vocab_size") or outputs
-        if described != outputs:
+        size = values.get("draft_vocab_size") or outputs
+        if size != outputs:
             raise UserError(
-                f"{file}: draft_vocab_size {described!r}, {source} has {outputs} tokens"
+                f"{file}: draft_vocab_size {size!r}, {source} has {outputs} tokens"
             )
         block_size = config_fields.count("block_size", least=2)
         heads = kind(
@@ -152,8 +151,8 @@ class DFlashFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """In the form of z-lab and SpecForge."""
-        drafter, layers, markov = _described(export)
+        """Write in the form of z-lab and SpecForge."""
+        drafter, layers, markov = _description(export)
         heads, config = drafter.heads, export.base.config
         table: Json = {
             "mask_token_id": heads.mask_token % config.vocab_size,
@@ -181,8 +180,8 @@ class SpeculatorsDFlash(DFlashFiles):
     loading = speculators_config.LOADING
 
     def write(self, export: Export, out: str) -> None:
-        """With the backbone's embedding and a copy of a shared LM head."""
-        drafter, layers, markov = _described(export)
+        """Write them with the backbone's embedding and a copy of a shared LM head."""
+        drafter, layers, markov = _description(export)
         heads, vocab_size = drafter.heads, export.base.config.vocab_size
         fields = markov | {
             "draft_vocab_size": heads.draft_vocab or vocab_size,
@@ -233,8 +232,8 @@ def _locate(path: str) -> tuple[str, bool]:
     return re.sub(r"^confidence\b", "confidence_head.proj", key), transposed
 
 
-def _described(export: Export) -> tuple[DFlash, Json, Json]:
-    """The heads; config.json of their layers; the fields of the Markov and the confidence head, if any."""
+def _description(export: Export) -> tuple[DFlash, Json, Json]:
+    """The heads, config.json of their layers, fields of the Markov and confidence heads."""
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
     drafter = DFlash(heads, config)

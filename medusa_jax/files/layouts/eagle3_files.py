@@ -26,7 +26,7 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.speculators_config import unknown
+from medusa_jax.files.layouts.speculators_config import unknown_fields
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
@@ -92,7 +92,6 @@ class Eagle3Files(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds EAGLE-3 heads."""
         keys = {key.removeprefix("model.") for key in tensors}
         norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
         return "fc.weight" in keys and not keys.isdisjoint(norms)
@@ -122,7 +121,7 @@ class Eagle3Files(Layout):
             depth = _depth(file, fields.get(TAPS))
             stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
             fields["num_hidden_layers"] = len(stored) or 1
-        for name in unknown(fields, READ | UNUSED):
+        for name in unknown_fields(fields, READ | UNUSED):
             raise UserError(
                 f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
             )
@@ -138,10 +137,10 @@ class Eagle3Files(Layout):
         shape, sizes = shape_of(config_fields, layer)
         ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD,))
         outputs = layer.vocab_size if ids is None else len(ids)
-        described = fields.get("draft_vocab_size") or outputs
-        if described != outputs:
+        size = fields.get("draft_vocab_size") or outputs
+        if size != outputs:
             raise UserError(
-                f"{file}: draft_vocab_size {described!r}, {source} has {outputs} tokens"
+                f"{file}: draft_vocab_size {size!r}, {source} has {outputs} tokens"
             )
         flags: Json = {flag: config_fields.switch(flag) for flag in _FLAGS}
         draft_vocab = 0 if ids is None else len(ids)
@@ -161,7 +160,7 @@ class Eagle3Files(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """In the form of SpecForge."""
+        """Write in the form of SpecForge."""
         layers, fields = _config(export, _drafter(export))
         config = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
         export.write(out, "model.safetensors", _arrays(export, _LAYER), config)
@@ -174,7 +173,7 @@ class SpeculatorsEagle3(Eagle3Files):
     loading = speculators_config.LOADING
 
     def write(self, export: Export, out: str) -> None:
-        """With the backbone's embedding."""
+        """Write them with the backbone's embedding."""
         drafter = _drafter(export)
         layers, fields = _config(export, drafter)
         flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
@@ -208,9 +207,9 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
     if not ids:
         return {}
     numbers = isinstance(ids, list) and len(ids) == 3 and all(type(i) is int for i in ids)
-    for left in (0, 1) if numbers else ():
-        L = ids[2] + 3 + left
-        if ids == [2 - left, L // 2 - left, L - 3 - left]:
+    for at_exit in (0, 1) if numbers else ():
+        L = ids[2] + 3 + at_exit
+        if ids == [2 - at_exit, L // 2 - at_exit, L - 3 - at_exit]:
             return {"n_layers": L}
     raise UserError(
         f"{file}: {TAPS} {ids!r} are not the layers of the paper, and "

@@ -34,7 +34,6 @@ class EagleFiles(Layout):
     loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds EAGLE-1 heads in their authors' layout."""
         keys = {key.removeprefix("model.") for key in tensors}
         return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
 
@@ -59,8 +58,8 @@ class EagleFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With a copy of the backbone's embedding."""
-        arrays, config = _written(export)
+        """Write them with a copy of the backbone's embedding."""
+        arrays, config = _arrays_and_config(export)
         config |= {"bias": "fc.bias" in arrays, "torch_dtype": export.kind.name}
         export.write(out, "pytorch_model.bin", arrays, config)
 
@@ -72,8 +71,8 @@ class EagleForSGLang(EagleFiles):
     loading = "`--speculative-algorithm EAGLE --speculative-draft-model-path {out}`"
 
     def write(self, export: Export, out: str) -> None:
-        """SGLang knows the heads by `architectures`; it takes `bias` for biases of the attention."""
-        arrays, config = _written(export)
+        """Write them with SGLang's `architectures`, and the attention's biases as `bias`."""
+        arrays, config = _arrays_and_config(export)
         arrays.setdefault("fc.bias", np.zeros(arrays["fc.weight"].shape[0], export.kind))
         config["architectures"] = [f"{name}Eagle" for name in config["architectures"]]
         config["torch_dtype"] = export.kind.name
@@ -90,8 +89,8 @@ class EagleForVLLM(EagleFiles):
     )
 
     def write(self, export: Export, out: str) -> None:
-        """vLLM takes `bias` for biases of the attention."""
-        arrays, config = _written(export)
+        """Write them with the attention's biases as `bias`."""
+        arrays, config = _arrays_and_config(export)
         config["torch_dtype"] = export.kind.name
         export.write(out, "model.safetensors", arrays, config)
 
@@ -107,7 +106,7 @@ def locate_in_layers(path: str) -> tuple[str, bool]:
     return key.removeprefix("model."), transposed
 
 
-def _written(export: Export) -> tuple[Arrays, Json]:
+def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
     arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     n_layers = export.stored.heads.n_layers

@@ -62,8 +62,8 @@ def why_not(heads: HeadsConfig, target: str, llama: LlamaConfig | None = None) -
     heads = whole_config(heads)
     limits = limits_of(target, heads.drafter)
     if limits is None:
-        others = layouts_of(target).values()
-        kinds = ", ".join(kind for row in others for kind in row.drafters or ())
+        layouts = layouts_of(target).values()
+        kinds = ", ".join(kind for row in layouts for kind in row.drafters or ())
         fit = ", ".join(targets_of(heads.drafter))
         return (
             f"--to {target} is for {kinds} heads, not {heads.drafter} (these: --to {fit})"

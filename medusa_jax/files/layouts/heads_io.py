@@ -84,8 +84,8 @@ def load_heads(
     def ignore(key: str) -> bool:
         return key in keys or stored.ignore(key)
 
-    read = dataclasses.replace(stored, ignore=ignore)
-    params = read.load(abstract_heads(heads, llama), mesh, dtype, convert)
+    reader = dataclasses.replace(stored, ignore=ignore)
+    params = reader.load(abstract_heads(heads, llama), mesh, dtype, convert)
     check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     if stored.ids is not None:
         ids = jax.device_put(stored.ids, replicated(mesh))
@@ -101,25 +101,25 @@ def check_base(
     Raises:
       UserError: names the difference.
     """
-    recorded = stored.base
+    base = stored.base
     sizes = {"d_model": llama.d_model, "vocab_size": llama.vocab_size}
-    if stored.layout == OWN and {name: recorded.get(name) for name in sizes} != sizes:
+    if stored.layout == OWN and {name: base.get(name) for name in sizes} != sizes:
         raise UserError(
-            f"the heads in {stored.directory} were made for width {recorded.get('d_model')} and "
-            f"vocabulary {recorded.get('vocab_size')}, the model has width {sizes['d_model']} and "
+            f"the heads in {stored.directory} were made for width {base.get('d_model')} and "
+            f"vocabulary {base.get('vocab_size')}, the model has width {sizes['d_model']} and "
             f"vocabulary {sizes['vocab_size']}"
         )
     for name, value in stored.layers.items():
-        if (expected := getattr(llama, name)) != value:
+        if (ours := getattr(llama, name)) != value:
             raise UserError(
                 f"the layers in {stored.source} were made with {name} {value!r}, the model has "
-                f"{expected!r}"
+                f"{ours!r}"
             )
     if allow_other:
         return
-    trained_on = recorded.get("fingerprint")
-    unknown = trained_on is None and stored.layout != OWN
-    if fingerprint is not None and fingerprint != trained_on and not unknown:
+    trained_on = base.get("fingerprint")
+    is_unknown = trained_on is None and stored.layout != OWN
+    if fingerprint is not None and fingerprint != trained_on and not is_unknown:
         raise UserError(
             f"the heads in {stored.directory} were trained on the model with fingerprint "
             f"{trained_on}, this one has {fingerprint}; allow_other_base (--allow_other_base) uses them "

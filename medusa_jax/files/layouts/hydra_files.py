@@ -20,7 +20,7 @@ from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
-from medusa_jax.files.tensor import Tensors, whole
+from medusa_jax.files.tensor import Tensors, read_whole
 from medusa_jax.heads.hydra import HydraConfig
 from medusa_jax.heads.hydrapp import HydraPPConfig
 from medusa_jax.typed import Fields
@@ -37,7 +37,6 @@ class HydraFiles(Layout):
     loading = "`HydraModel.from_pretrained` of the authors' code"
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Hydra heads in their authors' layout."""
         return any(HYDRA.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -64,13 +63,13 @@ class HydraFiles(Layout):
             raise UserError(
                 f"{source} holds {len(layers)} layers per head, its config.json says {n_layers}"
             )
-        tied = dropped or _same_weights(tensors, layers, n_heads)
+        is_tied = dropped or _same_weights(tensors, layers, n_heads)
         plus = any(key.startswith(_PREFIX) for key in tensors)
         between = ".1" if "hydra_lm_head.0.1.weight" in tensors else ""
         heads = (HydraPPConfig if plus else HydraConfig)(
             n_heads=n_heads,
             n_layers=n_layers,
-            tie_layers=tied,
+            tie_layers=is_tied,
             lm_bias=f"hydra_lm_head.0{between}.bias" in tensors,
             skip="random",
             dropout=0.0,
@@ -79,7 +78,7 @@ class HydraFiles(Layout):
         def locate(path: str) -> tuple[str, bool]:
             return _key(path, layers, between), path.endswith("/kernel")
 
-        copies = {f"{j}" for j in layers[2:]} if tied else set()
+        copies = {f"{j}" for j in layers[2:]} if is_tied else set()
 
         def ignore(key: str) -> bool:
             match = HYDRA.fullmatch(key)
@@ -98,7 +97,7 @@ class HydraFiles(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With copies of the shared layer and of the backbone's embedding."""
+        """Write them with copies of the shared layer and of the backbone's embedding."""
         heads = export.stored.heads
         plus = heads.drafter == "hydrapp"
         arrays: Arrays = {}
@@ -155,7 +154,7 @@ def _same_weights(tensors: Tensors, layers: list[int], n_heads: int) -> bool:
             names = [f"hydra_mlp.{k}.{j}.linear.{leaf}" for j in layers[1:]]
             if len(names) < 2 or not tensors.keys() >= set(names):
                 return False
-            first, *others = (whole(tensors[name]) for name in names)
-            if not all(np.array_equal(first, other) for other in others):
+            kernel, *twins = (read_whole(tensors[name]) for name in names)
+            if not all(np.array_equal(kernel, twin) for twin in twins):
                 return False
     return True

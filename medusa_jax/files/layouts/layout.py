@@ -35,7 +35,6 @@ class HeadFiles:
 
     @property
     def config_file(self) -> str:
-        """The path of `config.json`, for messages."""
         return os.path.join(self.directory, "config.json")
 
 
@@ -77,11 +76,11 @@ class Export:
         """
         kind, factors = self.stored.heads.lm_head, ("lm_head/down", "lm_head/up")
         out = {path: x for path, x in self.params.items() if not path.endswith(factors)}
-        shared = self.base.lm_head().astype(self.kind) if kind == "shared" else None
+        lm_head = self.base.lm_head().astype(self.kind) if kind == "shared" else None
         for k in range(self.stored.heads.n_heads):
             stem = f"heads_{k}/lm_head"
-            if shared is not None:
-                out[f"{stem}/kernel"] = shared
+            if lm_head is not None:
+                out[f"{stem}/kernel"] = lm_head
             elif kind == "low_rank":
                 down = self.params[f"{stem}/down"].astype(np.float32)
                 up = self.params[f"{stem}/up"].astype(np.float32)

@@ -11,7 +11,7 @@ from medusa_jax.arch import LlamaConfig
 
 
 def accepted(heads: Any, llama: LlamaConfig | None) -> str:
-    """No further conditions."""
+    """Accept all heads."""
     return ""
 
 
@@ -31,7 +31,7 @@ class Limits:
     why_not: Callable[[Any, LlamaConfig | None], str] = accepted
 
     def holds(self, drafter: str) -> bool:
-        """Whether it has a place for heads of a kind."""
+        """Whether the layout can store heads of a kind."""
         return self.drafters is None or drafter in self.drafters
 
 
@@ -48,7 +48,7 @@ def hydra(heads: Any, llama: LlamaConfig | None) -> str:
 
 
 def eagle(heads: Any, llama: LlamaConfig | None) -> str:
-    """There is no place for an LM head."""
+    """The layout has no key for an LM head."""
     if heads.lm_head == "shared":
         return ""
     return (
@@ -57,12 +57,12 @@ def eagle(heads: Any, llama: LlamaConfig | None) -> str:
 
 
 def eagle_for_sglang(heads: Any, llama: LlamaConfig | None) -> str:
-    """Its layers are those of a Llama or Qwen2."""
+    """SGLang's layers are those of a Llama or Qwen2."""
     return eagle(heads, llama) or _unknown_layers("sglang", llama)
 
 
 def eagle_for_vllm(heads: Any, llama: LlamaConfig | None) -> str:
-    """Its layers are those of a Llama, without a bias after fc."""
+    """vLLM's layers are those of a Llama, without a bias after fc."""
     reason = eagle(heads, llama)
     if not reason and heads.fc_bias:
         return "vLLM drops the bias after EAGLE's fc without a warning: train with heads.fc_bias=False"

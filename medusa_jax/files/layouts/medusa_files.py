@@ -32,7 +32,7 @@ from medusa_jax.files.layouts.medusa_forms import (
     vllm_form_of,
 )
 from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.tensor import Tensors, take_rows, whole
+from medusa_jax.files.tensor import Tensors, read_whole, take_rows
 
 # `StoredHeads.layout`.
 HEADS_ONLY = "Medusa heads"
@@ -56,7 +56,6 @@ class MedusaFiles(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Medusa heads under their authors' keys."""
         return any(MEDUSA.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -137,7 +136,6 @@ class MedusaForVLLM(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether a file holds Medusa heads under vLLM's keys."""
         return any(VLLM.fullmatch(key) for key in tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
@@ -166,7 +164,7 @@ class MedusaForVLLM(Layout):
         )
 
     def write(self, export: Export, out: str) -> None:
-        """With one LM head if the heads share it."""
+        """Write them, with one LM head if they share it."""
         heads, llama = export.stored.heads, export.base.config
         shared, ids = heads.lm_head == "shared", export.stored.ids
         arrays = vllm_form(heads.n_heads, heads.n_layers, shared).arrays(export)
@@ -197,10 +195,10 @@ def _check_count(files: HeadFiles, what: str, count: int, *fields: str) -> None:
     Raises:
       UserError: another number of layers; of heads the keys decide, and the user is told.
     """
-    described = next((files.config[name] for name in fields if name in files.config), None)
-    if type(described) is not int or described == count:
+    number = next((files.config[name] for name in fields if name in files.config), None)
+    if type(number) is not int or number == count:
         return
-    problem = f"{files.source} holds {count} {what}, its config.json says {described}"
+    problem = f"{files.source} holds {count} {what}, its config.json says {number}"
     if what == "layers":
         raise UserError(problem)
     inform(problem)
@@ -214,7 +212,7 @@ def _take_token_map(source: str, tensors: Tensors) -> tuple[Tensors, np.ndarray 
     if _TOKEN_MAP not in tensors:
         return tensors, None
     tensors = dict(tensors)
-    ids = whole(tensors.pop(_TOKEN_MAP))
+    ids = read_whole(tensors.pop(_TOKEN_MAP))
     if ids.ndim != 1 or ids.dtype.kind != "i" or len(np.unique(ids)) != len(ids):
         raise UserError(f"{source}: {_TOKEN_MAP} is not a list of different tokens")
     order = np.argsort(ids)

@@ -46,7 +46,6 @@ class Form:
         return self.block.format(k=k, j=layer, leaf=leaf), leaf == "weight"
 
     def heads(self, draft_vocab: int = 0) -> HeadsConfig:
-        """The configuration of the heads."""
         return HeadsConfig(
             n_heads=self.n_heads,
             n_layers=self.n_layers,
@@ -85,8 +84,8 @@ def authors_form_of(tensors: Tensors, config: Json) -> tuple[Form, str]:
     lm_heads = [j for j, leaf in first_head if leaf == "weight"]
     layers = {j for j, leaf in first_head if leaf != "weight"}
     n_layers = lm_heads[0] if lm_heads else max(layers, default=-1) + 1
-    described = config.get("medusa_num_layers")
-    tied = layers == {0} and n_layers > 1 and described == n_layers
+    count = config.get("medusa_num_layers")
+    tied = layers == {0} and n_layers > 1 and count == n_layers
     n_heads = max(int(m[2]) for m in matches) + 1
     form = authors_form(n_heads, n_layers, f"{prefix}{{k}}.{infix}")
     lm_head = form.lm_head if lm_heads else ""

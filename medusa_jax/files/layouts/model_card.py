@@ -32,7 +32,7 @@ def model_card(export: Export, loading: str, out: str, tree: Json) -> str:
         drafter=heads.drafter,
         DRAFTER=heads.drafter.upper(),
     )
-    measured = "\n".join(_held_out(stored.meta) + _fitted(tree) or [NOTHING, ""])
+    figures = "\n".join(_held_out(stored.meta) + _calibration(tree) or [NOTHING, ""])
     # The hub refuses a base_model that is not an id.
     id_line = f"base_model: {base}\n" if on_hub else ""
     return f"""---
@@ -58,7 +58,7 @@ Loading: {loading}.
 
 ## Measured
 
-{measured}
+{figures}
 """
 
 
@@ -77,7 +77,7 @@ def _held_out(meta: Json) -> list[str]:
     )
 
 
-def _fitted(tree: Json) -> list[str]:
+def _calibration(tree: Json) -> list[str]:
     """Head accuracies and trees measured by `calibrate`."""
     evidence = tree.get("evidence")
     if not isinstance(evidence, dict):

@@ -15,7 +15,7 @@ class NativeFiles(Layout):
     loading = "`python decode.py --model {base} --drafter {out}`"
 
     def write(self, export: Export, out: str) -> None:
-        """With the fingerprint of the backbone, and the tree, if any."""
+        """Write them with the backbone's fingerprint and the tree, if any."""
         stored = export.stored
         base = base_record(export.base.config, export.base.fingerprint())
         recipe = stored.meta.get("recipe")

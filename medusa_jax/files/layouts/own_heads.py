@@ -18,7 +18,7 @@ from medusa_jax.files.json_files import read_json, save_json
 from medusa_jax.files.layouts import codes
 from medusa_jax.files.layouts.stored_heads import StoredHeads, check_ids
 from medusa_jax.files.source import flatten
-from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import stored_drafter_class
@@ -49,7 +49,7 @@ def open_own(directory: str) -> StoredHeads:
     if heads.draft_vocab:
         if IDS not in tensors or tensors[IDS].dtype != "int32":
             raise UserError(f"key {IDS!r} in int32 is missing from {weights}")
-        ids = whole(tensors.pop(IDS))
+        ids = read_whole(tensors.pop(IDS))
     return StoredHeads(
         source=weights, directory=directory, layout=OWN, heads=heads, meta=meta, base=base, ids=ids,
         tensors=codes.decode(tensors, weights), locate=lambda path: (path, False),

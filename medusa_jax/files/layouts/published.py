@@ -20,7 +20,7 @@ SAFE = [
     "adapter_model.safetensors",
 ]
 TORCH = ["medusa_lm_head.pt", "hydra_lm_head.pt", "adapter_model.bin"]
-KNOWN = (
+SOURCES = (
     "heads that train.py wrote (heads.json, heads.safetensors), published Medusa, Hydra, EAGLE-1, "
     "EAGLE-3, DFlash or DSpark heads (medusa_lm_head, hydra_lm_head, an adapter, a full model, vLLM's layout)"
 )
@@ -39,7 +39,7 @@ def open_published(path_or_id: str) -> StoredHeads:
     if os.path.isfile(path):
         folder = os.path.dirname(path) or "."
     else:
-        file = _first(folder, SAFE + TORCH) or weights_file(folder)
+        file = _first_file(folder, SAFE + TORCH) or weights_file(folder)
     if not file:
         raise _no_heads(path_or_id, folder)
     config = optional_json(os.path.join(folder, "config.json"))
@@ -54,25 +54,25 @@ def _downloaded(repository: str) -> str:
     """The local copy of a repository; only the needed files are fetched."""
     for names in (SAFE, TORCH):
         folder = resolve(repository, [*HEAD_FILES, *names])
-        if _first(folder, names):
+        if _first_file(folder, names):
             return folder
     return resolve(repository)
 
 
-def _first(folder: str, names: list[str]) -> str:
+def _first_file(folder: str, names: list[str]) -> str:
     """The path of the first file that exists, "" if none does."""
     paths = (os.path.join(folder, name) for name in names)
     return next((path for path in paths if os.path.isfile(path)), "")
 
 
 def _no_heads(path_or_id: str, folder: str) -> UserError:
-    inside = os.path.join(folder, "heads")
-    if os.path.isfile(os.path.join(inside, DESCRIPTION)):
+    heads = os.path.join(folder, "heads")
+    if os.path.isfile(os.path.join(heads, DESCRIPTION)):
         return UserError(
-            f"{path_or_id} holds a model with its heads: give --drafter {inside}"
+            f"{path_or_id} holds a model with its heads: give --drafter {heads}"
         )
     if os.path.isfile(os.path.join(folder, "config.json")):
         return UserError(
-            f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter {KNOWN}"
+            f"{path_or_id} holds a model, not draft heads: give it to --model, and --drafter {SOURCES}"
         )
-    return UserError(f"{path_or_id} holds no draft heads: --drafter takes {KNOWN}")
+    return UserError(f"{path_or_id} holds no draft heads: --drafter takes {SOURCES}")

@@ -116,11 +116,11 @@ def layouts_of(target: str) -> dict[str, Limits]:
     if target in TARGETS:
         rows = TARGETS[target].layouts
         return {f"{PACKAGE}.{path}": row for path, row in rows.items()}
-    others = _entry_points()
-    if target in others or ":" in target:
-        path = others[target].value if target in others else target
+    plugins = _entry_points()
+    if target in plugins or ":" in target:
+        path = plugins[target].value if target in plugins else target
         return {path: _layout(path).limits}
-    names = [*TARGETS, *others]
+    names = [*TARGETS, *plugins]
     raise UserError(
         f"--to is one of {', '.join(names)}, or module:Class, not {target!r}"
         f"{did_you_mean(target, names)}"

@@ -24,14 +24,14 @@ PARTS = "speculators_config"
 # `Layout.loading`.
 LOADING = "`vllm serve {out}`, which serves the base model with these heads"
 # Fields of any kind, read under the same names.
-SHARED = {"draft_vocab_size", "target_hidden_size"}
+COMMON_FIELDS = {"draft_vocab_size", "target_hidden_size"}
 UNUSED = {
     "architectures", "auto_map", "dtype", "speculators_version", "tie_word_embeddings",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
 
 
-def unknown(fields: Json, names: Set[str]) -> list[str]:
+def unknown_fields(fields: Json, names: Set[str]) -> list[str]:
     """Unknown fields with a value: null, false, 0 and empty values change nothing."""
     return sorted(name for name in fields.keys() - names if fields[name])
 
@@ -39,7 +39,7 @@ def unknown(fields: Json, names: Set[str]) -> list[str]:
 def read(
     file: str, config: Json, kinds: tuple[str, ...], names: Set[str], taps: str
 ) -> tuple[Json, list[int]]:
-    """The fields of the layers, `SHARED` and `names`, and the tapped layers, [] for the paper's.
+    """The fields of the layers, `COMMON_FIELDS` and `names`; the tapped layers, [] for the paper's.
 
     Args:
       kinds: the kinds of heads that the weights may be.
@@ -56,8 +56,8 @@ def read(
             f"{file}: only {' or '.join(kinds)} is supported for these weights, not {kind!r} with "
             f"algorithm {algorithm!r}"
         )
-    names = names | SHARED
-    for name in unknown(config, names | UNUSED | {TYPE, PARTS, LAYERS, taps}):
+    names = names | COMMON_FIELDS
+    for name in unknown_fields(config, names | UNUSED | {TYPE, PARTS, LAYERS, taps}):
         raise UserError(
             f"{file} has a field that speculators is not known to write: {name!r}"
         )

@@ -14,7 +14,7 @@ from medusa_jax.files.hf_config import ROPE
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import Arrays
-from medusa_jax.files.tensor import Tensors, take_rows, whole
+from medusa_jax.files.tensor import Tensors, read_whole, take_rows
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -58,7 +58,7 @@ def take_ids(
         return None
     if offsets is None:
         raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
-    offset_O = whole(offsets)
+    offset_O = read_whole(offsets)
     if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
         raise UserError(
             f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
@@ -66,7 +66,7 @@ def take_ids(
     ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
     order = np.argsort(ids)
     ids = ids[order]
-    member_V = np.isin(np.arange(vocab_size), ids) if member is None else whole(member)
+    member_V = np.isin(np.arange(vocab_size), ids) if member is None else read_whole(member)
     if member_V.shape != (vocab_size,) or not np.array_equal(np.flatnonzero(member_V), ids):
         raise UserError(
             f"keys {_D2T!r} and {_T2D!r} in {source} name different tokens, or some twice or none of the "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.asking import ending_turns
+from medusa_jax.api.prompts import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, Refused, Values

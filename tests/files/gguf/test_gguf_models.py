@@ -37,7 +37,7 @@ from medusa_jax.files.gguf.convert import make_directory
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
-from medusa_jax.files.tensor import whole
+from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_checkpoint
 from medusa_jax.model.llama import init_params
 from medusa_jax.text.tokenizer import load_tokenizer
@@ -112,7 +112,7 @@ def save_both(case, folder, tokenizer_json):
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
-        array = whole(tensor)
+        array = read_whole(tensor)
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         if arch == "llama" and heads:
             array = interleaved(array, heads)
@@ -139,7 +139,9 @@ def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json
 def assert_same_tensors(stored, expected):
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
-        np.testing.assert_array_equal(whole(stored[name]), whole(tensor), err_msg=name)
+        np.testing.assert_array_equal(
+            read_whole(stored[name]), read_whole(tensor), err_msg=name
+        )
 
 
 @pytest.mark.parametrize(("keys", "factor"), SCALED)

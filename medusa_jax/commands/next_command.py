@@ -10,7 +10,7 @@ from medusa_jax.console import inform
 PROGRAM = "python -m medusa_jax"
 
 
-def following(command: str, program: str = PROGRAM, **flags: str | None) -> None:
+def print_next(command: str, program: str = PROGRAM, **flags: str | None) -> None:
     """Print "next: python -m medusa_jax decode --model m --compare", without flags that are None.
 
     An empty value is a flag without one.

@@ -1,4 +1,4 @@
-"""Texts of a batch as they grow: whole characters only, cut at stop strings."""
+"""Stream the texts of a batch: whole characters, cut at stop strings."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,11 +17,11 @@ Chunk = tuple[list[Piece], list[Result] | None]
 # Called with the number of new tokens of every row [B] during decoding.
 OnTokens = Callable[[np.ndarray], None]
 # A row and its result.
-Ended = Callable[[int, Result], None]
+OnEnd = Callable[[int, Result], None]
 
 
 class StoppingText:
-    """Text of one row while it grows; holds back text that may begin a stop string.
+    """Text of one row so far; holds back text that may begin a stop string.
 
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off.
@@ -49,9 +49,9 @@ class StoppingText:
             return ""
         self.tokens_used += 1
         if token in self._stop_ids:
-            rest = self.flush()
+            tail = self.flush()
             self.stopped = True
-            return rest
+            return tail
         text = self._decoder.push([token])
         if self.tokens_used <= self._least:
             self.text += text
@@ -59,32 +59,32 @@ class StoppingText:
         return self._release(text, final=False)
 
     def take(
-        self, tokens: Sequence[int], depths: Sequence[int], ended: bool
+        self, tokens: Sequence[int], depths: Sequence[int], is_end: bool
     ) -> list[tuple[str, int]]:
         """Add tokens; returns the text that may be shown, in pairs of text and draft depth.
 
         Args:
           depths: the tree depths that they were accepted at, as in `Result.draft_depths`.
-          ended: the row ends after them.
+          is_end: the row ends after them.
         """
         parts = [
             (piece, depth)
             for token, depth in zip(tokens, depths)
             if (piece := self.push(token))
         ]
-        if ended and (rest := self.flush()):
-            parts.append((rest, 0))
+        if is_end and (tail := self.flush()):
+            parts.append((tail, 0))
         return parts
 
     def flush(self) -> str:
-        """The rest of the text, once the row has ended."""
+        """Return the remaining text after the row has ended."""
         return "" if self.stopped else self._release(self._decoder.flush(), final=True)
 
-    def _release(self, new: str, final: bool) -> str:
-        self._held += new
-        found = [at for s in self._stop if (at := self._held.find(s)) >= 0]
-        if found:
-            out, self.stopped = self._held[: min(found)], True
+    def _release(self, text: str, final: bool) -> str:
+        self._held += text
+        stops = [at for s in self._stop if (at := self._held.find(s)) >= 0]
+        if stops:
+            out, self.stopped = self._held[: min(stops)], True
         else:
             keep = 0 if final else self._beginning()
             out = self._held[: len(self._held) - keep]
@@ -94,8 +94,8 @@ class StoppingText:
 
     def _beginning(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = max((len(s) for s in self._stop), default=1) - 1
-        for n in range(min(longest, len(self._held)), 0, -1):
+        max_length = max((len(s) for s in self._stop), default=1) - 1
+        for n in range(min(max_length, len(self._held)), 0, -1):
             if any(s.startswith(self._held[-n:]) for s in self._stop):
                 return n
         return 0
@@ -116,9 +116,9 @@ class GrowingTexts:
         self._ended = np.asarray(progress.status_B) != RUNNING
         pieces = []
         for row, text in enumerate(self.rows):
-            new = slice(self._seen[row], int(counts[row]))
-            found = tokens[row, new].tolist(), depths[row, new].tolist()
-            parts = text.take(*found, bool(self._ended[row]))
+            span = slice(self._seen[row], int(counts[row]))
+            ids, levels = tokens[row, span].tolist(), depths[row, span].tolist()
+            parts = text.take(ids, levels, bool(self._ended[row]))
             self._seen[row] = int(counts[row])
             if parts:
                 pieces.append(Piece(row, "".join(p for p, _ in parts), parts))
@@ -143,7 +143,7 @@ def stream_rows(
     request: loop.DecodeRequest,
     compile_seconds: float,
     watch: OnTokens | None = None,
-    ended: Ended | None = None,
+    ended: OnEnd | None = None,
     row_cache: loop.RowCache | None = None,
 ) -> Iterator[Chunk]:
     """Decode a batch with stop strings: a row that reaches one is cut there.
@@ -156,15 +156,15 @@ def stream_rows(
     prefilled: float | None = None
 
     def results(end: float) -> list[Result]:
-        first = prefilled or end
-        seconds = (first - start, end - first, compile_seconds)
-        found = results_of(tokenizer, rows, request, progress, seconds)
-        for result, text in zip(found, texts.rows):
+        middle = prefilled or end
+        seconds = (middle - start, end - middle, compile_seconds)
+        batch = results_of(tokenizer, rows, request, progress, seconds)
+        for result, text in zip(batch, texts.rows):
             if text.stopped:
                 result.cut(text.tokens_used, text.text)
-        return found
+        return batch
 
-    told: set[int] = set()
+    reported: set[int] = set()
     if request.guides is None:
         chunks = loop.stream(engine, variables, request, row_cache=row_cache)
     else:
@@ -177,11 +177,11 @@ def stream_rows(
         if watch:
             watch(np.asarray(progress.n_new_B))
         prefilled = prefilled or time.perf_counter()
-        if ended and (new := set(np.flatnonzero(texts.ended_B).tolist()) - told):
-            told |= new
-            found = results(time.perf_counter())
-            for row in sorted(new):
-                ended(row, found[row])
+        if ended and (row_ids := set(np.flatnonzero(texts.ended_B).tolist()) - reported):
+            reported |= row_ids
+            batch = results(time.perf_counter())
+            for row in sorted(row_ids):
+                ended(row, batch[row])
         yield pieces, None
         if texts.ended_B.all():
             break

@@ -7,7 +7,7 @@ from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.names import named
+from medusa_jax.files.names import named_model
 from medusa_jax.heads.names import BASELINES, DRAFTERS, is_module_class, split_drafter
 from medusa_jax.heads.registry import drafter_class
 
@@ -16,10 +16,10 @@ MODELS = Path(__file__).parents[1] / "models"
 
 
 def default_drafter(model: str | None) -> str:
-    """The default heads of a model: the demo's, those bundled with a model's name, or "none"."""
+    """The default heads of a model: those bundled with the demo or with its name, or "none"."""
     if model is None:
         return "hydra"
-    row = named(model)
+    row = named_model(model)
     return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
@@ -30,15 +30,15 @@ def bundled_heads(model: str | None) -> list[str]:
 
 
 def bundled_draft_model(model: str | None) -> str:
-    """The directory of the draft model that comes with a model, "" if none does."""
+    """The directory of the draft model bundled with a model, "" without one."""
     folder = _bundle(model)
-    found = folder and folder / "draft_model"
-    return str(found) if found and found.is_dir() else ""
+    directory = folder and folder / "draft_model"
+    return str(directory) if directory and directory.is_dir() else ""
 
 
 def _bundle(model: str | None) -> Path | None:
     """The directory of heads bundled with the demo (None) or with a model by name."""
-    row = named(model)
+    row = named_model(model)
     return MODELS / row.heads if row else None if model else DEMO
 
 
@@ -77,7 +77,7 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
                 f"{', '.join(names)}{did_you_mean(name, names)}"
             )
         return open_heads(drafter)
-    row = named(model)
+    row = named_model(model)
     if model is not None and row is None:
         raise UserError(
             f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "

@@ -1,4 +1,4 @@
-"""Fitting the tree to the heads and to this device (Medusa 2.3.3).
+"""Fit the tree to the heads and to this device (Medusa 2.3.3).
 
 The ranks of the true tokens under the heads on the model's own output give the order of nodes, and the
 tokens per step of the best tree of each size on held-out texts. Then, for each batch size, steps with
@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.asking import Prompt
+from medusa_jax.api.prompts import Prompt
 from medusa_jax.errors import UserError
-from medusa_jax.evaluate.recording import ROWS, own_texts, record
-from medusa_jax.evaluate.timing import StepClock
+from medusa_jax.evaluate.step_clock import StepClock
+from medusa_jax.evaluate.text_ranks import ROWS, answer_prompts, record
 from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.progress import ProgressBar
 from medusa_jax.tree import growth
-from medusa_jax.tree.growth import Recorded
+from medusa_jax.tree.growth import TextRanks
 from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json, write_json
 
@@ -56,14 +56,14 @@ def fit_tree(
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
     Args:
-      options: options for writing the texts; their temperature also selects the acceptance rule.
-      sizes: numbers of nodes to time, while they pay; 1, plain decoding, is always added.
+      options: of the texts; their temperature selects the acceptance rule.
+      sizes: numbers of nodes to time until larger trees are clearly slower; 1 (plain) is added.
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
-      keep: file that keeps the ranks of finished texts, so that an interrupted run continues.
+      keep: file for the ranks of finished texts, from which an interrupted run continues.
     """
     texts = rank_texts(model, prompts, options, keep)
-    whole = Recorded.joined(texts)
+    total = TextRanks.join(texts)
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
     order = grow(texts)
     sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
@@ -73,11 +73,14 @@ def fit_tree(
         temperature=options.temperature, rounds=rounds,
     )  # fmt: skip
     timed = {rows: time_trees(rows) for rows in batches}
-    rungs = [rung_of(rows, figures_of(timed[rows], tokens)) for rows in batches]
-    device, first = jax.devices()[0], timed[batches[0]]
+    rungs: list[Json] = []
+    for rows in batches:
+        table = figures_of(timed[rows], tokens)
+        rungs.append({"nodes": fastest(table), "batch": rows, "rows": table})
+    device, base = jax.devices()[0], timed[batches[0]]
     seconds = {
-        order.tree(n): float(np.median([s for m, s, _ in first if m == n]))
-        for n in sorted({m for m, _, _ in first})
+        order.tree(n): float(np.median([s for m, s, _ in base if m == n]))
+        for n in sorted({m for m, _, _ in base})
     }
     return {
         "choices": [list(c) for c in order.growth[: rungs[0]["nodes"] - 1]],
@@ -95,8 +98,8 @@ def fit_tree(
         "date": date.today().isoformat(),
         "evidence": {
             "prompts": len(prompts),
-            "positions": len(whole.ranks_PK),
-            "head_accuracies": np.round(growth.head_accuracies(whole.ranks_PK), 4).tolist(),
+            "positions": len(total.ranks_PK),
+            "head_accuracies": np.round(growth.head_accuracies(total.ranks_PK), 4).tolist(),
             "ladder": [figures(texts, seconds, t, tokens[t.n_nodes]) for t in seconds],
         },
         "batches": rungs,
@@ -105,7 +108,7 @@ def fit_tree(
 
 def rank_texts(
     model: Model, prompts: Sequence[Prompt], options: Options, keep: Path | None = None
-) -> list[Recorded]:
+) -> list[TextRanks]:
     """Write an answer to each prompt and rank its tokens; too short answers are skipped.
 
     Args:
@@ -114,33 +117,33 @@ def rank_texts(
     Raises:
       UserError: fewer than two answers are long enough.
     """
-    asked = [model.encode(prompt) for prompt in prompts]
+    prompt_ids = [model.encode(prompt) for prompt in prompts]
     weights = b"".join(map(sample_bytes, jax.tree.leaves(model.variables)))
     made_by = (model.drafter.heads, str(model.dtype), model.storage, zlib.crc32(weights))
-    marks = repr((asked, options, *made_by))
-    found = _kept(keep, marks)
-    with ProgressBar("texts and their ranks", len(prompts), "text", len(found)) as bar:
-        for at in range(len(found), len(prompts), ROWS):
-            texts = own_texts(model, asked[at : at + ROWS], options, shown=False)
-            found += record(model, texts, options, shown=False)
+    marks = repr((prompt_ids, options, *made_by))
+    records = _earlier_ranks(keep, marks)
+    with ProgressBar("texts and their ranks", len(prompts), "text", len(records)) as bar:
+        for at in range(len(records), len(prompts), ROWS):
+            texts = answer_prompts(model, prompt_ids[at : at + ROWS], options, shown=False)
+            records += record(model, texts, options, shown=False)
             bar.update(len(texts))
             if keep:
-                rows = [[np.asarray(x).tolist() for x in one] for one in found]
+                rows = [[np.asarray(x).tolist() for x in one] for one in records]
                 write_json(keep, {"marks": marks, "texts": rows}, indent=None)
-    found = [one for one in found if len(one.ranks_PK)]
-    if len(found) < 2:
+    records = [one for one in records if len(one.ranks_PK)]
+    if len(records) < 2:
         raise UserError(
-            f"{len(found)} of {len(prompts)} continuations are long enough to calibrate on, two "
+            f"{len(records)} of {len(prompts)} continuations are long enough to calibrate on, two "
             "are needed: trees are evaluated on held-out texts"
         )
-    return found
+    return records
 
 
-def _kept(keep: Path | None, marks: str) -> list[Recorded]:
-    """The ranks of an interrupted run with the same settings."""
+def _earlier_ranks(keep: Path | None, marks: str) -> list[TextRanks]:
+    """Ranks that an interrupted run with the same settings stored."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         if keep and (note := json.loads(keep.read_text()))["marks"] == marks:
-            return [Recorded(*(np.array(x) for x in one)) for one in note["texts"]]
+            return [TextRanks(*(np.array(x) for x in one)) for one in note["texts"]]
     return []
 
 
@@ -168,35 +171,35 @@ def time_sizes(
         [plain, *engines.values()], model.variables, prompt,
         batch=rows, temperature=temperature, n_steps=STEPS,
     )  # fmt: skip
-    found: list[Round] = []
+    runs: list[Round] = []
     with ProgressBar(f"trees for batch {rows}", len(sizes), "size") as bar:
         for n in sizes:
             for _ in range(rounds):
-                before = clock.seconds(plain)
-                found.append((n, before if n == 1 else clock.seconds(engines[n]), before))
+                base = clock.seconds(plain)
+                runs.append((n, base if n == 1 else clock.seconds(engines[n]), base))
             bar.update()
-            left = _paying(figures_of(found, tokens), [m for m in sizes if m > n])
-            bar.total = bar.done + left
-            if not left:
+            n_left = _n_worth_timing(figures_of(runs, tokens), [m for m in sizes if m > n])
+            bar.total = bar.done + n_left
+            if not n_left:
                 break
-    return found
+    return runs
 
 
-def _paying(rows: Sequence[Json], larger: Sequence[int]) -> int:
-    """How many of the larger sizes are worth timing, by the time of a node so far."""
+def _n_worth_timing(rows: Sequence[Json], larger: Sequence[int]) -> int:
+    """Number of larger sizes to time, extrapolating the latency of a node."""
     if len(rows) < 2:
         return len(larger)
-    best = max(1.0, *(row["speedup"] for row in rows))
-    if all(row["speedup"] < SLOWER * best for row in rows[-2:]):
+    peak = max(1.0, *(row["speedup"] for row in rows))
+    if all(row["speedup"] < SLOWER * peak for row in rows[-2:]):
         return 0
     (_, a, x), (_, b, y) = ((r["tokens_per_step"], r["nodes"], r["step_latency_ratio"]) for r in rows[-2:])  # fmt: skip
     slope = max(0.0, (y - x) / (b - a))
-    slow = [n for n in larger if rows[-1]["tokens_per_step"] < SLOWER * best * (y + slope * (n - b))]  # fmt: skip
+    slow = [n for n in larger if rows[-1]["tokens_per_step"] < SLOWER * peak * (y + slope * (n - b))]  # fmt: skip
     return min(len(larger), len(larger) - len(slow) + 2)
 
 
 def figures(
-    texts: Sequence[Recorded], seconds: dict[Tree, float], tree: Tree, tokens: float
+    texts: Sequence[TextRanks], seconds: dict[Tree, float], tree: Tree, tokens: float
 ) -> Json:
     """All figures of one tree.
 
@@ -228,14 +231,14 @@ def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json
       of the ratios, as a share of the median.
     """
     rounds: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for size, own, plain in timed:
-        rounds[size].append((own, plain))
+    for size, seconds, base in timed:
+        rounds[size].append((seconds, base))
     rows = []
     for size, pairs in sorted(rounds.items()):
         if size == 1:
             continue
         quiet = sorted(pairs, key=sum)[: (len(pairs) + 1) // 2]
-        ratios = [own / plain for own, plain in quiet]
+        ratios = [seconds / base for seconds, base in quiet]
         low, ratio, high = np.quantile(ratios, [0.25, 0.5, 0.75])
         values = (tokens[size], ratio, tokens[size] / ratio, (high - low) / ratio)
         names = ("tokens_per_step", "step_latency_ratio", "speedup", "spread")
@@ -246,13 +249,8 @@ def figures_of(timed: Iterable[Round], tokens: Mapping[int, float]) -> list[Json
 
 def fastest(rows: Sequence[Json]) -> int:
     """The fastest size; a larger one must beat smaller ones by more than `MARGIN`; 1 is plain decoding."""
-    best, speedup = 1, 1.0
+    nodes, speedup = 1, 1.0
     for row in rows:
         if row["speedup"] > MARGIN * speedup:
-            best, speedup = row["nodes"], row["speedup"]
-    return best
-
-
-def rung_of(rows: int, found: Sequence[Json]) -> Json:
-    """The choice for a batch size, as in a tree file."""
-    return {"nodes": fastest(found), "batch": rows, "rows": list(found)}
+            nodes, speedup = row["nodes"], row["speedup"]
+    return nodes

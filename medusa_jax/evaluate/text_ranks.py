@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.asking import Prompt, equal_batches
+from medusa_jax.api.prompts import Prompt, equal_batches
 from medusa_jax.decoding.copying import REPEATS
 from medusa_jax.decoding.generate import power_of_two
 from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.evaluate.ranks import copied_lengths, rank_tuples
 from medusa_jax.progress import ProgressBar
-from medusa_jax.tree.growth import Recorded
+from medusa_jax.tree.growth import TextRanks
 
 # Longest chain copied from the text, as in prompt lookup.
 MOST_COPIED = 10
@@ -43,36 +43,35 @@ class Text(NamedTuple):
     n_prompt: int
 
 
-def own_texts(
+def answer_prompts(
     model: Model, prompts: Sequence[Prompt], options: Options, shown: bool = True
 ) -> list[Text]:
     """Answer each prompt by plain decoding, each as request 0."""
     texts = []
     with ProgressBar("writing", len(prompts), "prompt", shown=shown) as bar:
-        for own, rows in equal_batches(len(prompts), ROWS):
+        for numbers, rows in equal_batches(len(prompts), ROWS):
             batch = [model.encode(prompts[i]) for i in rows]
             results = model.generate(batch, options, [0] * len(rows), tree="none")
-            for _, ids, result in zip(own, batch, results):
+            for _, ids, result in zip(numbers, batch, results):
                 texts.append(Text([*ids, *result.token_ids], len(ids)))
-            bar.update(len(own))
+            bar.update(len(numbers))
     return texts
 
 
 def record(
     model: Model, texts: Sequence[Text], options: Options, shown: bool = True
-) -> list[Recorded]:
+) -> list[TextRanks]:
     """Record ranks and correct copies at the positions of each text where a step may begin.
 
     These are the positions from the last prompt token on for which the text has the token of the
     deepest head. A short text may have none.
 
     Args:
-      options: options that the texts were written with. Above temperature 0 drafts are ranked with
-        the noise that the verifier will add.
+      options: of the texts. Above temperature 0 drafts are ranked with the verifier's noise.
     """
-    found, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
+    records, drafter, no_repeat = [], model.drafter, model.no_repeat_ngram_size
     with ProgressBar("ranks", len(texts), "text", shown=shown) as bar:
-        for own, rows in equal_batches(len(texts), ROWS):
+        for numbers, rows in equal_batches(len(texts), ROWS):
             noise = None
             if options.temperature > 0:
                 seed_B = jnp.full((len(rows),), options.seed % 2**32, jnp.uint32)
@@ -80,20 +79,21 @@ def record(
                 noise = (keys, jnp.full((len(rows),), options.temperature))
             ids = [texts[i].ids for i in rows]
             length_B: np.ndarray = np.array([len(x) for x in ids], np.int32)
-            longest = power_of_two(int(length_B.max()), 64)
-            tokens_BT = np.zeros((len(rows), longest), np.int32)
+            n_slots = power_of_two(int(length_B.max()), 64)
+            tokens_BT = np.zeros((len(rows), n_slots), np.int32)
             for row, x in zip(tokens_BT, ids):
                 row[: len(x)] = x
-            heads, given = model.variables["heads"], (jnp.asarray(tokens_BT), length_B)
-            ranked = _ranks(drafter, heads, model.backbone, *given, noise, no_repeat)
-            ranks_BTK, copied_BT, match_BT = map(
-                np.asarray, (ranked, *_lengths(*given, MOST_COPIED))
+            tokens = jnp.asarray(tokens_BT)
+            heads, backbone = model.variables["heads"], model.backbone
+            ranks_BTK = np.asarray(
+                _ranks(drafter, heads, backbone, tokens, length_B, noise, no_repeat)
             )
-            for b, i in enumerate(own):
+            copied_BT, match_BT = map(np.asarray, _lengths(tokens, length_B, MOST_COPIED))
+            for b, i in enumerate(numbers):
                 # The step after prefill starts at the last prompt position.
-                first, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
-                here = slice(first, max(first, end))
-                repeats_P = match_BT[b, here] >= REPEATS
-                found.append(Recorded(ranks_BTK[b, here], copied_BT[b, here], repeats_P))
-            bar.update(len(own))
-    return found
+                start, end = texts[i].n_prompt - 1, len(ids[b]) - drafter.n_heads - 1
+                span = slice(start, max(start, end))
+                repeats_P = match_BT[b, span] >= REPEATS
+                records.append(TextRanks(ranks_BTK[b, span], copied_BT[b, span], repeats_P))
+            bar.update(len(numbers))
+    return records

@@ -23,20 +23,20 @@ Returned = TypeVar("Returned")
 Prompt = str | Sequence[int]
 
 
-def typed(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
-    """`function` with its annotated arguments read by `read`."""
+def read_arguments(
+    function: Callable[Arguments, Returned],
+) -> Callable[Arguments, Returned]:
+    """Decorator: read the annotated arguments of a function by `read`."""
     names, kinds = [*inspect.signature(function).parameters], function.__annotations__
 
-    def given(name: str, value: Any) -> Any:
-        return read(name, value, kinds.get(name, Any))
-
     @functools.wraps(function)
-    def reading(*args: Arguments.args, **more: Arguments.kwargs) -> Returned:
-        first = *map(given, names, args), *args[len(names) :]
-        rest = {name: given(name, value) for name, value in more.items()}
-        return function(*first, **rest)  # type: ignore[arg-type]
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+        values = [read(n, x, kinds.get(n, Any)) for n, x in zip(names, args)]
+        values += args[len(names) :]  # too many: Python's own error
+        named = {n: read(n, x, kinds.get(n, Any)) for n, x in kwargs.items()}
+        return function(*values, **named)  # type: ignore[arg-type]
 
-    return reading
+    return call
 
 
 def is_message(value: object) -> bool:
@@ -132,10 +132,10 @@ def request_of(
                 "shorten it"
             )
     for one in options:
-        beyond = [i for i, _ in one.penalties.bias if i >= config.vocab_size]
-        if beyond:
+        unknown_ids = [i for i, _ in one.penalties.bias if i >= config.vocab_size]
+        if unknown_ids:
             raise UserError(
-                f"logit_bias: token {beyond[0]} is outside the vocabulary "
+                f"logit_bias: token {unknown_ids[0]} is outside the vocabulary "
                 f"0..{config.vocab_size - 1}"
             )
     return loop.DecodeRequest(
@@ -159,16 +159,13 @@ def request_of(
 def _stops(
     options: Options, eos_ids: Sequence[int], vocab_size: int
 ) -> list[tuple[int, ...]]:
-    """The token sequences that end a request: EOS ids and its own stop sequences.
-
-    Those with ids outside the vocabulary never occur.
-    """
+    """EOS ids and stop sequences of a request; ids outside the vocabulary never occur."""
     ends = [*((i,) for i in ends_of(options, eos_ids)), *options.stop_sequences]
     return [ids for ids in ends if min(ids) >= 0 and max(ids) < vocab_size]
 
 
 def ends_of(options: Options, eos_ids: Sequence[int]) -> Sequence[int]:
-    """The tokens that end a text: the request's own, else these."""
+    """The tokens that end a text: the request's EOS ids, else these."""
     return eos_ids if options.eos_ids is None else options.eos_ids
 
 

@@ -51,8 +51,8 @@ class StepClock:
                 f"in a context of {context}"
             )
         n_rows = max(e.n_rows for e in engines)
-        longest = len(prompt) + self.n_steps * L + n_rows
-        self.slots = power_of_two(longest, engines[0].kernels.least_slots)
+        length = len(prompt) + self.n_steps * L + n_rows
+        self.slots = power_of_two(length, engines[0].kernels.least_slots)
         self.variables = variables
         self.request = DecodeRequest(
             prompts=[list(prompt)] * batch,
@@ -70,8 +70,10 @@ class StepClock:
         state = run_steps(engine, self.variables, state, np.int32(self.n_steps))
         jax.block_until_ready(state)
         seconds = time.perf_counter() - start
-        made, length = np.asarray(state.steps_B), int(np.max(state.length_B))
-        assert (made == self.n_steps).all(), f"{made} steps were made, not {self.n_steps}"
+        steps_B, length = np.asarray(state.steps_B), int(np.max(state.length_B))
+        assert (steps_B == self.n_steps).all(), (
+            f"{steps_B} steps were made, not {self.n_steps}"
+        )
         assert length + engine.n_rows <= self.slots, (
             f"{length} tokens in {self.slots} slots"
         )
