@@ -23,7 +23,7 @@ from medusa_jax.api.streaming import Chunk, Ended, OnTokens, TextStream, stream_
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
-from medusa_jax.decoding.penalties import any_asked
+from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, one_of
@@ -287,7 +287,7 @@ class Model:
             loop.power_of_two(longest, loop.MIN_PROMPT),
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
-            (any_asked(request.penalties), request.guides is None),
+            (any_penalties(request.penalties), request.guides is None),
             *ladder,
         )
         if shape in self._warm:

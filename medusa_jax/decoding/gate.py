@@ -123,9 +123,9 @@ class Gate(struct.PyTreeNode):
 
     def always(self, index: int) -> "Gate":
         """The gate before a text whose steps all have one size, to time them."""
-        others_N = np.arange(len(self.depths)) != index
+        is_other_N = np.arange(len(self.depths)) != index
         return self.replace(
-            ratio_N=np.where(others_N, np.inf, 1.0).astype(np.float32),
+            ratio_N=np.where(is_other_N, np.inf, 1.0).astype(np.float32),
             index_1=np.full(1, index, np.int32),
             rest_1=np.full(1, FOREVER if index == 0 else 0, np.int32),
         )
@@ -147,9 +147,9 @@ class Gate(struct.PyTreeNode):
         exponent, total, totals = jnp.float32(1.0), jnp.float32(0.0), []
         for level in range(self.tested_L.shape[0]):
             weight = ABOVE if level else 0.0
-            tested = self.tested_L[level] + weight
-            accepted = (self.accepted_L[level] + weight * rate**exponent) / tested
-            expected = (self.expected_L[level] + weight * rate) / tested
+            tests = self.tested_L[level] + weight
+            accepted = (self.accepted_L[level] + weight * rate**exponent) / tests
+            expected = (self.expected_L[level] + weight * rate) / tests
             accepted = jnp.clip(accepted, LEAST_RATE, MOST_RATE)
             expected = jnp.clip(expected, LEAST_RATE, MOST_RATE)
             exponent = jnp.log(accepted) / jnp.log(expected)

@@ -39,16 +39,16 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
     """
     gate = gate_of(state)
     running_B = state.status_B == RUNNING
-    nothing = jnp.zeros((), jnp.int32)
-    after = Stepped(state, jnp.array(True), jnp.zeros_like(state.n_new_B), nothing)
+    zero = jnp.zeros((), jnp.int32)
+    after = Stepped(state, jnp.array(True), jnp.zeros_like(state.n_new_B), zero)
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 
-        def chosen(before: Stepped, index: int = index) -> jax.Array:
-            return before.waits & (gate.index_1[0] == index)
+        def chosen(carry: Stepped, index: int = index) -> jax.Array:
+            return carry.waits & (gate.index_1[0] == index)
 
-        def one(before: Stepped, sized: Engine = sized) -> Stepped:
-            return step_with(sized, variables, before.state)
+        def one(carry: Stepped, sized: Engine = sized) -> Stepped:
+            return step_with(sized, variables, carry.state)
 
         after = lax.while_loop(chosen, one, after)
     gate = gate.after_step(after.accepted_B, after.levels, running_B)

@@ -49,8 +49,8 @@ Carry = tuple[jax.Array, DecodeState]
 
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
     """The decode step of the engine's drafter: its own if it has one."""
-    own = engine.drafter.own_step
-    return decode_step if own is None else own
+    own_step = engine.drafter.own_step
+    return decode_step if own_step is None else own_step
 
 
 @jax.named_scope("draft")
@@ -196,8 +196,8 @@ def accept(
     """
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
     reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
-    chosen = verified._replace(logits_BMV=chosen_BMV)
-    accepted = engine.rule.accept(engine.kernels, chosen)
+    verified = verified._replace(logits_BMV=chosen_BMV)
+    accepted = engine.rule.accept(engine.kernels, verified)
     emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -231,13 +231,13 @@ def commit(
 ) -> DecodeState:
     """Add the root and the accepted drafts to the text; the bonus token becomes the root."""
     path_BL, running_B = outcome.path_BL, state.status_B == RUNNING
-    taken_B = jnp.where(running_B, outcome.n_B + 1, 0)
+    n_committed_B = jnp.where(running_B, outcome.n_B + 1, 0)
     new = Committed(
         jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1),
         jnp.take_along_axis(verified.drafts.nodes_BM, path_BL, axis=1),
         outcome.emitted_BL,
         jnp.take_along_axis(verified.positions_BM, path_BL, axis=1),
-        taken_B,
+        n_committed_B,
     )
     backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
     drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
@@ -251,7 +251,7 @@ def commit(
     return state.replace(
         cache=cache,
         drafter=drafter,
-        length_B=state.length_B + taken_B,
+        length_B=state.length_B + n_committed_B,
         root_B=jnp.where(running_B, outcome.bonus_B, state.root_B),
         text_BS=text_BS,
     )
@@ -265,10 +265,10 @@ def append(engine: Engine, state: DecodeState, outcome: Outcome) -> DecodeState:
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
-    last_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
+    at_limit_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
     return new.replace(
         steps_B=steps_B,
-        status_B=jnp.where(last_B, LIMIT, new.status_B),
+        status_B=jnp.where(at_limit_B, LIMIT, new.status_B),
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
     )
 

@@ -65,9 +65,9 @@ def _noise(
 
 def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Nodes) -> Accepted:
     """Greedy and sampled acceptance: a draft must be its parent's target token."""
-    wanted_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
-    path_BL, n_B, best_B = walk(nodes_BM == wanted_BM, tree)
-    return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, best_B[:, None], 1)[:, 0])
+    target_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
+    path_BL, n_B, node_B = walk(nodes_BM == target_BM, tree)
+    return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, node_B[:, None], 1)[:, 0])
 
 
 # Nodes that agree at the depth reached [B, M], the first of them and the target token after it [B].
