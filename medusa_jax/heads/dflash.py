@@ -162,8 +162,8 @@ class DFlash(Tapped):
         value_DJ = jax.nn.initializers.orthogonal()(key, (D, J))
         # Each of a group's query heads reads the same values and adds its share of them.
         scale_D = OUTWEIGH * final_D / R
-        shared_GHD = (scale_D[:, None] * value_DJ).T.reshape(c.n_kv_heads, -1, D)
-        out_KD = jnp.repeat(shared_GHD, R, axis=0).reshape(-1, D)
+        value_GHD = (scale_D[:, None] * value_DJ).T.reshape(c.n_kv_heads, -1, D)
+        out_KD = jnp.repeat(value_GHD, R, axis=0).reshape(-1, D)
         return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
 
     def text(
@@ -284,9 +284,9 @@ class DFlash(Tapped):
         return logits
 
     def head_params(self, params: Params, k: int) -> Params:
-        read = ("lm_head", "markov_w2", "confidence")
+        names = ("lm_head", "markov_w2", "confidence")
         mine = params["heads_0"]
-        return {"heads_0": {key: mine[key] for key in mine if key in read}}
+        return {"heads_0": {key: mine[key] for key in mine if key in names}}
 
     @property
     def has_confidence(self) -> bool:
@@ -296,11 +296,11 @@ class DFlash(Tapped):
         linear = Linear(1, True, at_least_f32(features.dtype))
         return applied(linear, params["heads_0"]["confidence"], features)[..., 0]
 
-    def bias(self, params: Params, backbone: Backbone, after: jax.Array) -> jax.Array:
+    def bias(self, params: Params, backbone: Backbone, inputs: jax.Array) -> jax.Array:
         """The Markov head's part of the logits: [..., R] -> [..., O]."""
         dtype = backbone.llama.dtype
         linear = Linear(backbone.outputs, False, dtype, kernels=backbone.kernels)
-        bias = applied(linear, params["heads_0"]["markov_w2"], after)
+        bias = applied(linear, params["heads_0"]["markov_w2"], inputs)
         return bias.astype(at_least_f32(dtype))
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> CacheState:
@@ -326,8 +326,8 @@ class DFlash(Tapped):
         fused = backbone.fuses(self.shape)
         caches: list[LayerCache]
         if fused:
-            free = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
-            caches = [(jnp.pad(k, free), jnp.pad(v, free)) for k, v in texts]
+            padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
+            caches = [(jnp.pad(k, padding), jnp.pad(v, padding)) for k, v in texts]
         else:
             visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
             caches = [BlockCache(text, visible_B1S) for text in texts]

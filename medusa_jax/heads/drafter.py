@@ -82,9 +82,9 @@ class TextRows(NamedTuple):
     dropout_key: jax.Array | None = None
 
 
-def shift_left(x: jax.Array, ahead: int) -> jax.Array:
-    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    shifted = x[:, ahead:]
+def shift_left(x: jax.Array, places: int) -> jax.Array:
+    """Shift x [B, T, ...] left by `places` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
+    shifted = x[:, places:]
     pad = ((0, 0), (0, x.shape[1] - shifted.shape[1])) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(shifted, pad)
 
