@@ -28,8 +28,8 @@ class Started:
             self.work.fill()
         # A panic of the grammar engine is not an `Exception`.
         except BaseException as error:
-            what = "" if isinstance(error, UserError) else "the grammar engine failed: "
-            self.work.stuck, self.work.guide.error = True, f"{what}{first_line(error)}"
+            prefix = "" if isinstance(error, UserError) else "the grammar engine failed: "
+            self.work.stuck, self.work.guide.error = True, f"{prefix}{first_line(error)}"
         self.replaced.set()
         self.filled.set()
 
@@ -50,10 +50,10 @@ class GuideThreads(Workers):
 
     def replaced(self, works: Works) -> Works:
         for work in works.values():
-            earlier = self._started.get(work.guide)
-            if not earlier or not work.repeats(earlier.work):
-                self._started[work.guide] = started = Started(work)
-                self._pool.submit(started.run).add_done_callback(lambda _: self._wake())
+            call = self._started.get(work.guide)
+            if not call or not work.repeats(call.work):
+                self._started[work.guide] = new_call = Started(work)
+                self._pool.submit(new_call.run).add_done_callback(lambda _: self._wake())
         return self._in_time(works, "replaced")
 
     def filled(self, works: Works) -> Works:

@@ -72,8 +72,8 @@ class PromptReader:
         """Give a row to the first request of the queue that can have one."""
         if not self._room.size_with(0)[0]:
             return None
-        waiting = list(self._jobs.waiting)  # `fits` may refuse some
-        fitting = (job for job in waiting if self._room.fits(job, len(job.prompt)))
+        jobs = list(self._jobs.waiting)  # `fits` may refuse some
+        fitting = (job for job in jobs if self._room.fits(job, len(job.prompt)))
         job = next(fitting, None)
         if job is None:
             return None
@@ -90,10 +90,10 @@ class PromptReader:
         self._room.fit(*self._room.size_with(len(prompt)))
         rows = self._jobs.rows[: batch.rows]
         # With drafts, the drafter must have read the shared start too.
-        known = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
-        shared = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, known)]
-        at, source = self._jobs.free_row(shared), int(np.argmax(shared))
-        reading = batch.begin(job.decode, source, shared[source], job.group)
+        lengths = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
+        reused = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, lengths)]
+        at, source = self._jobs.free_row(reused), int(np.argmax(reused))
+        reading = batch.begin(job.decode, source, reused[source], job.group)
         job.begin(reading.position, rows[source].drafted)
         rows[at].job = job
         return Begun(job, reading, at)

@@ -99,17 +99,17 @@ class Scheduler:
         self._jobs.turn += 1
         self._jobs.drop_cancelled()
         self._reader.drop_cancelled()
-        returned = self._parking.return_rows()
-        read = self._reader.read()
+        any_returned = self._parking.return_rows()
+        any_read = self._reader.read()
         self._parking.make_room(self._reader.begun)
-        ran = self._chunks.run()
+        any_run = self._chunks.run()
         # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
         # row is about to get a new request.
         n_pending = len(self._chunks.pending)
-        n_left = 1 if ran and not self._jobs.waiting else 0
+        n_left = 1 if any_run and not self._jobs.waiting else 0
         while len(self._chunks.pending) > n_left:
             self._chunks.deliver_oldest()
-        return bool(returned or read or ran or n_pending)
+        return bool(any_returned or any_read or any_run or n_pending)
 
     def fail(self, error: Stopped) -> None:
         """Tell every request that it gets no answer."""

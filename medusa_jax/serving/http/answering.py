@@ -111,14 +111,14 @@ class Answering:
     def _submit(self, delivers: list[Callable[[Delta | Stopped], None]]) -> None:
         echoes, call = self._reply.echoes, self._reply.call
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):
-            asked = self._server.model, text, request.prompt, request.options.logprobs
+            arguments = self._server.model, text, request.prompt, request.options.logprobs
             # Choices of one prompt share its scores.
-            echoes[i] = echoes.get(i - request.id) or echo_of(*asked)
+            echoes[i] = echoes.get(i - request.id) or echo_of(*arguments)
         if call.empty:
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)
-                none = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
-                deliver(Delta("", [], [], [], [], Ending(none, 0.0, 0, 1)))
+                empty = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
+                deliver(Delta("", [], [], [], [], Ending(empty, 0.0, 0, 1)))
         elif not self._left:
             self._handles = self._server.submit_all(self._requests, delivers)
             if self._left:

@@ -134,10 +134,12 @@ class Port:
     async def models(self, request: HttpRequest) -> Response:
         """Return the one model, with the numbers that the page shows."""
         self._check_key(request)
-        asked, model = request.path_params.get("name"), self._server.model
-        if asked not in (None, self._name):
-            raise Refused(404, f"there is no model {asked!r} here", code="model_not_found")
-        one = {
+        path_name, model = request.path_params.get("name"), self._server.model
+        if path_name not in (None, self._name):
+            raise Refused(
+                404, f"there is no model {path_name!r} here", code="model_not_found"
+            )
+        entry = {
             "id": self._name,
             "object": "model",
             "created": self._started,
@@ -151,7 +153,7 @@ class Port:
                 "chat": self._template != PLAIN,
             },
         }
-        return JSONResponse(one if asked else {"object": "list", "data": [one]})
+        return JSONResponse(entry if path_name else {"object": "list", "data": [entry]})
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/completions`."""
@@ -160,27 +162,27 @@ class Port:
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/chat/completions`."""
-        model, most = self._server.model, self._server.most_new
-        more = self._name, model, self._template, most, self._check_length
+        model, limit = self._server.model, self._server.most_new
+        more = self._name, model, self._template, limit, self._check_length
         return partial(self._call, lambda body: chat_call(body, *more))
 
     async def _call(
-        self, read: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
+        self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a call; count it, and log it when it has ended.
 
         Args:
-          read: makes the call of a JSON body.
+          reader: makes the call of a JSON body.
         """
         request, start = HttpRequest(scope, receive), time.perf_counter()
         events, response, error = Events(send), None, None
-        status, what = 499, "the client left"
+        status, note = 499, "the client left"
         try:
             self._check_key(request)
-            call = await asyncio.to_thread(read, await self._body(request))
+            call = await asyncio.to_thread(reader, await self._body(request))
             reply = Reply(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
-            status, what = 200, reply.counts()
+            status, note = 200, reply.counts()
         except (Gone, ClientDisconnect):
             pass
         except (Refused, UserError, Busy, Stopped) as refused:
@@ -188,18 +190,18 @@ class Port:
         except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
             error = refusal(Stopped("the server is ending"))
         except Exception as broken:
-            status, what = 500, f"{type(broken).__name__}: {broken}"
+            status, note = 500, f"{type(broken).__name__}: {broken}"
             if events.begun:
                 await events.end(BROKEN.body())
             raise
         finally:
             if error:
-                status, what = error.status, str(error)
+                status, note = error.status, str(error)
             endpoint = request.url.path.removeprefix("/v1/").removesuffix("/completions")
             self._metrics.calls.labels(endpoint, str(status)).inc()
             if self._log_all or (status >= 400 and status != 499):
-                took = time.perf_counter() - start
-                log(f"POST {request.url.path} {status}: {what}, after {took:.2f} s")
+                duration = time.perf_counter() - start
+                log(f"POST {request.url.path} {status}: {note}, after {duration:.2f} s")
         if error and events.begun:
             await events.end(error.body())
         elif error:
@@ -215,9 +217,9 @@ class Port:
           UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
         """
         seconds, stream = self._limits.seconds, reply.call.stream
-        n, most = len(reply.call.requests), self._server.queue
-        if n > most:
-            message = f"a call has at most {most} choices here, this one {n}"
+        n, limit = len(reply.call.requests), self._server.queue
+        if n > limit:
+            message = f"a call has at most {limit} choices here, this one {n}"
             raise Refused(400, message, "n")
         answering = Answering(self._server, reply, self._metrics)
         try:
@@ -244,18 +246,20 @@ class Port:
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""
-        most, least = self._server.most_prompt, len(prompt)
+        limit, n_tokens = self._server.most_prompt, len(prompt)
         if isinstance(prompt, str):
-            least = self._vocabulary.least_tokens(prompt)
-        if least > most:
-            message = f"the prompt has at least {least} tokens, this server takes {most}: shorten it"
+            n_tokens = self._vocabulary.least_tokens(prompt)
+        if n_tokens > limit:
+            message = f"the prompt has at least {n_tokens} tokens, this server takes {limit}: shorten it"
             raise Refused(400, message, code="context_length_exceeded")
 
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        header = request.headers.get("authorization", "")
+        if not hmac.compare_digest(
+            header.encode("latin-1"), f"Bearer {self._key}".encode()
+        ):
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
             raise Refused(401, message, code="invalid_api_key")
 
@@ -269,27 +273,27 @@ class Port:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Refused(415, "the body should be application/json")
-        most = self._limits.body_bytes
-        too_large = Refused(413, f"the body is larger than {most} bytes", code="too_large")
+        limit = self._limits.body_bytes
+        too_large = Refused(413, f"the body is larger than {limit} bytes", code="too_large")
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > most:
+        if not length.isdecimal() or int(length) > limit:
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.read_seconds):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError as error:
             raise Refused(408, "the body took too long", code="timeout") from error
         try:
-            found = parse_json(decode_text(body), parse_constant=_no_constant)
+            value = parse_json(decode_text(body), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
                 json.dumps(
-                    found, ensure_ascii=False
+                    value, ensure_ascii=False
                 ).encode()  # raises if one half is alone
-            return found
+            return value
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is not JSON: {error}") from error
 
