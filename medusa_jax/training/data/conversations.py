@@ -103,11 +103,11 @@ def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
     return form, turns
 
 
-def _as_turns(role: str, said: object) -> list[object]:
+def _as_turns(role: str, content: object) -> list[object]:
     """A list of turns as it is, a text as the one turn of `role`, none of None."""
-    if isinstance(said, list):
-        return said
-    return [] if said is None else [{"role": role, "content": said}]
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"role": role, "content": content}]
 
 
 def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
