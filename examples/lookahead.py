@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.decoding.acceptance import Drafts, Verified
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import accept, append, commit, draft, run_rows
 from medusa_jax.errors import UserError, between

@@ -92,7 +92,7 @@ def main() -> None:
         import llguidance
 
         if not GBNF.search(request["text"]):
-            reason = neighbour("longest")["endless"](llguidance, request["text"])
+            reason = neighbour("overlap")["endless"](llguidance, request["text"])
             print(json.dumps({"refused": reason} if reason else answered))
 
 

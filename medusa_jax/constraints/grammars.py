@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.constraints.asked import Constraint
+from medusa_jax.constraints.constraint import Constraint
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
 from medusa_jax.text.token_bytes import TokenBytes

@@ -130,7 +130,7 @@ class Gate(struct.PyTreeNode):
             rest_1=np.full(1, FOREVER if index == 0 else 0, np.int32),
         )
 
-    def begun(self, begins_1: jax.Array | bool) -> "Gate":
+    def reset(self, begins_1: jax.Array | bool) -> "Gate":
         """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
         first_L = PRIOR * (jnp.arange(self.tested_L.shape[0]) == 0)
         expected_L = first_L * self.rate_N[-1]
@@ -204,7 +204,7 @@ class Gate(struct.PyTreeNode):
         size_N = jnp.arange(len(self.depths))
         drafted_1, paused_1 = self.index_1 > 0, (self.index_1 == 0) & (levels == 0)
         trial_1 = paused_1 & (self.rest_1 == 0)
-        gate = self.begun(trial_1)
+        gate = self.reset(trial_1)
         favoured_N = jnp.where(size_N == self.index_1, MARGIN, 1.0)
         only_drafts_1 = trial_1 | (drafted_1 & (self.rest_1 > 0))
         favoured_N = jnp.where(only_drafts_1 & (size_N == 0), 0.0, favoured_N)

@@ -16,7 +16,7 @@ from medusa_jax.sharding import Params, pin_state
 from medusa_jax.tree.tree import Tree
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """A state and what its last step tested.
 
     Attributes:
@@ -39,34 +39,34 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
     """
     gate = gate_of(state)
     running_B = state.status_B == RUNNING
-    zero = jnp.zeros((), jnp.int32)
-    after = Stepped(state, jnp.array(True), jnp.zeros_like(state.n_new_B), zero)
+    result = StepResult(
+        state, jnp.array(True), jnp.zeros_like(state.n_new_B), jnp.zeros((), jnp.int32)
+    )
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 
-        def chosen(carry: Stepped, index: int = index) -> jax.Array:
+        def is_chosen(carry: StepResult, index: int = index) -> jax.Array:
             return carry.waits & (gate.index_1[0] == index)
 
-        def one(carry: Stepped, sized: Engine = sized) -> Stepped:
+        def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
             return step_with(sized, variables, carry.state)
 
-        after = lax.while_loop(chosen, one, after)
-    gate = gate.after_step(after.accepted_B, after.levels, running_B)
-    return after.state.replace(gate=gate)
+        result = lax.while_loop(is_chosen, one_step, result)
+    gate = gate.after_step(result.accepted_B, result.levels, running_B)
+    return result.state.replace(gate=gate)
 
 
-def step_with(engine: Engine, variables: Params, old: DecodeState) -> Stepped:
+def step_with(engine: Engine, variables: Params, old: DecodeState) -> StepResult:
     """A step with the engine's tree."""
     new = step_of(engine)(engine, variables, old)
     accepted_B, levels = new.n_new_B - old.n_new_B - 1, engine.tree.depth
-    if not levels and isinstance(
-        engine.drafter, CopiesText
-    ):  # a draft costs nothing: test one
+    if not levels and isinstance(engine.drafter, CopiesText):
+        # A draft costs nothing: test one.
         drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
         accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
         levels = 1
     new = pin_state(engine.llama.mesh, new)
-    return Stepped(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
+    return StepResult(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
 
 
 def gate_of(state: DecodeState) -> Gate:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counts_down_paths, penalise
 from medusa_jax.decoding.repeats import bar_repeats, node_texts

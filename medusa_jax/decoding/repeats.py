@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 
 
 def node_texts(

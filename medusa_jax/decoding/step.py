@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
-from medusa_jax.decoding.copying import Nodes, with_copies
+from medusa_jax.decoding.copies import Nodes, with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text

@@ -43,7 +43,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.tapped import Tapped
+from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
@@ -61,7 +61,7 @@ OUTWEIGH = 8.0
 
 @dataclass(unsafe_hash=True)
 class DFlashConfig(HeadsConfig):
-    """`n_heads` guesses per block, `n_layers` layers; fields from `tap_layers` on as in `Tapped`."""
+    """`n_heads` guesses per block, `n_layers` layers; fields from `tap_layers` on as in `TappedDrafter`."""
 
     drafter: str = "dflash"
     n_heads: int = 15
@@ -86,7 +86,7 @@ class DFlashConfig(HeadsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash(Tapped):
+class DFlash(TappedDrafter):
     """One pass over a block of slots gives the guesses of all depths."""
 
     heads: DFlashConfig

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.heads.tapped import Tapped
+from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask
@@ -127,7 +127,7 @@ class Layers(Stack):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3(Tapped, Autoregressive):
+class Eagle3(TappedDrafter, Autoregressive):
     """The layers continue streams from inside the backbone."""
 
     heads: Eagle3Config

@@ -22,7 +22,7 @@ from medusa_jax.serving.echo import PIECE
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.parking import Parking
+from medusa_jax.serving.preemption import Preemption
 from medusa_jax.serving.programs import Compiler
 from medusa_jax.serving.prompts import PromptReader
 from medusa_jax.serving.request import Stopped
@@ -60,7 +60,7 @@ class Scheduler:
         self._room = room = Room(batch, jobs, sorted(trees), programs)
         self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
-        self._parking = Parking(batch, jobs, room, chunks)
+        self._preemption = Preemption(batch, jobs, room, chunks)
 
     @property
     def slots(self) -> int:
@@ -99,9 +99,9 @@ class Scheduler:
         self._jobs.turn += 1
         self._jobs.drop_cancelled()
         self._reader.drop_cancelled()
-        any_returned = self._parking.return_rows()
+        any_returned = self._preemption.return_rows()
         any_read = self._reader.read()
-        self._parking.make_room(self._reader.begun)
+        self._preemption.make_room(self._reader.row_prompt)
         any_run = self._chunks.run()
         # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
         # row is about to get a new request.
@@ -132,6 +132,6 @@ class Scheduler:
     def _forget(self) -> None:
         """Forget the state of all rows."""
         self._jobs.forget_rows()
-        self._reader.begun = None
+        self._reader.row_prompt = None
         self._chunks.pending.clear()
         self._room.restart()

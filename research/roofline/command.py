@@ -110,9 +110,9 @@ def run(flags: Flags) -> int:
     if flags.json:
         print(json.dumps(dataclasses.asdict(flags) | {"sizes": rows}))
         return 0
-    what = "a whole step" if flags.whole_step else "one block"
+    subject = "a whole step" if flags.whole_step else "one block"
     print(
-        f"## {chip.title}, {flags.shape}, {what}: batch {flags.batch}, length {flags.length}\n"
+        f"## {chip.title}, {flags.shape}, {subject}: batch {flags.batch}, length {flags.length}\n"
     )
     print(size_table(rows), end="\n\n")
     by_batch = [

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
 from medusa_jax.model.kernels import Kernels
 

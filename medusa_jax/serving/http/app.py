@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from medusa_jax.console import log
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.answering import Answering, Events, Gone, Limits, unless_gone
+from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import ERRORS, Refused, refusal
+from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Busy, Stopped
@@ -35,7 +35,7 @@ from medusa_jax.whole_files import decode_text, parse_json
 
 # Escapes of surrogates in JSON, single or in pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-BROKEN = Refused(500, "something broke here")  # the reason is in the log
+BROKEN = HttpError(500, "something broke here")  # the reason is in the log
 # The page loads no external resources, and no page may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -79,7 +79,7 @@ def make_app(
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
         ],
         exception_handlers={
-            **dict.fromkeys((Refused, *ERRORS), _refused),
+            **dict.fromkeys((HttpError, *ERRORS), _refused),
             HTTPException: _not_found,
             Exception: _broken,
         },
@@ -136,7 +136,7 @@ class Port:
         self._check_key(request)
         path_name, model = request.path_params.get("name"), self._server.model
         if path_name not in (None, self._name):
-            raise Refused(
+            raise HttpError(
                 404, f"there is no model {path_name!r} here", code="model_not_found"
             )
         entry = {
@@ -183,15 +183,15 @@ class Port:
             reply = Reply(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
             status, note = 200, reply.counts()
-        except (Gone, ClientDisconnect):
+        except (ClientGone, ClientDisconnect):
             pass
-        except (Refused, UserError, Busy, Stopped) as refused:
+        except (HttpError, UserError, Busy, Stopped) as refused:
             error = refusal(refused)
         except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
             error = refusal(Stopped("the server is ending"))
         except Exception as broken:
             status, note = 500, f"{type(broken).__name__}: {broken}"
-            if events.begun:
+            if events.headers_sent:
                 await events.end(BROKEN.body())
             raise
         finally:
@@ -202,7 +202,7 @@ class Port:
             if self._log_all or (status >= 400 and status != 499):
                 duration = time.perf_counter() - start
                 log(f"POST {request.url.path} {status}: {note}, after {duration:.2f} s")
-        if error and events.begun:
+        if error and events.headers_sent:
             await events.end(error.body())
         elif error:
             raise error
@@ -213,15 +213,15 @@ class Port:
         """Return the answer to a call, or send it as a stream.
 
         Raises:
-          Refused: too many choices, or no answer in time.
+          HttpError: too many choices, or no answer in time.
           UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
         """
         seconds, stream = self._limits.seconds, reply.call.stream
         n, limit = len(reply.call.requests), self._server.queue
         if n > limit:
             message = f"a call has at most {limit} choices here, this one {n}"
-            raise Refused(400, message, "n")
-        answering = Answering(self._server, reply, self._metrics)
+            raise HttpError(400, message, "n")
+        answering = Answer(self._server, reply, self._metrics)
         try:
             async with asyncio.timeout(seconds), answering:
                 if stream:
@@ -235,7 +235,7 @@ class Port:
                         reply.endings[index] = delta.ending
         except TimeoutError as error:
             message = f"no answer within {seconds:g} seconds"
-            raise Refused(504, message, code="timeout") from error
+            raise HttpError(504, message, code="timeout") from error
         if not stream:
             # In a thread, since the log-probabilities of a long answer take time.
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
@@ -251,7 +251,7 @@ class Port:
             n_tokens = self._vocabulary.least_tokens(prompt)
         if n_tokens > limit:
             message = f"the prompt has at least {n_tokens} tokens, this server takes {limit}: shorten it"
-            raise Refused(400, message, code="context_length_exceeded")
+            raise HttpError(400, message, code="context_length_exceeded")
 
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
@@ -261,20 +261,22 @@ class Port:
             header.encode("latin-1"), f"Bearer {self._key}".encode()
         ):
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
-            raise Refused(401, message, code="invalid_api_key")
+            raise HttpError(401, message, code="invalid_api_key")
 
     async def _body(self, request: HttpRequest) -> Any:
         """Return the JSON of a call.
 
         Raises:
-          Refused: the body is not JSON, is too large, or took too long.
+          HttpError: the body is not JSON, is too large, or took too long.
         """
         # Pages of other sites can send other types without a CORS preflight, but not JSON.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refused(415, "the body should be application/json")
+            raise HttpError(415, "the body should be application/json")
         limit = self._limits.body_bytes
-        too_large = Refused(413, f"the body is larger than {limit} bytes", code="too_large")
+        too_large = HttpError(
+            413, f"the body is larger than {limit} bytes", code="too_large"
+        )
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > limit:
             raise too_large
@@ -286,7 +288,7 @@ class Port:
                     if len(body) > limit:
                         raise too_large
         except TimeoutError as error:
-            raise Refused(408, "the body took too long", code="timeout") from error
+            raise HttpError(408, "the body took too long", code="timeout") from error
         try:
             value = parse_json(decode_text(body), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
@@ -295,7 +297,7 @@ class Port:
                 ).encode()  # raises if one half is alone
             return value
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not JSON: {error}") from error
+            raise HttpError(400, f"the body is not JSON: {error}") from error
 
 
 def _no_constant(name: str) -> None:
@@ -312,7 +314,7 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refused = Refused(
+    refused = HttpError(
         error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     )
     return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -11,7 +11,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.asking import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
-from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, Refused, Values
+from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
@@ -83,7 +83,7 @@ def completion_call(
       check: raises if a prompt is too long to be tokenised.
 
     Raises:
-      Refused: a field that is not understood.
+      HttpError: a field that is not understood.
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
@@ -131,7 +131,7 @@ def chat_call(
       check: as for `completion_call`.
 
     Raises:
-      Refused: a field that is not understood, or a conversation that the template refuses.
+      HttpError: a field that is not understood, or a conversation that the template refuses.
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     names = ("max_completion_tokens", "max_tokens")
@@ -142,7 +142,7 @@ def chat_call(
     if fields.flag("logprobs"):
         options = dataclasses.replace(options, logprobs=best)
     elif best:
-        raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
+        raise HttpError(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
     turns, tools, form = read_messages(fields), asked_tools(fields), None
     tokenizer, variables = model.tokenizer, _variables(fields, model, template, bool(tools))
     with fields.blamed("messages"):
@@ -171,7 +171,9 @@ def _options(
     """
     model = fields.text("model", name)
     if model != name:
-        raise Refused(404, f"there is no model {model!r} here", "model", "model_not_found")
+        raise HttpError(
+            404, f"there is no model {model!r} here", "model", "model_not_found"
+        )
     options: Json = {
         name: float(fields.number(name, getattr(DEFAULTS, name), *bounds))
         for name, bounds in NUMBERS.items()
@@ -196,7 +198,7 @@ def _call(
     """Read the remaining fields; every prompt gets `n` choices."""
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if len(prompts) * n > MOST_CHOICES:
-        raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
+        raise HttpError(400, f"a call has at most {MOST_CHOICES} choices", "n")
     size, problem = model.config.vocab_size, "token ids of the vocabulary"
     stop_ids = fields.take("stop_token_ids", (list,), problem, [])
     if not all(type(i) is int and 0 <= i < size for i in stop_ids):
@@ -246,7 +248,7 @@ def _constraint(
       tool_call: name and value of a constraint already read.
 
     Raises:
-      Refused: a constraint that cannot be served, or two of them.
+      HttpError: a constraint that cannot be served, or two of them.
     """
     constraints = [tool_call] if tool_call else []
     for name, kind in GUIDED.items():
@@ -260,7 +262,9 @@ def _constraint(
             constraints.append(("structured_outputs", {kind: value}))
     if len(constraints) > 1:
         names = " and ".join(repr(name) for name, _ in constraints)
-        raise Refused(400, f"an answer has one constraint, not {names}", constraints[1][0])
+        raise HttpError(
+            400, f"an answer has one constraint, not {names}", constraints[1][0]
+        )
     for name, form in constraints:
         with fields.blamed(name):
             return constraint_of(form)
@@ -298,7 +302,7 @@ def _variables(fields: BodyFields, model: Model, template: str, tools: bool) -> 
     names = set(re.findall(r"[^\W\d]\w*", source)) - RESERVED
     if unknown := next((key for key in variables if key not in names), None):
         problem = f"the chat template has no variable {unknown!r} to be set"
-        raise Refused(400, f"{name!r}: {problem}", name)
+        raise HttpError(400, f"{name!r}: {problem}", name)
     return dict(variables)
 
 
@@ -308,14 +312,14 @@ def _with_tools(
     """Return options whose text may call these tools, and the form of the calls.
 
     Raises:
-      Refused: the template knows no tools, or the text has another constraint.
+      HttpError: the template knows no tools, or the text has another constraint.
     """
     if template == PLAIN:
-        raise Refused(400, "tools need the model's chat template (serve --chat)", "tools")
+        raise HttpError(400, "tools need the model's chat template (serve --chat)", "tools")
     with fields.blamed("tools"):
         form = call_form(model.tokenizer, template)
     if tools is None:
         return options, None
     if options.constraint is not None:
-        raise Refused(400, "an answer has tools or a constraint, not both", "tools")
+        raise HttpError(400, "an answer has tools or a constraint, not both", "tools")
     return dataclasses.replace(options, constraint=tools.constraint(form)), form

@@ -39,7 +39,7 @@ NEUTRAL: Values = {
 }
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A call that gets an error instead of an answer.
 
     Attributes:
@@ -80,14 +80,14 @@ ERRORS: dict[type[Exception], tuple[int, str | None, int]] = {
 }
 
 
-def refusal(error: Exception) -> Refused:
+def refusal(error: Exception) -> HttpError:
     """Return the refusal that tells a client of an error in `ERRORS`."""
-    if isinstance(error, Refused):
+    if isinstance(error, HttpError):
         return error
     status, code, seconds = next(
         row for kind, row in ERRORS.items() if isinstance(error, kind)
     )
-    return Refused(status, str(error), code=code, retry_after=seconds)
+    return HttpError(status, str(error), code=code, retry_after=seconds)
 
 
 class BodyFields:
@@ -98,13 +98,13 @@ class BodyFields:
       where: path of the object in the call, for messages; "" is the call itself.
 
     Raises:
-      Refused: the body is not an object.
+      HttpError: the body is not an object.
     """
 
     def __init__(self, body: Any, neutral: Values, path: str = "") -> None:
         if not isinstance(body, dict):
             subject = repr(path) if path else "the body"
-            raise Refused(400, f"{subject} should be a JSON object", path or None)
+            raise HttpError(400, f"{subject} should be a JSON object", path or None)
         self.body, self._where, self._neutral = body, path, neutral
         self._place = f" in {path!r}" if path else ""
         self._read, self._inside = set() if path else {*IGNORED}, list[BodyFields]()
@@ -155,9 +155,9 @@ class BodyFields:
         self._inside.append(BodyFields(value, neutral, path))
         return self._inside[-1]
 
-    def refused(self, name: str, problem: str) -> Refused:
+    def refused(self, name: str, problem: str) -> HttpError:
         """Return the error of a field."""
-        return Refused(400, f"{name!r}{self._place} {problem}", name)
+        return HttpError(400, f"{name!r}{self._place} {problem}", name)
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
@@ -165,7 +165,7 @@ class BodyFields:
         try:
             yield
         except UserError as error:
-            raise Refused(400, str(error), name) from error
+            raise HttpError(400, str(error), name) from error
 
     def finish(self) -> None:
         """Refuse unknown fields, and unsupported ones with other than neutral values."""
@@ -177,7 +177,7 @@ class BodyFields:
             if name not in self._neutral:
                 hint = did_you_mean(name, {*self._read, *self._neutral})
                 message = f"unknown field {name!r}{self._place}{hint}"
-                raise Refused(400, message, name, "unknown_field")
+                raise HttpError(400, message, name, "unknown_field")
             kinds = [isinstance(x, bool) for x in self._neutral[name] if x == value]
             if value is not None and isinstance(value, bool) not in kinds:  # 0 is not false
                 raise self.refused(name, "is not supported here")

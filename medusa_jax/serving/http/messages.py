@@ -17,7 +17,7 @@ def read_messages(fields: BodyFields) -> list[Json]:
     """Return the turns of a body; content is text, and arguments of tool calls are objects.
 
     Raises:
-      Refused: no turns, or content other than text.
+      HttpError: no turns, or content other than text.
     """
     turns = [_turn(turn) for turn in fields.each("messages", "a list of turns", NEUTRAL)]
     if not turns or turns[-1]["role"] not in ("user", "tool"):

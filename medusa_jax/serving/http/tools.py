@@ -12,7 +12,7 @@ from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.fields import BodyFields, Refused
+from medusa_jax.serving.http.fields import BodyFields, HttpError
 from medusa_jax.text.tool_chat import CallForm
 from medusa_jax.whole_files import Json
 
@@ -83,7 +83,7 @@ def asked_tools(fields: BodyFields) -> Tools | None:
     """Read the tools of a body; None if none may be called.
 
     Raises:
-      Refused: tools or a choice of another form.
+      HttpError: tools or a choice of another form.
     """
     tools = fields.each("tools", "a list of functions")
     schemas = dict(map(_tool, tools))
@@ -111,13 +111,13 @@ def _name(tool: BodyFields) -> tuple[BodyFields, str]:
     """Return the function of a tool, and its name.
 
     Raises:
-      Refused: not a function, or no proper name.
+      HttpError: not a function, or no proper name.
     """
     function = tool.inside("function")
     name = function.text("name")
     if tool.text("type", "function") != "function" or not NAME.fullmatch(name):
         problem = "should be functions, each with a 'name' of letters, digits, _ and -"
-        raise Refused(400, f"'tools' {problem}", "tools")
+        raise HttpError(400, f"'tools' {problem}", "tools")
     return function, name
 
 
@@ -129,7 +129,7 @@ def _tool(tool: BodyFields) -> tuple[str, Any]:
     try:
         schema = served_schema(schema)
     except (UserError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(400, f"'parameters' of {name!r}: {error}", "tools") from error
+        raise HttpError(400, f"'parameters' of {name!r}: {error}", "tools") from error
     function.text("description"), function.flag("strict")
     function.take("return", (dict,), subject, {})  # transformers' `get_json_schema`
     return name, schema

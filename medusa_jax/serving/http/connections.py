@@ -8,7 +8,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from medusa_jax.serving.http.answering import Limits
+from medusa_jax.serving.http.answer import Limits
 
 # Connections accepted in one go, before any of them is counted.
 BACKLOG = 128

@@ -53,11 +53,11 @@ class Limits:
     connections: int = 1000
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-class Answering:
+class Answer:
     """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
 
     Args:
@@ -72,7 +72,7 @@ class Answering:
         self._left = False
         self._handles: list[Handle] = []
 
-    async def __aenter__(self) -> "Answering":
+    async def __aenter__(self) -> "Answer":
         """Submit the requests.
 
         Raises:
@@ -150,7 +150,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`, which is cancelled when the client leaves.
 
     Raises:
-      Gone: the client left.
+      ClientGone: the client left.
     """
 
     async def gone() -> None:
@@ -161,7 +161,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientGone
         return working.result()
     finally:
         for task in (working, leaving):
@@ -173,15 +173,15 @@ class Events:
     """Server-sent events over one connection.
 
     Attributes:
-      begun: whether the status has been sent, so that an error can only be an event.
+      headers_sent: whether the status has been sent, so that an error can only be an event.
     """
 
     def __init__(self, send: Send) -> None:
-        self._send, self.begun = send, False
+        self._send, self.headers_sent = send, False
 
     async def begin(self) -> None:
         """Send the status and the headers."""
-        self.begun = True
+        self.headers_sent = True
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def push(self, data: Json | str) -> None:

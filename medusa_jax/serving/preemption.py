@@ -7,21 +7,21 @@ from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs
 from medusa_jax.serving.programs import NotCompiled
-from medusa_jax.serving.prompts import Begun
+from medusa_jax.serving.prompts import RowPrompt
 from medusa_jax.serving.room import Room
 
 
-class Parking:
+class Preemption:
     """Grows the batch for long texts, or takes their rows out until larger programs exist."""
 
     def __init__(self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks) -> None:
         self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
 
-    def make_room(self, begun: Begun | None) -> None:
+    def make_room(self, row_prompt: RowPrompt | None) -> None:
         """Grow to the slots that the longest text needs; shrink after a while.
 
         Args:
-          begun: the request whose prompt is being read.
+          row_prompt: the request whose prompt is being read.
         """
         batch, jobs = self._batch, self._jobs
         full_jobs = {
@@ -32,8 +32,8 @@ class Parking:
         if full_jobs:
             self._grow(full_jobs)
         lengths = {at: job.length for at, job in jobs.running.items()}
-        if begun:
-            lengths[begun.at] = len(begun.job.prompt)
+        if row_prompt:
+            lengths[row_prompt.at] = len(row_prompt.job.prompt)
         if lengths:
             self._room.shrink(lengths, self._chunks.unseen_tokens)
 
