@@ -30,7 +30,7 @@ from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.kernels.choose import choose_kernels
-from medusa_jax.model.decode_params import decoder
+from medusa_jax.model.convert import decoder
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
@@ -51,7 +51,7 @@ class Model:
       config: shape of the backbone.
       drafter: the draft heads.
       variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
-        `model/decode_params.py` makes them.
+        `model/convert.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.

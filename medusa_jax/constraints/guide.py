@@ -174,7 +174,5 @@ class MatcherGuide:
 def first_line(error: Any) -> str:
     """Return the first line of a message that may show the whole grammar, and a parser's `error: ` line."""
     first, *lines = str(error).strip().splitlines() or [""]
-    detail = next(
-        (line.strip() for line in lines if line.strip().startswith("error: ")), ""
-    )
-    return f"{first[:200]} {detail[:100]}".strip()
+    note = next((line.strip() for line in lines if line.strip().startswith("error: ")), "")
+    return f"{first[:200]} {note[:100]}".strip()

@@ -27,11 +27,9 @@ def prepare(
     if name != "embed_tokens":
         return {name: _packed(blocks, others[name], storage.activations)}
     rows: BlockRows = blocks["embedding"]
-    has_kernel = packs(rows.blocks.kind, rows.inputs)
-    panels = (
-        pack(rows, storage.activations) if has_kernel or config.tie_embeddings else None
-    )
-    embedding = panels if has_kernel else jnp.asarray(rows.blocks.unpacked(slice(None)))
+    native = packs(rows.blocks.kind, rows.inputs)
+    panels = pack(rows, storage.activations) if native or config.tie_embeddings else None
+    embedding = panels if native else jnp.asarray(rows.blocks.unpacked(slice(None)))
     # A tied LM head is the same panels.
     head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
     return {name: {"embedding": embedding}, **head}

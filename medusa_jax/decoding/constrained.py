@@ -187,10 +187,8 @@ def step(
     for row, work in masks.items():
         nodes_BM[row] = work.nodes_M
     cache, uncached = state.cache, state.replace(cache=None)
-    device_drafts = drafts._replace(nodes_BM=nodes_BM.copy())
-    hidden_BME, logits_BMV, cache = verify_nodes(
-        engine, variables, cache, uncached, device_drafts
-    )
+    copy = drafts._replace(nodes_BM=nodes_BM.copy())
+    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, uncached, copy)
     masks = workers.filled(masks)
     for row, work in masks.items():
         next_status_B[row] = STUCK if work.stuck else RUNNING

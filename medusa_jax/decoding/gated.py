@@ -39,9 +39,8 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
     """
     gate = gate_of(state)
     running_B = state.status_B == RUNNING
-    result = StepResult(
-        state, jnp.array(True), jnp.zeros_like(state.n_new_B), jnp.zeros((), jnp.int32)
-    )
+    waits, levels = jnp.array(True), jnp.zeros((), jnp.int32)
+    result = StepResult(state, waits, jnp.zeros_like(state.n_new_B), levels)
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 

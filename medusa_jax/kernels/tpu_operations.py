@@ -57,18 +57,18 @@ def attend_tree(
 
     B, T, N, H = q_BTNH.shape
     G, S = k_BGSH.shape[1:3]
-    R, padding = N // G, -T % TILE
+    R, pad = N // G, -T % TILE
     size = next(size for size in BLOCKS if S % size == 0)
-    Q = R * (T + padding)
+    Q = R * (T + pad)
     max_groups = max(1, min(HEADS, G, ROWS // Q))
     heads = next(n for n in range(max_groups, 0, -1) if G % n == 0)
     dtype = at_least_f32(q_BTNH.dtype)
     q_BTNH = (q_BTNH.astype(dtype) * H**-0.5).astype(q_BTNH.dtype)
-    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0)))
     # Order the queries of a group by head, then by token: the mask of tokens repeats R times.
-    q_BGQH = q_BTNH.reshape(B, T + padding, G, R, H).transpose(0, 2, 3, 1, 4)
+    q_BGQH = q_BTNH.reshape(B, T + pad, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)
-    mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, padding), (0, 0)))
+    mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, pad), (0, 0)))
 
     def used(b: Any, s: Any, end_B: Any) -> Any:
         """The block of step s; steps after the end repeat the last used block."""
@@ -78,16 +78,12 @@ def attend_tree(
     keys = pl.BlockSpec(
         (1, heads, size, H), lambda b, g, s, end: (b, g, used(b, s, end), 0)
     )
-    masks = pl.BlockSpec(
-        (1, T + padding, size), lambda b, g, s, end: (b, 0, used(b, s, end))
-    )
+    masks = pl.BlockSpec((1, T + pad, size), lambda b, g, s, end: (b, 0, used(b, s, end)))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(B, G // heads, S // size),
         in_specs=[queries, keys, keys, masks],
-        out_specs=pl.BlockSpec(
-            (1, T + padding, heads * R * H), lambda b, g, s, end: (b, 0, g)
-        ),
+        out_specs=pl.BlockSpec((1, T + pad, heads * R * H), lambda b, g, s, end: (b, 0, g)),
         scratch_shapes=[
             pltpu.VMEM((heads, Q, H), dtype),
             pltpu.VMEM((heads, Q, 1), dtype),
@@ -98,14 +94,14 @@ def attend_tree(
     out_BTD = pl.pallas_call(
         functools.partial(_block, repeats=R),
         grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct((B, T + padding, N * H), q_BTNH.dtype),
+        out_shape=jax.ShapeDtypeStruct((B, T + pad, N * H), q_BTNH.dtype),
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * N * (T + padding) * S * H,
-            transcendentals=B * N * (T + padding) * S,
+            flops=4 * B * N * (T + pad) * S * H,
+            transcendentals=B * N * (T + pad) * S,
             bytes_accessed=2 * k_BGSH.size * k_BGSH.dtype.itemsize,
         ),
         name="attend_tree",

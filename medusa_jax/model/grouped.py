@@ -93,18 +93,16 @@ def attend(
         score_BGQS = dot(q_BGQH, k_BGSH, 3)
     if new is not None and start_B is not None:
         k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-        diagonal_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
-        score_BGQS = jnp.where(diagonal_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
+        diag_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+        score_BGQS = jnp.where(diag_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
     score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
     weight_BGQS = fold_queries(jax.nn.softmax(score_BGTRS, axis=-1))
     if new is None:
         out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
     else:
-        diag_BGQ1 = jnp.sum(
-            jnp.where(diagonal_B11S, weight_BGQS, 0), axis=-1, keepdims=True
-        )
-        weight_BGQS = jnp.where(diagonal_B11S, 0, weight_BGQS)
+        diag_BGQ1 = jnp.sum(jnp.where(diag_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
+        weight_BGQS = jnp.where(diag_B11S, 0, weight_BGQS)
         out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
         out_BGQH += diag_BGQ1 * v_BG1H.astype(wide)
     return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))

@@ -229,7 +229,7 @@ class Batch:
         running_B: np.ndarray,
         group: Group,
         steps: int,
-        short_steps: int,
+        few_steps: int,
         guides: Mapping[int, Guide] | None = None,
     ) -> tuple[Progress, int]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
@@ -239,8 +239,8 @@ class Batch:
           group: the group of these rows. Steps without drafts do not update the drafter's state, so such
             a row cannot draft again.
           steps: maximum number of steps.
-          short_steps: maximum if one of the rows has already ended, since its row may soon be needed.
-          guides: by row. A group with constraints takes `short_steps` steps, or one if other rows wait.
+          few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
+          guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
@@ -253,13 +253,13 @@ class Batch:
             self._state.status_B,
             running_B,
             np.int32(steps),
-            np.int32(short_steps),
+            np.int32(few_steps),
         )
         state = self._state.replace(status_B=status_B)
         state = rows.with_extras(state, self._extras.of_group(group))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
-            steps = 1 if (running_B == PAUSED).any() else short_steps
+            steps = 1 if (running_B == PAUSED).any() else few_steps
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
             state, progress = decode_loop(engine, variables, state, max_steps, True)

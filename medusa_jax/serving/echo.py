@@ -53,7 +53,7 @@ def echo_of(
         return Delta(text, [], list(ids), [], [])
     piece = piece or piece_for(model)
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
-    config, n_best = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
+    config, n_top = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
     empty = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
     state: Any = placed(backbone.llama.mesh, empty)
@@ -61,14 +61,13 @@ def echo_of(
     text_S[: len(ids)] = ids
     logprobs, tops = list[float | None]([None]), list[Any]([None])
     for begin in range(0, len(ids) - 1, piece):
-        tokens = (text_S[None, b : b + piece] for b in (begin, begin + 1))
-        state, scored = read_scored(
-            backbone, n_best, state, *tokens, np.array([begin], np.int32)
-        )
-        logprob_T, best_TN, ids_TN = (
+        tokens_BT, next_BT = (text_S[None, b : b + piece] for b in (begin, begin + 1))
+        begin_B = np.array([begin], np.int32)
+        state, scored = read_scored(backbone, n_top, state, tokens_BT, next_BT, begin_B)
+        text_T, best_TN, ids_TN = (
             np.asarray(x)[0].tolist() for x in jax.tree.leaves(scored)
         )
-        logprobs += logprob_T
+        logprobs += text_T
         tops += [list(zip(*top))[:n] for top in zip(ids_TN, best_TN)]
     return Delta(text, [], list(ids), logprobs[: len(ids)], tops[: len(ids)])
 

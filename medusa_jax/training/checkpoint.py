@@ -144,9 +144,7 @@ class Checkpoints:
                 break
             damaged[step] = problem
         else:
-            reasons = "; ".join(
-                f"step {step}: {reason}" for step, reason in damaged.items()
-            )
+            reasons = "; ".join(f"step {n}: {reason}" for n, reason in damaged.items())
             raise UserError(
                 f"no checkpoint in {self.directory} can be read ({reasons}); restore them from a copy, "
                 "or use another --workdir"

@@ -67,14 +67,12 @@ def dry_run(plan: RunPlan) -> Json:
         for name, group in groups.items():
             print(f"{kind + ' ' + name:21} {byte_size(stored_bytes(group))}")
     micro, rows, length = report["batch"]
-    byte_sizes = " + ".join(
-        f"{byte_size(n)} {name}" for name, n in report["stored"].items()
-    )
+    stored = " + ".join(f"{byte_size(n)} {name}" for name, n in report["stored"].items())
     total = byte_size(sum(report["stored"].values()))
     print(f"trainable parameters  {report['trainable_parameters']:,}")
     print(f"batch                 {micro} x {rows} rows of {length} tokens per update")
     # Flushed, since compiling may take long.
-    print(f"stored per device     {byte_sizes} = {total}", flush=True)
+    print(f"stored per device     {stored} = {total}", flush=True)
     begin = time.monotonic()
     report = measure(plan, shapes)
     traffic = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]

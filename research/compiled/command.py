@@ -22,7 +22,7 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.choose import choose_kernels
-from medusa_jax.model.decode_params import choose_storage
+from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file, tree_of_size

@@ -92,7 +92,7 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
         f"--config.data.features_path={flags.out}/features",
         f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
         f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
-        *(f"--config.{f}" for drafter, _, f in (x.partition(":") for x in flags.only) if drafter == name),
+        *(f"--config.{f}" for drafter, _, f in (x.partition(":") for x in flags.only) if drafter == name)
     ]  # fmt: skip
     if export.exists():
         refuse_other(run, dataclasses.asdict(train.parse(arguments)))
@@ -151,12 +151,10 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
                 f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
             )
     # Train everything first, so that all measurements are taken together.
-    folders = {
-        n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names
-    }
-    runs = {name: [measure_one(flags, path) for path in folders[name]] for name in names}
-    curves = {name: [curve(path) for path in folders[name]] for name in names}
-    speeds = race_first_seeds(flags, folders, runs)
+    dirs = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
+    runs = {name: [measure_one(flags, path) for path in dirs[name]] for name in names}
+    curves = {name: [curve(path) for path in dirs[name]] for name in names}
+    speeds = race_first_seeds(flags, dirs, runs)
     text = "\n\n".join(
         (family_table(runs, speeds), convergence(curves), orders(runs) + "\n")
     )

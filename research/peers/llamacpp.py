@@ -31,10 +31,8 @@ def contenders(setting: Setting) -> list[Contender]:
     settings = {"n_ctx": setting.context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
     float32 = llama_cpp.GGML_TYPE_F32
-    float32_settings = settings | {"type_k": float32, "type_v": float32}
-    engines = [
-        _contender(llama_cpp, as_float32(path), "F32", float32_settings, setting.new_tokens)
-    ]
+    wide = settings | {"type_k": float32, "type_v": float32}
+    engines = [_contender(llama_cpp, as_float32(path), "F32", wide, setting.new_tokens)]
     if kind != "F32":
         engines.append(_contender(llama_cpp, path, kind, settings, setting.new_tokens))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

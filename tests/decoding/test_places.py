@@ -57,10 +57,8 @@ def test_bias_and_repetition_are_those_of_transformers(repetition):
     from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
     rng = np.random.default_rng(0)
-    logits, asked = (
-        rng.standard_normal(6),
-        PenaltyOptions(0, 0, repetition, ((1, 2.5), (4, -1.0))),
-    )
+    logits = rng.standard_normal(6)
+    asked = PenaltyOptions(0, 0, repetition, ((1, 2.5), (4, -1.0)))
     ids, scores = torch.tensor([[1, 1, 2, 4]]), torch.tensor(logits[None])
     bias = [[[token], value] for token, value in asked.bias]
     scores = SequenceBiasLogitsProcessor(bias)(ids, scores)

@@ -134,10 +134,10 @@ class Port:
     async def models(self, request: HttpRequest) -> Response:
         """Return the one model, with the numbers that the page shows."""
         self._check_key(request)
-        path_name, model = request.path_params.get("name"), self._server.model
-        if path_name not in (None, self._name):
+        model_name, model = request.path_params.get("name"), self._server.model
+        if model_name not in (None, self._name):
             raise HttpError(
-                404, f"there is no model {path_name!r} here", code="model_not_found"
+                404, f"there is no model {model_name!r} here", code="model_not_found"
             )
         entry = {
             "id": self._name,
@@ -153,7 +153,7 @@ class Port:
                 "chat": self._template != PLAIN,
             },
         }
-        return JSONResponse(entry if path_name else {"object": "list", "data": [entry]})
+        return JSONResponse(entry if model_name else {"object": "list", "data": [entry]})
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/completions`."""
@@ -256,10 +256,8 @@ class Port:
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
             return
-        header = request.headers.get("authorization", "")
-        if not hmac.compare_digest(
-            header.encode("latin-1"), f"Bearer {self._key}".encode()
-        ):
+        header = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(header, f"Bearer {self._key}".encode()):
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
             raise HttpError(401, message, code="invalid_api_key")
 
@@ -274,9 +272,8 @@ class Port:
         if kind != "application/json":
             raise HttpError(415, "the body should be application/json")
         limit = self._limits.body_bytes
-        too_large = HttpError(
-            413, f"the body is larger than {limit} bytes", code="too_large"
-        )
+        message = f"the body is larger than {limit} bytes"
+        too_large = HttpError(413, message, code="too_large")
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > limit:
             raise too_large

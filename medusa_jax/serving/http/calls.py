@@ -239,33 +239,29 @@ def _biases(fields: BodyFields) -> tuple[tuple[int, float], ...]:
     return biases
 
 
-def _constraint(
-    fields: BodyFields, tool_call: tuple[str, Json] | None
-) -> Constraint | None:
+def _constraint(fields: BodyFields, tools: tuple[str, Json] | None) -> Constraint | None:
     """Read vLLM's constraints.
 
     Args:
-      tool_call: name and value of a constraint already read.
+      tools: name and value of a constraint already read.
 
     Raises:
       HttpError: a constraint that cannot be served, or two of them.
     """
-    constraints = [tool_call] if tool_call else []
+    forms = [tools] if tools else []
     for name, kind in GUIDED.items():
         value = fields.take(f"guided_{name}", ANYTHING, "a constraint", None)
         if value is not None:
-            constraints.append((f"guided_{name}", {kind: value}))
+            forms.append((f"guided_{name}", {kind: value}))
     structured = fields.inside("structured_outputs", STRUCTURED)
     for name, kind in {**GUIDED, "json_object": "json_object"}.items():
         value = structured.take(name, ANYTHING, "a constraint", None)
         if value is not None and value is not False:
-            constraints.append(("structured_outputs", {kind: value}))
-    if len(constraints) > 1:
-        names = " and ".join(repr(name) for name, _ in constraints)
-        raise HttpError(
-            400, f"an answer has one constraint, not {names}", constraints[1][0]
-        )
-    for name, form in constraints:
+            forms.append(("structured_outputs", {kind: value}))
+    if len(forms) > 1:
+        names = " and ".join(repr(name) for name, _ in forms)
+        raise HttpError(400, f"an answer has one constraint, not {names}", forms[1][0])
+    for name, form in forms:
         with fields.blamed(name):
             return constraint_of(form)
     return None
