@@ -73,5 +73,7 @@ def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
     assert rows.dtype == np.uint8
     n_words = loaded().call("medusa_packed_words", form, outputs, inputs)
     rows, words = np.ascontiguousarray(rows), np.zeros(n_words, np.uint32)
-    given = rows.ctypes.data, size, outputs, inputs, words.ctypes.data
-    return words if loaded().call("medusa_pack", form, *given) else None
+    is_packed = loaded().call(
+        "medusa_pack", form, rows.ctypes.data, size, outputs, inputs, words.ctypes.data
+    )
+    return words if is_packed else None

@@ -43,7 +43,7 @@ GUESSES = 16
 
 
 class HostInputs(NamedTuple):
-    """What the host reads before a step.
+    """Results of a draft that the host reads before the step.
 
     Attributes:
       progress: progress of the state.
@@ -179,8 +179,10 @@ def step(
             # With such rules the text depends on the drafts, so they are not replaced.
             guesses_MK = None if engine.rule.by_drafts else np.asarray(guesses_BMK)[row]
             new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
-            tree_of_row = nodes_BM[row].copy(), _children(tree), guesses_MK
-            works[row] = RowWork(guide, new, *tree_of_row, allowed_BMW[row].copy())
+            nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
+            works[row] = RowWork(
+                guide, new, nodes_M, _children(tree), guesses_MK, allowed_MW
+            )
     next_status_B = np.full(B, RUNNING, np.int32)
     next_status_B[list(works)] = PAUSED
     masks = workers.replaced(works)
@@ -212,7 +214,7 @@ def stream(
     request: DecodeRequest,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """As `generate.stream`, one step at a time, for requests with guides.
+    """Decode like `generate.stream`, one step at a time, for requests with guides.
 
     The caller reads a step's text while the device runs the next accept and draft.
     """
@@ -240,7 +242,7 @@ def stream(
 
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
-    """As `generate.warm_up`, for requests with guides."""
+    """Compile like `generate.warm_up`, for requests with guides."""
     state, ladder = begin(engine, variables, request)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in ladder:

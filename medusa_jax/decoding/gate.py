@@ -32,7 +32,7 @@ RECENT = 64
 PRIOR, ABOVE = 4.0, 2.0
 # Another size must be faster than the current one by this factor, since the estimates are noisy.
 MARGIN = 1.01
-# Plain steps before drafts are tried again: so many that a trial like the last one costs this share of the
+# Plain steps before drafts are tried again: enough that a trial like the last one costs this share of the
 # time, within these bounds.
 OVERHEAD, PAUSES = 0.02, (32, 256)
 # Least number of steps with drafts in such a trial.

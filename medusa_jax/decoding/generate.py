@@ -135,7 +135,7 @@ class RowCache(Protocol):
     def begin(
         self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
-        """As the function `begin`."""
+        """Prefill a request from the cached row, like the function `begin`."""
 
 
 def begin(
@@ -255,7 +255,7 @@ def chunks(
     chunk_steps: int,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """As `stream`, after `begin`. Consumes the state."""
+    """Stream a request that `begin` has prefilled. Consumes the state."""
     progress = copied_progress(engine.depth_only, state)
     stopped_B = np.zeros(len(request.prompts), bool)
     size = 0

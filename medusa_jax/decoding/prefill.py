@@ -116,9 +116,8 @@ def read_piece(
         reported_B1V, chosen_B1V = adjust(
             engine, sampling, backbone, place, backbone.lm_head(last_B1E)
         )
-        drawn = engine.rule.noise is not None
-        given = chosen_B1V, last_B1, sampling if drawn else None
-        root_B1 = target_tokens(engine.kernels, *given)
+        draws = sampling if engine.rule.noise is not None else None
+        root_B1 = target_tokens(engine.kernels, chosen_B1V, last_B1, draws)
         n = engine.logprobs
         return root_B1[:, 0], None if n is None else logprobs_of(reported_B1V, root_B1, n)
 

@@ -200,8 +200,15 @@ def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
     zero_B = jnp.zeros((tokens_BO.shape[0],), jnp.float32)
     zero_BV = jnp.zeros((len(zero_B), engine.llama.config.vocab_size), jnp.int32)
     bias_BV, no_BV = zero_BV.astype(jnp.float32), zero_BV.astype(bool)
-    left_B = zero_B.astype(jnp.int32)
-    lists = bias_BV, no_BV, zero_BV, left_B, no_BV
-    penalties = Penalties(zero_B, zero_B, zero_B + 1, *lists)
+    penalties = Penalties(
+        presence_B=zero_B,
+        frequency_B=zero_B,
+        repetition_B=zero_B + 1,
+        bias_BV=bias_BV,
+        prompt_BV=no_BV,
+        counts_BV=zero_BV,
+        left_B=zero_B.astype(jnp.int32),
+        ends_BV=no_BV,
+    )
     room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

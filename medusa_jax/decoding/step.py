@@ -65,8 +65,10 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
         noise_BDO = None
         if engine.rule.noise is not None:
             position_BD = state.length_B[:, None] + 1 + jnp.arange(drafted.depth)[None, :]
-            given = position_BD, backbone.scored, at_least_f32(engine.llama.dtype)
-            noise_BDO = engine.rule.noise(state.sampling, *given)
+            dtype = at_least_f32(engine.llama.dtype)
+            noise_BDO = engine.rule.noise(
+                state.sampling, position_BD, backbone.scored, dtype
+            )
         rank = partial(rank_guesses, engine, state, backbone, noise_BDO)
         request = DraftRequest(state.root_B, drafted, rank)
         return engine.drafter.propose(heads, backbone, state.drafter, request)
@@ -74,8 +76,9 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     filled: Nodes = tree
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
-        text = state.text_BS, state.length_B, state.status_B == RUNNING
-        (nodes_BM, ranked), filled = with_copies(tree, propose, *text)
+        (nodes_BM, ranked), filled = with_copies(
+            tree, propose, state.text_BS, state.length_B, state.status_B == RUNNING
+        )
     else:
         nodes_BM, ranked = propose(tree)
     return Drafts(filled, nodes_BM.astype(jnp.int32), ranked, backbone.ids_O)

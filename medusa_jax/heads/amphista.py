@@ -237,8 +237,10 @@ class Amphista(SeparateHeads):
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, dropout_key = rows
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        given = (hidden_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
-        contexts, _ = self._stages(params, backbone, *given)
+        mask = CausalMask(segment_ids_BT)
+        contexts, _ = self._stages(
+            params, backbone, hidden_BTD, next_BTD, positions_BT, mask
+        )
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
         mixed = self.mix(params, backbone, flat, dropout_key)

@@ -180,11 +180,13 @@ class DFlash(TappedDrafter):
         fc = Linear(c.d_model, False, dtype, kernels=kernels)
         norm = RMSNorm(c.rms_eps, dtype, kernels)
         c_BTD = applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
-        given = c_BTD, rope_tables(c, positions_BT, dtype), CausalMask()
+        rope = rope_tables(c, positions_BT, dtype)
         attention = Attention(c, dtype, 0, kernels)
         layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))
         # The compiler drops the unused output.
-        return tuple(applied(attention, layer, *given)[1] for layer in layers)
+        return tuple(
+            applied(attention, layer, c_BTD, rope, CausalMask())[1] for layer in layers
+        )
 
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
@@ -233,7 +235,7 @@ class DFlash(TappedDrafter):
         return applied(embed, params["heads_0"]["markov_w1"], tokens)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        """With a Markov head [K, B, T, D + R]: W1 of the token before is part of a guess's input."""
+        """Features [K, B, T, D], with a Markov head [.., D + R]: W1 of the previous token is appended."""
         B, T = rows.tokens_BT.shape
         index_BA = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         return self.features_at(params, backbone, rows, index_BA)

@@ -90,7 +90,7 @@ def shift_left(x: jax.Array, places: int) -> jax.Array:
 
 
 class DraftRequest(NamedTuple):
-    """What to draft in a step, the input of `Drafter.propose`.
+    """A request to draft for one step, the input of `Drafter.propose`.
 
     Attributes:
       root_B: the last token of each text.
@@ -308,7 +308,7 @@ class Drafter:
         raise NotImplementedError
 
     def head_params(self, params: Params, k: int) -> Params:
-        """The entries of `params` that `head_logits` of head k reads: by default the LM head of its own."""
+        """The entries of `params` that `head_logits` of head k reads: by default its LM head."""
         name = f"heads_{min(k, self.stored_counts[0] - 1)}"
         return {name: {key: params[name][key] for key in params[name] if key == "lm_head"}}
 

@@ -50,7 +50,7 @@ class CudaKernels(Kernels):
         return product(x, kernel, PRODUCT_ROWS if x.dtype in SHORT else 1)
 
     def top_k(self, scores_RO: jax.Array, n: int) -> jax.Array:
-        """In two stages: XLA's TopK runs a row in one block of threads. For four rows of 128,256 scores that
+        """Top k in two stages: XLA's TopK runs a row in one block of threads. For four rows of 128,256 scores that
         takes an H100 three times as long as the best of 128 parts followed by the best of these."""
         R, O = scores_RO.shape
         width = -(-O // TOP_K_PARTS)

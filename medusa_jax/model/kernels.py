@@ -1,4 +1,4 @@
-"""What differs by platform: one object, chosen once (`kernels/choose.py`) and given to `Llama`.
+"""Operations that differ by platform: one object, chosen once (`kernels/choose.py`) and given to `Llama`.
 
 | new tokens of a row             | cache           | method                                                 |
 |---------------------------------|-----------------|--------------------------------------------------------|
@@ -129,7 +129,7 @@ class Kernels:
         start_B: jax.Array,
         input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        """As `layers.Block` over few tokens after a cached text, in one call.
+        """Apply `layers.Block` to few tokens after a cached text, in one call.
 
         Args:
           input_BTI: what attention reads; None: the norm of x.

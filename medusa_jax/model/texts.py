@@ -70,7 +70,7 @@ def merge_parts(a: Part, b: Part) -> Part:
 def rows_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> Part:
-    """As `blocks_part`, one row at a time."""
+    """Attend like `blocks_part`, one row at a time."""
 
     @jax.checkpoint
     def row(row_arrays: tuple[PyTree, ...]) -> Part:

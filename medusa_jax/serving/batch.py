@@ -196,8 +196,9 @@ class Batch:
         tokens: Any = np.zeros(T + 1, np.int32)
         text = reading.prompt[begin : begin + T + 1]
         tokens[: len(text)] = text
-        bounds: Any = np.array([begin], np.int32), np.array([n], np.int32)
-        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], *bounds)
+        begin_B: Any = np.array([begin], np.int32)
+        length_B: Any = np.array([n], np.int32)
+        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], begin_B, length_B)
         n_best = self._with_logprobs.logprobs
         engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)

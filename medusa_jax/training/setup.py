@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the loaded backbone."""
+        """The fingerprint of the loaded backbone."""
         return None if self.base is None else self.base["fingerprint"]
 
     @property

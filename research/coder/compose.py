@@ -3,7 +3,7 @@
 Four kinds, in every ten prompts five, two, two and one:
 
     middle     Qwen's fill in the middle: <|fim_prefix|> 50 to 400 tokens <|fim_suffix|> 0 to 200 tokens
-               <|fim_middle|>; the cursor is anywhere in a line, at its end, or behind the next line's indent
+               <|fim_middle|>; the cursor is anywhere in a line, at its end, or after the next line's indent
     function   a function's documentation and first line, half of them after the lines above it
     edit       a conversation: change, test, explain or repair a short function
     question   a conversation: a question about a function of a library

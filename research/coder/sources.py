@@ -82,7 +82,7 @@ def download(source: Source, into: Path) -> None:
 
 
 def source_options(folder: Path) -> list[str]:
-    """Options by which apt reads source packages, with a state of its own in `folder`."""
+    """Options by which apt reads source packages, with a separate state in `folder`."""
     apt = folder / "apt"
     listed = apt / "debian.sources"
     options = {

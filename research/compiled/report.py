@@ -17,7 +17,7 @@ from research.compiled.warnings import warnings_of
 
 
 class Report(NamedTuple):
-    """What the command prints: with `--json`, and without."""
+    """The output of the command: with `--json`, and without."""
 
     facts: dict[str, Any]
     text: str

@@ -143,7 +143,7 @@ def measure(record: Record, timed: Timed, batch: int, context: int, speed: float
     n_bytes = weights + batch * (bytes_per_token(model, context) - weights)
     heads = sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"]))
     for i, n in enumerate(engines):
-        bound = (n_bytes + heads * (n > 1)) / speed
+        bound = (n_bytes + (heads if n > 1 else 0)) / speed
         record.row(
             "step",
             drafter=drafter_of(model, n),

@@ -1,4 +1,4 @@
-"""A peer whose package is in a folder of its own: versions of one package, which cannot share a process."""
+"""A peer with its package in a separate folder: versions of one package, which cannot share a process."""
 
 import importlib
 import multiprocessing

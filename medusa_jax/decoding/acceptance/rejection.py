@@ -182,8 +182,10 @@ def _rejection(kernels: Kernels, v: Verified) -> Accepted:
     drafts = v.drafts
     assert isinstance(drafts.tree, Tree)
     logits = [ranked.logits for ranked in drafts.ranked]
-    verified = (v.logits_BMV, drafts.tree, v.sampling, v.length_B)
-    return accept_rejection(kernels, drafts.nodes_BM, *verified, logits, drafts.ids_O)
+    return accept_rejection(
+        kernels, drafts.nodes_BM, v.logits_BMV, drafts.tree, v.sampling, v.length_B, logits,
+        drafts.ids_O,
+    )  # fmt: skip
 
 
 # Drafts use a noise stream independent of the verifier's.

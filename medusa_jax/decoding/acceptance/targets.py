@@ -75,7 +75,7 @@ Walk = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def accept_down(kernels: Kernels, v: Verified) -> Accepted:
-    """As `accept_targets`, computing target tokens only down the accepted path, one depth at a time
+    """Accept like `accept_targets`, computing target tokens only down the accepted path, one depth at a time
     (`Kernels.path_only`)."""
     tree, nodes_BM = v.drafts.tree, v.drafts.nodes_BM
     parent_M, depth_M = jnp.asarray(tree.parent_M), jnp.asarray(tree.depth_M)

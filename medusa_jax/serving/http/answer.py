@@ -111,9 +111,10 @@ class Answer:
     def _submit(self, delivers: list[Callable[[Delta | Stopped], None]]) -> None:
         echoes, call = self._reply.echoes, self._reply.call
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):
-            arguments = self._server.model, text, request.prompt, request.options.logprobs
             # Choices of one prompt share its scores.
-            echoes[i] = echoes.get(i - request.id) or echo_of(*arguments)
+            echoes[i] = echoes.get(i - request.id) or echo_of(
+                self._server.model, text, request.prompt, request.options.logprobs
+            )
         if call.empty:
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)

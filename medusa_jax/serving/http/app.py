@@ -157,8 +157,8 @@ class Port:
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/completions`."""
-        more = self._name, self._server.model, self._check_length
-        return partial(self._call, lambda body: completion_call(body, *more))
+        name, model, check = self._name, self._server.model, self._check_length
+        return partial(self._call, lambda body: completion_call(body, name, model, check))
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
         """Answer `POST /v1/chat/completions`."""

@@ -42,7 +42,7 @@ class HeadReads(NamedTuple):
     def of_head(
         cls, drafter: Drafter, params: Params, backbone: Backbone, k: int
     ) -> "HeadReads":
-        """What head k reads."""
+        """The parameters that head k reads."""
         heads = drafter.head_params(params, k)
         if drafter.heads.lm_head == "shared":
             return cls.of_backbone(backbone, heads)

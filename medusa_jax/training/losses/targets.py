@@ -1,4 +1,4 @@
-"""What each draft head predicts where: its features, labels and masks, from whole rows or from drawn anchors."""
+"""Features, labels and masks of each draft head, from whole rows or from drawn anchors."""
 
 from typing import NamedTuple
 
