@@ -80,11 +80,7 @@ def abstract_state(
 
 
 def random_backbone(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    storage: Storage,
-    mesh: Mesh | None = None,
-    kernels: Kernels = PLAIN,
+    config: LlamaConfig, dtype: DTypeLike, storage: Storage, mesh: Mesh | None = None
 ) -> Params:
     """Random parameters of the backbone in decoding form.
 
@@ -95,18 +91,16 @@ def random_backbone(
     params: Params = {}
     for name, shapes in trained_shapes(config)["backbone"].items():
         part = {name: _random(shapes, dtype, len(params))}
-        params |= place_part(config, part, dtype, mesh, storage, kernels)
+        params |= place_part(config, part, dtype, mesh, storage, PLAIN)
     return params
 
 
-def random_heads(
-    drafter: Drafter, dtype: DTypeLike, storage: Storage, kernels: Kernels = PLAIN
-) -> Params:
+def random_heads(drafter: Drafter, dtype: DTypeLike, storage: Storage) -> Params:
     """Random parameters of draft heads in decoding form, created one entry at a time."""
     params: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
         part = {name: _random(shapes, dtype, len(params))}
-        params |= place_head(part, storage.of_drafts, kernels)
+        params |= place_head(part, storage.of_drafts, PLAIN)
     return params
 
 

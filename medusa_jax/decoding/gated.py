@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
@@ -37,15 +36,16 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
     in place, while the branches of a conditional would copy the cache. Plain steps keep the
     drafter's state up to date, so that any step may draft.
     """
-    gate = gate_of(state)
-    running_B = state.status_B == RUNNING
+    gate = state.gate
+    assert gate is not None
+    chosen, running_B = gate.index_1[0], state.status_B == RUNNING
     waits, levels = jnp.array(True), jnp.zeros((), jnp.int32)
     result = StepResult(state, waits, jnp.zeros_like(state.n_new_B), levels)
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 
         def is_chosen(carry: StepResult, index: int = index) -> jax.Array:
-            return carry.waits & (gate.index_1[0] == index)
+            return carry.waits & (chosen == index)
 
         def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
             return step_with(sized, variables, carry.state)
@@ -66,9 +66,3 @@ def step_with(engine: Engine, variables: Params, old: DecodeState) -> StepResult
         levels = 1
     new = pin_state(engine.llama.mesh, new)
     return StepResult(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
-
-
-def gate_of(state: DecodeState) -> Gate:
-    """The gate of a gated engine's state."""
-    assert state.gate is not None
-    return state.gate

@@ -57,11 +57,7 @@ Mask = jax.Array | PathMask | CausalMask
 
 
 def mask_after(
-    T: int,
-    slots: int,
-    start_B: jax.Array,
-    self_mask_TR: jax.Array | None = None,
-    fused: bool = False,
+    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None, fused: bool
 ) -> Mask:
     """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
 

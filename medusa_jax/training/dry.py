@@ -113,16 +113,12 @@ def shapes_of(plan: RunPlan) -> Shapes:
     state = placed_shapes(mesh, jax.eval_shape(begin, frozen))
     schedule = make_schedule(plan.optim, steps)
     step = make_step(stage, optimizer, schedule, train.seed, mesh)
-    row = row_shapes(data.seq_len)
+    kinds = ((name, np.dtype(kind)) for name, kind in ROW.items())
+    row = {name: jax.ShapeDtypeStruct((data.seq_len,), kind) for name, kind in kinds}
     if data.cache_features:
         row["hidden"] = hidden_shape(data.cache_features, data.seq_len, stage)
     batch = batch_shapes(mesh, row, plan.microbatch, train.accumulation)
     return Shapes(step, state, frozen, batch, mesh)
-
-
-def row_shapes(T: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a row of T tokens."""
-    return {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
 
 
 def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:

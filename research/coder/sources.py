@@ -46,9 +46,9 @@ class Source:
         return Path(self.language, self.package)
 
 
-def read_table(path: Path = TABLE) -> list[Source]:
+def read_table() -> list[Source]:
     """All sources, in the order of the table."""
-    with open(path) as file:
+    with open(TABLE) as file:
         return [Source(**row) for row in csv.DictReader(file, delimiter="\t")]
 
 

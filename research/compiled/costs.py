@@ -174,20 +174,17 @@ def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
     return sum(repeats(c, compiled, n_layers) for c in costs if launches(c.instruction))
 
 
-def kernels_of(
-    compiled: Compiled, n_layers: int, layers: int = 0, filters: tuple[str, ...] = ()
-) -> tuple[int, int]:
+def kernels_of(compiled: Compiled, n_layers: int, layers: int = 0) -> tuple[int, int]:
     """Kernels of a step of a compiled loop of decode steps, and the bytes that they read.
 
     Args:
       n_layers: layers of the model.
       layers: those that the program has; 0: all.
-      filters: as for `step_costs`.
     """
     program = read_program(compiled.as_text() or "")
-    costs = step_costs(program, 0.0, filters=filters)
-    sizes = (layers or n_layers, n_layers)
-    return round(kernels(costs, *sizes)), round(bytes_read(program, costs, *sizes))
+    costs, layers = step_costs(program, 0.0, filters=()), layers or n_layers
+    n_bytes = bytes_read(program, costs, layers, n_layers)
+    return round(kernels(costs, layers, n_layers)), round(n_bytes)
 
 
 def bytes_read(program: Program, costs: list[Cost], compiled: int, n_layers: int) -> float:

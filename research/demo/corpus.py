@@ -57,7 +57,7 @@ SEED_TOKENS = (64, 128)
 _OUTPUTS = ("tokenizer", "train", "heldout", "seeds.jsonl")
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
+def train_tokenizer(texts: Iterator[str], vocab_size: int):
     """A byte-level BPE `tokenizers.Tokenizer` of exactly `vocab_size` ids.
 
     Ids 0..255 are bytes (id 0 is an ordinary token), then merges, `<|endoftext|>` last.
@@ -67,7 +67,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -89,7 +89,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
     return tokenizer
 
 
-def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
+def save_tokenizer(tokenizer, folder: Path) -> None:
     """Write the three files that `AutoTokenizer.from_pretrained(folder)` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -99,7 +99,7 @@ def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
         "eos_token": END_OF_TEXT,
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
+        "model_max_length": 2048,
     }
     specials = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     write_json(folder / "tokenizer_config.json", config)

@@ -173,11 +173,11 @@ def distinct_lines(text: str) -> set[str]:
 
 
 def split_files(
-    files: list[SourceFile], heldout: float, limit: float = 0.3
+    files: list[SourceFile], heldout: float
 ) -> tuple[list[SourceFile], list[SourceFile], list[str]]:
     """Return (train, heldout, names of files dropped as near-duplicates of a held-out one).
 
-    heldout: expected share of files. A training file is dropped if it shares more than `limit` of its
+    heldout: expected share of files. A training file is dropped if it shares more than 30% of its
     distinct lines, or of a held-out file's, with that file. Lines in more than 20 files are ignored as
     idioms.
     """
@@ -200,7 +200,7 @@ def split_files(
         text = lines[file.path]
         common = Counter(p for line in text for p in owners.get(line, ()))
         is_near = any(
-            n >= 5 and n > limit * min(len(text), len(lines[p])) for p, n in common.items()
+            n >= 5 and n > 0.3 * min(len(text), len(lines[p])) for p, n in common.items()
         )
         if is_near:
             dropped.append(file.path)

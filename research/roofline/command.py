@@ -59,11 +59,11 @@ def step_of(
 
 
 def predict(
-    flags: Flags, roofs: roofline.Roofs, batch: int, length: int, size: int = roofline.BF16
+    flags: Flags, roofs: roofline.Roofs, batch: int, length: int
 ) -> list[roofline.Prediction]:
     """`roofline.speedups` of all trees up to --most_nodes."""
     curve = roofline.acceleration_of(flags.curve)
-    step = partial(step_of, flags, batch, length, size=size)
+    step = partial(step_of, flags, batch, length)
     return roofline.speedups(roofs, step, curve, range(1, flags.most_nodes + 1))
 
 

@@ -184,7 +184,7 @@ def _rejection(kernels: Kernels, v: Verified) -> Accepted:
     logits = [ranked.logits for ranked in drafts.ranked]
     return accept_rejection(
         kernels, drafts.nodes_BM, v.logits_BMV, drafts.tree, v.sampling, v.length_B, logits,
-        drafts.ids_O,
+        drafts.ids_O
     )  # fmt: skip
 
 
