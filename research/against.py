@@ -129,7 +129,6 @@ def run(flags: Flags) -> int:
 
 
 def processors() -> int:
-    """Number of processors that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on every platform
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 

@@ -163,7 +163,6 @@ def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
 
 
 def run(flags: Flags) -> int:
-    """Decode and print."""
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
     model = load_model(flags, needs_heads=True, tree=flags.tree)

@@ -189,7 +189,6 @@ def split_extras(state: DecodeState) -> tuple[DecodeState, RowExtras]:
 
 
 def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
-    """Put extras back into a state."""
     sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 

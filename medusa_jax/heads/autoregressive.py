@@ -95,11 +95,9 @@ class Autoregressive(Drafter):
 
     @property
     def shape(self) -> LlamaConfig:
-        """The shape of the layers."""
         return self.llama
 
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Stack:
-        """The module."""
         raise NotImplementedError
 
     def run(

@@ -116,7 +116,6 @@ class DFlash(TappedDrafter):
 
     @property
     def n_slots(self) -> int:
-        """Slots of a block."""
         return self.n_heads if self.heads.root_guesses else self.n_heads + 1
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:

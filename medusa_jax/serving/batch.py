@@ -131,12 +131,10 @@ class Batch:
             self._put(self._resized(row, slots), i)
 
     def _row(self, at: int) -> DecodeState:
-        """Copy a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
         return rows.with_extras(row, self._extras.row(at))
 
     def _put(self, row: DecodeState, at: int) -> None:
-        """Overwrite a row."""
         row, extras = rows.split_extras(row)
         self._state = rows.insert_row(self._engine, self._state, row, np.int32(at))
         self._extras.put(extras, at)

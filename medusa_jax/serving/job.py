@@ -171,7 +171,6 @@ class Job:
         )
 
     def _ending(self, progress: Progress) -> Ending:
-        """Return the whole answer."""
         seconds = self.first_at - self.started_at, time.perf_counter() - self.first_at, 0.0
         parts = self.tokenizer, [self.options], self.decode, progress, seconds
         [result] = results_of(*parts)

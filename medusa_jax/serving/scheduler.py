@@ -88,7 +88,6 @@ class Scheduler:
         return sorted({self._batch.slots_for(length) for length in lengths})
 
     def add(self, job: Job) -> None:
-        """Queue a request."""
         self._jobs.waiting.append(job)
 
     def step(self) -> bool:

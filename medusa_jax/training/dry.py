@@ -216,7 +216,6 @@ def stored_bytes(tree: PyTree) -> int:
 
 
 def count(tree: PyTree) -> int:
-    """Number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 

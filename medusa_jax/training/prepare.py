@@ -80,7 +80,6 @@ def prepare(plan: RunPlan, inputs: Inputs) -> Job:
 
 
 def compiled(plan: RunPlan, job: Job, state: TrainState, frozen: PyTree) -> Compiled:
-    """The compiled step."""
     schedule = make_schedule(plan.optim, job.steps)
     step = make_step(job.stage, job.optimizer, schedule, plan.train.seed, plan.mesh)
     accumulation = plan.train.accumulation

@@ -56,7 +56,6 @@ class RunLog:
         self._print(step, record, f"  {speed}  {eta} left")
 
     def evaluation(self, step: int, record: Json) -> None:
-        """Log an evaluation record."""
         self._write(step, "eval", record)
         self._print(step, record, "", "held-out ")
 

@@ -132,7 +132,6 @@ class Library:
 
 @functools.cache
 def functions_of(file: File) -> list[Function]:
-    """The functions of a file, parsed once."""
     return functions(file.text, file.source.language)
 
 

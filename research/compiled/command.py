@@ -79,7 +79,6 @@ class Flags:
 
 
 def run(flags: Flags) -> int:
-    """Compile, then print."""
     if flags.target != HERE:
         jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
     target = find_target(flags.target)

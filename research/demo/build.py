@@ -118,7 +118,6 @@ def stage(name: str, output: Path, command: Sequence[str]) -> None:
 
 
 def run(flags: Flags) -> int:
-    """Run all stages in order."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     work = Path(flags.work)

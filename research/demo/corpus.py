@@ -292,7 +292,6 @@ def run(flags: Flags) -> int:
 
 
 def show(report: Json, out: Path) -> int:
-    """Print the sizes of a corpus."""
     for name, part in report["splits"].items():
         print(
             f"{name}: {part['files']} files, {part['bytes'] / 1e6:.2f} MB, "

@@ -103,7 +103,6 @@ def best_table(what: str, rows: Sequence[dict[str, object]]) -> str:
 
 
 def run(flags: Flags) -> int:
-    """Predict and print."""
     one_of("a chip", flags.chip, CHIPS)
     chip = CHIPS[flags.chip]
     rows = predict(flags, roofline.roofs_of(chip), flags.batch, flags.length)

@@ -192,6 +192,5 @@ class Events:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, last: Json | str) -> None:
-        """Send the last event, and end the response."""
         await self.push(last)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -116,7 +116,6 @@ class Port:
         self._started = int(time.time())
 
     async def page(self, request: HttpRequest) -> Response:
-        """Return the chat page."""
         return HTMLResponse(self._page, headers=PAGE_HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
@@ -156,12 +155,10 @@ class Port:
         return JSONResponse(entry if model_name else {"object": "list", "data": [entry]})
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
-        """Answer `POST /v1/completions`."""
         name, model, check = self._name, self._server.model, self._check_length
         return partial(self._call, lambda body: completion_call(body, name, model, check))
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
-        """Answer `POST /v1/chat/completions`."""
         model, limit = self._server.model, self._server.most_new
         more = self._name, model, self._template, limit, self._check_length
         return partial(self._call, lambda body: chat_call(body, *more))

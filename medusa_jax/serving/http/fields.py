@@ -121,15 +121,12 @@ class BodyFields:
         return value
 
     def text(self, name: str, default: Any = "") -> Any:
-        """Return a string."""
         return self.take(name, (str,), "text", default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
         return self.take(name, (bool,), "true or false", default)
 
     def number(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """Return a number from `low` to `high`."""
         value = self.take(name, (int, float), "a number", default)
         if value is not None and not low <= value <= high:
             bounds = f"from {low} to {high}" if high < math.inf else f"at least {low}"

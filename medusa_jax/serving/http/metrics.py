@@ -51,7 +51,6 @@ class Metrics:
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
 
     def ended(self, ending: Ending) -> None:
-        """Count a choice that has ended."""
         result, seconds = ending.result, ending.waited_seconds
         first = seconds + result.prefill_seconds
         self._prompt.inc(result.prompt_tokens)

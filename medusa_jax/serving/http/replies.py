@@ -129,7 +129,6 @@ class Reply:
         ]
 
     def piece(self, index: int, delta: Delta) -> Json:
-        """Return the event of a delta."""
         content: Json = {"text": delta.text}
         if self.call.chat:
             content = {"delta": self._delta(index, delta)}
@@ -182,7 +181,6 @@ class Reply:
         return f"{prompt_tokens} + {new_tokens} tokens, the first of them after {seconds:.2f} s"
 
     def _message(self, index: int, result: Result) -> Json:
-        """Return the message of a whole choice."""
         text, calls = result.text, []
         if self.readers:
             cut = result.finish_reason != "stop"
@@ -193,7 +191,6 @@ class Reply:
         return message | ({"tool_calls": calls} if calls else {})
 
     def _delta(self, index: int, delta: Delta) -> Json:
-        """Return the new part of the message."""
         text, calls, ending = delta.text, list[Json](), delta.ending
         if self.readers:
             cut = bool(ending and ending.result.finish_reason != "stop")

@@ -36,7 +36,6 @@ class RecordEncoder(TextEncoder):
             chat.template_source(self.tokenizer, pack.chat_template)
 
     def encode(self, record: object) -> Encoded:
-        """Encode a parsed sample."""
         fields = record if isinstance(record, dict) else {}
         if field := FIELDS.get(self.pack.format):
             if not isinstance(fields.get(field), list):

@@ -77,7 +77,6 @@ def next_token_loss(
 
 
 def next_token_mean(loss: jax.Array, entropy: jax.Array, count: jax.Array) -> jax.Array:
-    """L_LM from its sums."""
     return (loss - entropy) / jnp.maximum(count, 1.0)
 
 
