@@ -127,7 +127,7 @@ def accept_nodes(
     verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
-    next_status_B: jax.Array,
+    status_B: jax.Array,
 ) -> DecodeState:
     """Accept, commit and append, given the tokens that may follow each node.
 
@@ -136,9 +136,9 @@ def accept_nodes(
 
     Args:
       verified: hidden states and logits of `verify_nodes`.
-      next_status_B: the new status of running rows; only those with RUNNING take the step.
+      status_B: the new status of running rows; only those with RUNNING take the step.
     """
-    status_B = jnp.where(state.status_B == RUNNING, next_status_B, state.status_B)
+    status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
     state = state.replace(cache=cache, status_B=status_B)
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
@@ -183,8 +183,8 @@ def step(
             works[row] = RowWork(
                 guide, new, nodes_M, _children(tree), guesses_MK, allowed_MW
             )
-    next_status_B = np.full(B, RUNNING, np.int32)
-    next_status_B[list(works)] = PAUSED
+    next_B = np.full(B, RUNNING, np.int32)
+    next_B[list(works)] = PAUSED
     masks = workers.replaced(works)
     for row, work in masks.items():
         nodes_BM[row] = work.nodes_M
@@ -193,7 +193,7 @@ def step(
     hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, uncached, copy)
     masks = workers.filled(masks)
     for row, work in masks.items():
-        next_status_B[row] = STUCK if work.stuck else RUNNING
+        next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
     return accept_nodes(
@@ -204,7 +204,7 @@ def step(
         (hidden_BME, logits_BMV),
         drafts,
         allowed_BMW,
-        next_status_B,
+        next_B,
     )
 
 
@@ -220,12 +220,12 @@ def stream(
     """
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    stopped_B = np.zeros(len(request.prompts), bool)
+    ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     inputs = host_inputs(engine, variables, state)
     while True:
         progress = inputs.progress
-        running_B = (np.asarray(progress.status_B) == RUNNING) & ~stopped_B
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if running_B.any():
             longest = np.asarray(progress.length_B)[running_B].max()
             while longest + engine.n_rows > ladder[size]:
@@ -236,8 +236,8 @@ def stream(
         if row_cache:
             row_cache.state = state
         stop_B = yield progress
-        state, stopped_B = end_wanted(engine, state, stopped_B, stop_B)
-        if not (running_B & ~stopped_B).any():
+        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
+        if not (running_B & ~ended_B).any():
             return
 
 

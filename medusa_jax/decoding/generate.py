@@ -257,15 +257,15 @@ def chunks(
 ) -> Generator[Progress, np.ndarray | None]:
     """Stream a request that `begin` has prefilled. Consumes the state."""
     progress = copied_progress(engine.depth_only, state)
-    stopped_B = np.zeros(len(request.prompts), bool)
+    ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
         state, next_progress = decode_loop(engine, variables, state, np.int32(chunk_steps))
         if row_cache:
             row_cache.state = state
         stop_B = yield progress
-        state, stopped_B = end_wanted(engine, state, stopped_B, stop_B)
-        running_B = (np.asarray(progress.status_B) == RUNNING) & ~stopped_B
+        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
         longest = np.asarray(progress.length_B)[running_B].max()
@@ -276,20 +276,20 @@ def chunks(
 
 
 def end_wanted(
-    engine: Engine, state: DecodeState, stopped_B: np.ndarray, stop_B: np.ndarray | None
+    engine: Engine, state: DecodeState, ended_B: np.ndarray, stop_B: np.ndarray | None
 ) -> tuple[DecodeState, np.ndarray]:
     """Stop the rows that a stream's caller wants to end; returns the state and all rows ended so far."""
-    if stop_B is None or not (stop_B & ~stopped_B).any():
-        return state, stopped_B
-    stopped_B = stopped_B | stop_B
-    status_B = end_rows(engine.depth_only, state.status_B, stopped_B)
-    return state.replace(status_B=status_B), stopped_B
+    if stop_B is None or not (stop_B & ~ended_B).any():
+        return state, ended_B
+    ended_B = ended_B | stop_B
+    status_B = end_rows(engine.depth_only, state.status_B, ended_B)
+    return state.replace(status_B=status_B), ended_B
 
 
 @program(static_argnums=0)
-def end_rows(engine: Engine, status_B: jax.Array, stopped_B: jax.Array) -> jax.Array:
+def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Array:
     """The status with these rows stopped."""
-    status_B = jnp.where(stopped_B & (status_B == RUNNING), STOPPED, status_B)
+    status_B = jnp.where(ended_B & (status_B == RUNNING), STOPPED, status_B)
     return pin_state(engine.llama.mesh, status_B)
 
 

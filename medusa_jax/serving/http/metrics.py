@@ -19,14 +19,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         prometheus_client.disable_created_metrics()  # a `_created` series for each
 
-        def count(name: str, help_text: str, *labels: str) -> Counter:
-            return Counter(name, help_text, labels, registry=self.registry)
+        def count(name: str, doc: str, *labels: str) -> Counter:
+            return Counter(name, doc, labels, registry=self.registry)
 
-        def watch(name: str, help_text: str) -> Histogram:
-            return Histogram(name, help_text, buckets=SECONDS, registry=self.registry)
+        def watch(name: str, doc: str) -> Histogram:
+            return Histogram(name, doc, buckets=SECONDS, registry=self.registry)
 
-        def show(name: str, help_text: str, value: Callable[[], float]) -> None:
-            Gauge(name, help_text, registry=self.registry).set_function(value)
+        def show(name: str, doc: str, value: Callable[[], float]) -> None:
+            Gauge(name, doc, registry=self.registry).set_function(value)
 
         spec = "vllm:spec_decode_num_"
         self.calls = count("medusa_calls", "by endpoint and status", "endpoint", "status")
