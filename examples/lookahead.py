@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.decoding.acceptance import Drafts, Verified
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import accept, append, commit, draft, run_rows
 from medusa_jax.errors import UserError, between
@@ -84,8 +84,8 @@ class Lookahead(Untrained):
 
     def check(self) -> None:
         h = self.heads
-        for field, least in (("window", 2), ("ngram", 3), ("guesses", 1)):
-            between(f"{self.name}: {field}", getattr(h, field), least, MOST_DEEP)
+        for field, minimum in (("window", 2), ("ngram", 3), ("guesses", 1)):
+            between(f"{self.name}: {field}", getattr(h, field), minimum, MOST_DEEP)
 
     @property
     def n_heads(self) -> int:
@@ -118,10 +118,10 @@ class Lookahead(Untrained):
         column = np.concatenate([np.arange(W - 1), *[np.arange(W)] * (N - 2)])
         # Level 0 is one position ahead of level 1 in the same column: the root takes its first place.
         depth = column + np.maximum(level, 1)
-        above = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
-        within = (level[None, :] > 0) & (level[None, :] <= level[:, None])
-        same_column = within & (column[None, :] == column[:, None])
-        return depth.astype(np.int32), above | same_column
+        in_window = (level[None, :] == 0) & (depth[None, :] <= (depth - level)[:, None])
+        is_branch = (level[None, :] > 0) & (level[None, :] <= level[:, None])
+        same_column = is_branch & (column[None, :] == column[:, None])
+        return depth.astype(np.int32), in_window | same_column
 
     @property
     def extra_rows(self) -> int:
@@ -221,10 +221,10 @@ class Lookahead(Untrained):
         guesses_BGY = state.pool_BVGY[jnp.arange(root_B.shape[0]), root_B]
         branch_M = np.array([0] + [c[0] for c in tree.choices])
         drafts_BM = guesses_BGY[:, branch_M, np.maximum(tree.depth_M - 1, 0)]
-        given_BM = (drafts_BM != NOTHING) & (tree.depth_M > 0)[None, :]
-        nodes_BM = jnp.where(given_BM, drafts_BM, root_B[:, None])
+        drafted_BM = (drafts_BM != NOTHING) & (tree.depth_M > 0)[None, :]
+        nodes_BM = jnp.where(drafted_BM, drafts_BM, root_B[:, None])
         dtype = at_least_f32(backbone.llama.dtype)
-        return propose_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
+        return propose_given(request, nodes_BM, drafted_BM, self.llama.vocab_size, dtype)
 
 
 def remembered(pool_BVGY: jax.Array, keys_BW: jax.Array, grams_BWY: jax.Array) -> jax.Array:
@@ -237,11 +237,11 @@ def remembered(pool_BVGY: jax.Array, keys_BW: jax.Array, grams_BWY: jax.Array) -
 
     def one(i: jax.Array, pool_BVGY: jax.Array) -> jax.Array:
         key_B, gram_BY = keys_BW[:, i], grams_BWY[:, i]
-        there_BGY = pool_BVGY[row_B, key_B]
-        same_BG = jnp.all(there_BGY == gram_BY[:, None], axis=-1)
+        slots_BGY = pool_BVGY[row_B, key_B]
+        same_BG = jnp.all(slots_BGY == gram_BY[:, None], axis=-1)
         place_B = jnp.where(jnp.any(same_BG, axis=-1), jnp.argmax(same_BG, axis=-1), G - 1)
-        shifted_BGY = jnp.concatenate([gram_BY[:, None], there_BGY[:, :-1]], axis=1)
+        shifted_BGY = jnp.concatenate([gram_BY[:, None], slots_BGY[:, :-1]], axis=1)
         moves_BG1 = (jnp.arange(G)[None, :] <= place_B[:, None])[..., None]
-        return pool_BVGY.at[row_B, key_B].set(jnp.where(moves_BG1, shifted_BGY, there_BGY))
+        return pool_BVGY.at[row_B, key_B].set(jnp.where(moves_BG1, shifted_BGY, slots_BGY))
 
     return lax.fori_loop(0, keys_BW.shape[1], one, pool_BVGY)

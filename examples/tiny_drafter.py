@@ -31,10 +31,10 @@ class Tiny(LastHidden):
     ) -> jax.Array:
         """h_t [..., D] and the token after t [...] -> x_k [..., D]."""
         hidden = hidden.astype(backbone.llama.dtype)
-        both = jnp.concatenate([hidden, backbone.embed(root)], axis=-1)
+        pair = jnp.concatenate([hidden, backbone.embed(root)], axis=-1)
         dtype, kernels = backbone.llama.dtype, backbone.kernels
         linear = Linear(self.llama.d_model, dtype=dtype, kernels=kernels)
-        return hidden + jax.nn.silu(applied(linear, params[f"heads_{k}"]["layers_0"], both))
+        return hidden + jax.nn.silu(applied(linear, params[f"heads_{k}"]["layers_0"], pair))
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         hidden_BTD, root_BT = rows.hidden_BTE, shift_left(rows.tokens_BT, 1)

@@ -63,9 +63,9 @@ class Flags(RaceFlags):
 def run(flags: Flags) -> int:
     """Decode the prompts with all engines, print the table, write the files."""
     peers = [peer.partition("=") for peer in entries(flags.peers)]
-    if unknown := sorted({name for name, *_ in peers} - set(PEERS)):
-        near = did_you_mean(unknown[0], PEERS)
-        raise UserError(f"--peers takes {', '.join(PEERS)}, not {unknown[0]!r}{near}")
+    if wrong_names := sorted({name for name, *_ in peers} - set(PEERS)):
+        hint = did_you_mean(wrong_names[0], PEERS)
+        raise UserError(f"--peers takes {', '.join(PEERS)}, not {wrong_names[0]!r}{hint}")
     if flags.temperature or flags.max_new_tokens < 2:
         raise UserError(
             "engines are compared greedily (--temperature 0), at least 2 tokens"
@@ -129,9 +129,8 @@ def run(flags: Flags) -> int:
 
 
 def processors() -> int:
-    """Number of processors that this process may use."""
-    known = hasattr(os, "sched_getaffinity")  # not on every platform
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on every platform
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 main = Program("python -m research against", Flags, run, EXAMPLES)

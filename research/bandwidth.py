@@ -37,8 +37,8 @@ def read_bandwidth(n_bytes: int = 2**29, rounds: int = 9) -> float:
             return lax.fori_loop(0, READS * times, one, jnp.zeros(()))
 
         return READS * times * x.nbytes / _best([lambda: total(x)], rounds, 1)
-    once = jax.jit(jnp.sum)
-    ways: list[Callable[[], object]] = [lambda: once(x)]
+    sum_once = jax.jit(jnp.sum)
+    ways: list[Callable[[], object]] = [lambda: sum_once(x)]
     parts = np.array_split(np.asarray(x), os.cpu_count() or 1)
     pool = ThreadPoolExecutor(len(parts))
     ways.append(lambda: list(pool.map(np.max, parts)))

@@ -91,8 +91,8 @@ def run(flags: Flags) -> int:
         if not texts:
             categories, texts = answers_to(model, questions, ending, template, flags)
         recorded = record(model, texts, ending)
-        how = "growing trees and " if fitted else ""
-        inform(f"{name}: {how}walking through {len(texts)} texts ...")
+        method = "growing trees and " if fitted else ""
+        inform(f"{name}: {method}walking through {len(texts)} texts ...")
         order = order_for(model, fitted, ending, copies=not flags.no_copies)
         for tree in (order.tree(size) for size in sizes):
             columns[f"{name}, {tree.n_nodes}"] = [
@@ -122,9 +122,9 @@ def answers_to(
     )  # fmt: skip
     settings = {name: getattr(flags, name) for name in names} | {"template": template}
     settings["questions"] = hashlib.sha256(Path(flags.questions).read_bytes()).hexdigest()
-    if file.exists() and (kept := json.loads(file.read_text()))["settings"] == settings:
+    if file.exists() and (saved := json.loads(file.read_text()))["settings"] == settings:
         inform(f"{file} has the answers")
-        return kept["categories"], [Text(*one) for one in kept["texts"]]
+        return saved["categories"], [Text(*text_fields) for text_fields in saved["texts"]]
     context = model.config.max_position
     room = prompt_room(flags.max_prompt_tokens, context, flags.max_new_tokens)
     turns = answered_turns(model, questions, template, room, options)
@@ -140,7 +140,8 @@ def order_for(
 ) -> Order:
     """The order of nodes: measured on other texts of the model, or from the heads' tree file."""
     if fitted:
-        texts = rank_texts(model, [record_prompt(model, one) for one in fitted], options)
+        prompts = [record_prompt(model, question) for question in fitted]
+        texts = rank_texts(model, prompts, options)
         return order_by_steps(texts, GROWTH, copies=copies)
     if model.calibrated is None:
         raise UserError("no tree file is next to the heads: give --fit")

@@ -44,7 +44,7 @@ def describe(model: Model, flags: Flags) -> str:
     step = take_steps(model, prompt, n, temperature, flags.seed)
     tree, scores_MV = model.tree, step["scores"]
     M, accepted = tree.n_nodes, int(step["n"])
-    length, after = (int(x) for x in step["length"])
+    length, n_after = (int(x) for x in step["length"])
     path = step["path"][: accepted + 1].tolist()
     backend = model.tokenizer.backend
 
@@ -70,7 +70,7 @@ def describe(model: Model, flags: Flags) -> str:
             f"text, slots 0 to {length - 1}",
             *(f"slot {length + v}" for v in range(M)),
         ],
-        [(v, "x", *("x" if seen else "" for seen in tree.mask_MM[v])) for v in range(M)],
+        [(v, "x", *("x" if bit else "" for bit in tree.mask_MM[v])) for v in range(M)],
     )
     verdicts = []
     for v in range(M):
@@ -79,10 +79,10 @@ def describe(model: Model, flags: Flags) -> str:
         if v > 0:
             parent = tree.parent_M[v]
             score = f"{scores_MV[parent, token]:.3f}"
-            wanted = step["targets"][parent] == token
-            verdict = "its parent's target token" if wanted else "not its parent's target"
-        kept, best = "kept" if v in path else "", f"{scores_MV[v, target]:.3f}"
-        verdicts.append((v, show(token), score, show(target), best, verdict, kept))
+            hit = step["targets"][parent] == token
+            verdict = "its parent's target token" if hit else "not its parent's target"
+        mark, best = "kept" if v in path else "", f"{scores_MV[v, target]:.3f}"
+        verdicts.append((v, show(token), score, show(target), best, verdict, mark))
     verified = markdown_table(
         ["node", "token", "its score", "target token after it", "the target's score", "the draft is",
          "accepted path"],
@@ -102,11 +102,11 @@ def describe(model: Model, flags: Flags) -> str:
         ],
     )
     emitted = ", ".join(show(t) for t in step["emitted"][: accepted + 1])
-    how = f"temperature {temperature}, seed {flags.seed}" if temperature else "greedy"
+    rule = f"temperature {temperature}, seed {flags.seed}" if temperature else "greedy"
     score = f"logit / {temperature} + noise of the position" if temperature else "logit"
     return f"""# One decode step
 
-Step {n} after the prompt `{prompt}`, {how}, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
+Step {n} after the prompt `{prompt}`, {rule}, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
 The text, with {length} positions in the cache and then the root:
 
 ```
@@ -139,7 +139,7 @@ The longest path on which every draft is its parent's target token is {path}: {a
 
 ## Commit
 
-The accepted rows move to the front of the range, the length grows from {length} to {after}, and the
+The accepted rows move to the front of the range, the length grows from {length} to {n_after}, and the
 bonus token is the next root.
 
 {rows}
@@ -154,16 +154,15 @@ def draw(model: Model, prompt: str, n: int, directory: Path) -> None:
     """The n-th step as tree.svg, mask.svg and step.svg."""
     step, tree = take_steps(model, prompt, n), model.tree
     labels = token_labels(model, step["nodes"])
-    kept = step["path"][: int(step["n"]) + 1].tolist()
+    path = step["path"][: int(step["n"]) + 1].tolist()
     [bonus] = token_labels(model, step["root"][1:])
     draw_tree(tree.choices, path=directory / "tree.svg")
     numbered = [f"{i} {label}" for i, label in enumerate(labels)]
     draw_mask(tree.mask_MM, numbered, path=directory / "mask.svg")
-    draw_step(tree.choices, labels, kept, bonus, path=directory / "step.svg")
+    draw_step(tree.choices, labels, path, bonus, path=directory / "step.svg")
 
 
 def run(flags: Flags) -> int:
-    """Decode and print."""
     if flags.step < 1:
         raise UserError(f"--step is at least 1, not {flags.step}")
     model = load_model(flags, needs_heads=True, tree=flags.tree)

@@ -13,9 +13,9 @@ from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.model.convert import abstract_params, place_head, place_part, prepare, store
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import abstract_params, place_head, place_part, prepare, store
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, make_mesh
 
@@ -80,11 +80,7 @@ def abstract_state(
 
 
 def random_backbone(
-    config: LlamaConfig,
-    dtype: DTypeLike,
-    storage: Storage,
-    mesh: Mesh | None = None,
-    kernels: Kernels = PLAIN,
+    config: LlamaConfig, dtype: DTypeLike, storage: Storage, mesh: Mesh | None = None
 ) -> Params:
     """Random parameters of the backbone in decoding form.
 
@@ -92,22 +88,20 @@ def random_backbone(
     more copy of a layer.
     """
     mesh = mesh or make_mesh((1, 1, 1))
-    placed: Params = {}
+    params: Params = {}
     for name, shapes in trained_shapes(config)["backbone"].items():
-        part = {name: _random(shapes, dtype, len(placed))}
-        placed |= place_part(config, part, dtype, mesh, storage, kernels)
-    return placed
+        part = {name: _random(shapes, dtype, len(params))}
+        params |= place_part(config, part, dtype, mesh, storage, PLAIN)
+    return params
 
 
-def random_heads(
-    drafter: Drafter, dtype: DTypeLike, storage: Storage, kernels: Kernels = PLAIN
-) -> Params:
+def random_heads(drafter: Drafter, dtype: DTypeLike, storage: Storage) -> Params:
     """Random parameters of draft heads in decoding form, created one entry at a time."""
-    placed: Params = {}
+    params: Params = {}
     for name, shapes in trained_shapes(drafter.llama, drafter)["heads"].items():
-        part = {name: _random(shapes, dtype, len(placed))}
-        placed |= place_head(part, storage.of_drafts, kernels)
-    return placed
+        part = {name: _random(shapes, dtype, len(params))}
+        params |= place_head(part, storage.of_drafts, PLAIN)
+    return params
 
 
 def _random(shapes: Params, dtype: DTypeLike, seed: int) -> Params:

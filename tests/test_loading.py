@@ -19,7 +19,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer, source
 from medusa_jax.files.fingerprint import Fingerprint, fingerprint
 from medusa_jax.heads.vocabulary import GROUP, for_drafting
-from medusa_jax.model import placing
+from medusa_jax.model import convert
 from medusa_jax.model.stored import Codes
 from medusa_jax.sharding import make_mesh
 from medusa_jax.training import setup
@@ -43,8 +43,8 @@ def peak(monkeypatch):
     most = Peak()
     for module, name in (
         (source, "_place"),
-        (placing, "_prepared"),
-        (placing, "_in_form"),
+        (convert, "_prepared"),
+        (convert, "_in_form"),
         (setup, "quantise_backbone"),
     ):
         monkeypatch.setattr(module, name, most.watching(getattr(module, name)))
@@ -222,7 +222,7 @@ import jax
 import medusa_jax
 from live import Peak, on_a_device, shard_bytes
 from medusa_jax.files import tensors
-from medusa_jax.model import placing
+from medusa_jax.model import convert
 
 on_host = 0
 
@@ -250,7 +250,7 @@ def watched_open(path):
 
 
 open_file, tensors.open_safetensors = tensors.open_safetensors, watched_open
-prepare = placing._prepared
+prepare = convert._prepared
 tracemalloc.start()
 
 
@@ -258,7 +258,7 @@ def loaded(mesh):
     global on_host, peak
     gc.collect()  # the model on another mesh
     on_host, peak = 0, Peak()
-    placing._prepared = peak.watching(prepare)
+    convert._prepared = peak.watching(prepare)
     mesh = tuple(map(int, mesh.split(",")))
     model = medusa_jax.load(sys.argv[1], drafter="none", mesh=mesh, dtype="float32")
     leaves = jax.tree.leaves(model.variables["backbone"])

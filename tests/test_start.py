@@ -12,7 +12,7 @@ from tiny import random_params, tiny_arch
 
 from medusa_jax.config import HeadsConfig
 from medusa_jax.files.layouts.stored_heads import abstract_heads
-from medusa_jax.model import llama, placing
+from medusa_jax.model import convert, llama
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 
@@ -63,7 +63,7 @@ def test_a_program_traces_its_layers_once(traced):
 
 def test_shapes_of_parameters_come_from_one_layer(traced):
     config = tiny_arch(n_layers=N_LAYERS, vocab_size=52)
-    shapes = placing.abstract_params(config)
+    shapes = convert.abstract_params(config)
     assert traced == ["attend_text"]
     abstract_heads(HeadsConfig(n_heads=2), config)
     assert traced == ["attend_text"]

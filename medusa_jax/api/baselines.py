@@ -20,8 +20,8 @@ from medusa_jax.files.hub import resolve
 from medusa_jax.heads.draft_model import MODEL, DraftModelConfig
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import drafter_class, is_baseline
+from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import place_part
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer, has_tokenizer, load_tokenizer

@@ -19,8 +19,8 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import is_baseline, make_drafter
+from medusa_jax.model.convert import place_head, store
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import place_head, store
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
 from medusa_jax.text.tokenizer import Tokenizer

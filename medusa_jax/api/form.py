@@ -14,8 +14,8 @@ from medusa_jax.errors import UserError, one_of
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import choose_storage
 from medusa_jax.model.stored import Storage
 
 

@@ -17,8 +17,8 @@ from medusa_jax.arch import STORED
 from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import place_part
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,

@@ -23,15 +23,15 @@ from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, strea
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
-from medusa_jax.decoding.penalties import any_asked
+from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError, one_of
 from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import no_drafter
 from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.convert import decoder
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import decoder
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params
 from medusa_jax.text.chat import Message
@@ -51,7 +51,7 @@ class Model:
       config: shape of the backbone.
       drafter: the draft heads.
       variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
-        `model/placing.py` makes them.
+        `model/convert.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.
@@ -287,7 +287,7 @@ class Model:
             loop.power_of_two(prompt_length, loop.MIN_PROMPT),
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
-            (any_asked(request.penalties), request.guides is None),
+            (any_penalties(request.penalties), request.guides is None),
             *ladder,
         )
         if shape in self._warm:

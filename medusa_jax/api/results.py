@@ -10,7 +10,7 @@ import numpy as np
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.generate import DecodeRequest
-from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import STOPPED, STUCK
 from medusa_jax.errors import UserError
@@ -116,10 +116,10 @@ class Options:
             object.__setattr__(self, "constraint", constraint_of(self.constraint))
 
     @property
-    def penalties(self) -> Asked:
+    def penalties(self) -> PenaltyOptions:
         """Biases and penalties as the decode loop takes them."""
         numbers = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return Asked(*numbers, bias=tuple(dict(self.logit_bias).items()))
+        return PenaltyOptions(*numbers, bias=tuple(dict(self.logit_bias).items()))
 
 
 DEFAULTS = Options()

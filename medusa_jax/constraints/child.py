@@ -62,10 +62,10 @@ def answer(kind: str, text: str, blanks: str, limits: dict[str, Any]) -> dict[st
     matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=parser)
     for _ in range(STEPS):  # some limits count only after a token
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
-        lowest = (bits & -bits).bit_length() - 1
-        if matcher.is_accepting() or not 0 <= lowest < 256:
+        first_byte = (bits & -bits).bit_length() - 1
+        if matcher.is_accepting() or not 0 <= first_byte < 256:
             break
-        matcher.consume_token(lowest)
+        matcher.consume_token(first_byte)
     return {"refused": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
 
 
@@ -92,8 +92,8 @@ def main() -> None:
         import llguidance
 
         if not GBNF.search(request["text"]):
-            why = neighbour("longest")["endless"](llguidance, request["text"])
-            print(json.dumps({"refused": why} if why else answered))
+            reason = neighbour("overlap")["endless"](llguidance, request["text"])
+            print(json.dumps({"refused": reason} if reason else answered))
 
 
 if __name__ == "__main__":

@@ -57,18 +57,18 @@ def lark_of(text: str) -> str:
     names = {
         name: [p.text for p in rule if p.kind == "name"] for name, rule in rules.items()
     }
-    for name in ("root", *(one for named in names.values() for one in named)):
+    for name in ("root", *(one for used in names.values() for one in used)):
         if name not in rules:
             raise ValueError(f"there is no rule {name!r}")
-    flat, left = dict[str, str](), set(rules)  # rules as regular expressions
-    while ready := [name for name in left if all(one in flat for one in names[name])]:
-        for name in ready:
-            left.remove(name)
-            shown = "".join(_shown(part, flat) for part in rules[name])
+    flat, pending = dict[str, str](), set(rules)  # rules as regular expressions
+    while resolved := [name for name in pending if all(one in flat for one in names[name])]:
+        for name in resolved:
+            pending.remove(name)
+            pattern = "".join(_shown(part, flat) for part in rules[name])
             if (
-                len(shown) <= MOST_CHARACTERS
+                len(pattern) <= MOST_CHARACTERS
             ):  # otherwise no rule that names it has one either
-                flat[name] = f"(?:{shown})"
+                flat[name] = f"(?:{pattern})"
     if "root" in flat:
         return f"start: T\nT: /{flat['root']}/\n"
     numbered = {name: f"r{i}" for i, name in enumerate(rules)}
@@ -85,63 +85,63 @@ def _shown(part: Part, rules: dict[str, str], slash: str = "") -> str:
     Args:
       rules: in place of their names.
     """
-    shown = part.text
+    pattern = part.text
     if part.kind == "name":
-        shown = rules[part.text]
+        pattern = rules[part.text]
     elif part.kind == "set":
-        shown = f"{slash}{part.text}{slash}"
+        pattern = f"{slash}{part.text}{slash}"
     elif part.kind == "nothing":
-        shown = '("")' if slash else "(?:)"
-    elif shown == "(" and not slash:
-        shown = "(?:"
-    return shown + part.times
+        pattern = '("")' if slash else "(?:)"
+    elif pattern == "(" and not slash:
+        pattern = "(?:"
+    return pattern + part.times
 
 
-def _problem(line: int, what: str) -> ValueError:
-    return ValueError(f"line {line}: {what}")
+def _problem(line: int, message: str) -> ValueError:
+    return ValueError(f"line {line}: {message}")
 
 
 def _tokens(text: str) -> list[Token]:
     tokens, at, line, first = list[Token](), 0, 1, True
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if not found:
+        match = TOKEN.match(text, at)
+        if not match:
             raise _problem(line, f"{text[at : at + 20]!r} is not part of a rule")
-        kind = "times" if found["times"] else found.lastgroup or ""
+        kind = "times" if match["times"] else match.lastgroup or ""
         if kind not in ("space", "newline"):
-            tokens.append(Token(kind, found, line, first))
+            tokens.append(Token(kind, match, line, first))
         first = kind == "newline" or (first and kind == "space")
-        line += len(re.findall(r"\r\n?|\n", found[0]))
-        at = found.end()
+        line += len(re.findall(r"\r\n?|\n", match[0]))
+        at = match.end()
     return tokens
 
 
 def _read(tokens: list[Token]) -> dict[str, list[Part]]:
     """Return the parts of each rule."""
-    rules, parts, opened, line = dict[str, list[Part]](), list[Part](), 0, 1
+    rules, parts, depth, line = dict[str, list[Part]](), list[Part](), 0, 1
     kinds = [token.kind for token in tokens]
-    for i, (kind, found, line, first) in enumerate(tokens):
-        text, defines = found[0], kinds[i : i + 2] == ["name", "define"]
+    for i, (kind, match, line, first) in enumerate(tokens):
+        text, defines = match[0], kinds[i : i + 2] == ["name", "define"]
         if kinds[max(0, i - 1) : i + 1] == ["name", "define"]:
             continue
-        ends = first and not opened and not _is_open(parts) and text != "|"
+        ends = first and not depth and not _is_open(parts) and text != "|"
         if defines or ends or not rules:
-            _end_rule(parts, opened, line)
+            _end_rule(parts, depth, line)
             if not defines:
                 raise _problem(line, f"a rule begins with its name and ::=, not {text!r}")
             rules[text] = parts = []
         elif text == "(":
             parts.append(Part("sign", text))
-            opened += 1
+            depth += 1
         elif kind == "sign":
-            if text == ")" and not opened:
+            if text == ")" and not depth:
                 raise _problem(line, f"a rule begins with its name and ::=, not {text!r}")
             _end_sequence(parts)
             parts.append(Part("sign", text))
             if text == ")":
-                opened -= 1
+                depth -= 1
         elif kind == "times" and not _is_open(parts):
-            parts[-1] = parts[-1]._replace(times=parts[-1].times + _times(found, line))
+            parts[-1] = parts[-1]._replace(times=parts[-1].times + _times(match, line))
         elif kind == "name":
             parts.append(Part("name", text))
         elif kind == "set":
@@ -152,7 +152,7 @@ def _read(tokens: list[Token]) -> dict[str, list[Part]]:
             parts += letters if len(letters) == 1 else group
         else:
             raise _problem(line, f"{text!r} does not belong here")
-    _end_rule(parts, opened, line)
+    _end_rule(parts, depth, line)
     return rules
 
 
@@ -161,8 +161,8 @@ def _is_open(parts: list[Part]) -> bool:
     return not parts or (parts[-1].kind == "sign" and parts[-1].text != ")")
 
 
-def _end_rule(parts: list[Part], opened: int, line: int) -> None:
-    if opened:
+def _end_rule(parts: list[Part], depth: int, line: int) -> None:
+    if depth:
         raise _problem(line, "a ')' is missing")
     _end_sequence(parts)
 
@@ -173,27 +173,27 @@ def _end_sequence(parts: list[Part]) -> None:
         parts.append(NOTHING)
 
 
-def _times(found: re.Match[str], line: int) -> str:
-    if found[0] in TIMES:
-        return TIMES[found[0]]
-    least, comma, most = found.groups()[-3:]
-    if most and int(most) < int(least):
-        raise _problem(line, f"the most in {found[0]!r} is less than the least")
-    return f"{{{least},{most if comma else least}}}"
+def _times(match: re.Match[str], line: int) -> str:
+    if match[0] in TIMES:
+        return TIMES[match[0]]
+    low, comma, high = match.groups()[-3:]
+    if high and int(high) < int(low):
+        raise _problem(line, f"the most in {match[0]!r} is less than the least")
+    return f"{{{low},{high if comma else low}}}"
 
 
 def _codes(text: str, line: int) -> list[tuple[int, bool]]:
     """Return the code points of a text with escapes, and whether each is written without one."""
     codes, at = list[tuple[int, bool]](), 0
     while at < len(text):
-        found = CHARACTER.match(text, at)
-        code = int(found[1] or found[2] or found[3] or "0", 16) if found else -1
-        if found and (sign := found[4] or found[5]):
-            code = ord(CONTROLS.get(sign, sign) if found[4] else sign)
-        if not found or code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
+        match = CHARACTER.match(text, at)
+        code = int(match[1] or match[2] or match[3] or "0", 16) if match else -1
+        if match and (sign := match[4] or match[5]):
+            code = ord(CONTROLS.get(sign, sign) if match[4] else sign)
+        if not match or code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
             raise _problem(line, f"GBNF has no character {text[at : at + 10]!r}")
-        codes.append((code, bool(found[5])))
-        at = found.end()
+        codes.append((code, bool(match[5])))
+        at = match.end()
     return codes
 
 
@@ -215,5 +215,5 @@ def _set(text: str, line: int) -> Part:
 
 def _class(ranges: list[tuple[int, int]], negated: bool = False) -> Part:
     """Return a set as a regular expression, which has no surrogates."""
-    shown = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges)
-    return Part("set", f"[{'^' * negated}{shown}]")
+    escaped = "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges)
+    return Part("set", f"[{'^' * negated}{escaped}]")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from medusa_jax.constraints.asked import Constraint
+from medusa_jax.constraints.constraint import Constraint
 from medusa_jax.constraints.guide import MatcherGuide, first_line
 from medusa_jax.errors import UserError
 from medusa_jax.text.token_bytes import TokenBytes
@@ -85,31 +85,31 @@ class Grammars:
             raise UserError(
                 "a constraint needs a token that ends the text: eos_ids is empty"
             )
-        made = Vocabulary(self._tokenizer, self._vocab_size, ends)
-        wrapped, size = guidance.TokenizerWrapper(made), self._vocab_size
-        return made, guidance.LLTokenizer(wrapped, n_vocab=size, eos_token=list(ends))
+        vocabulary = Vocabulary(self._tokenizer, self._vocab_size, ends)
+        wrapper, size = guidance.TokenizerWrapper(vocabulary), self._vocab_size
+        return vocabulary, guidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(ends))
 
     def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
         guidance = _llguidance()
-        made, tokens = self._vocabulary(ends)
-        what = constraint.kind.replace("_", " ")
-        tried = try_to_compile(constraint)
-        if "too_costly" in tried:
+        vocabulary, tokens = self._vocabulary(ends)
+        kind = constraint.kind.replace("_", " ")
+        reply = try_to_compile(constraint)
+        if "too_costly" in reply:
             raise UserError(
-                f"the {what} is too costly: it takes more than {tried['too_costly']} to compile"
+                f"the {kind} is too costly: it takes more than {reply['too_costly']} to compile"
             )
-        if "unreadable" in tried:
-            raise UserError(f"the {what} cannot be read: {first_line(tried['unreadable'])}")
-        if why := first_line(tried.get("refused", "")):
-            why = OVERLAP if "coerce_one_of" in why else why
-            raise UserError(f"the {what} cannot be used: {why}")
+        if "unreadable" in reply:
+            raise UserError(f"the {kind} cannot be read: {first_line(reply['unreadable'])}")
+        if reason := first_line(reply.get("refused", "")):
+            reason = OVERLAP if "coerce_one_of" in reason else reason
+            raise UserError(f"the {kind} cannot be used: {reason}")
         limits = guidance.LLParserLimits(**LIMITS)
-        matcher = guidance.LLMatcher(tokens, tried["grammar"], log_level=0, limits=limits)
+        matcher = guidance.LLMatcher(tokens, reply["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
-            raise UserError(f"the {what} cannot be used: {first_line(matcher.get_error())}")
-        if not MatcherGuide(matcher.deep_copy(), made.ordinary_W, ends).possible:
+            raise UserError(f"the {kind} cannot be used: {first_line(matcher.get_error())}")
+        if not MatcherGuide(matcher.deep_copy(), vocabulary.ordinary_W, ends).possible:
             raise UserError(
-                f"the {what} cannot be met: no token of the model may come first"
+                f"the {kind} cannot be met: no token of the model may come first"
             )
         return matcher
 
@@ -129,7 +129,7 @@ def try_to_compile(constraint: Constraint) -> Json:
         "limits": LIMITS,
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-I", "-S", str(CHILD)],
             input=json.dumps(request),
             stdout=subprocess.PIPE,
@@ -141,9 +141,9 @@ def try_to_compile(constraint: Constraint) -> Json:
     except subprocess.TimeoutExpired:
         return {"too_costly": f"{PATIENCE:g} s"}
     try:
-        answer: Json = json.loads(done.stdout.splitlines()[-1])
+        answer: Json = json.loads(process.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        if -done.returncode == getattr(signal, "SIGPROF", None):
+        if -process.returncode == getattr(signal, "SIGPROF", None):
             return {"too_costly": f"{CPU_SECONDS:g} s"}
         return {"too_costly": f"{MOST_BYTES >> 20} MiB"}  # or a stack of 4 MiB
     return answer
@@ -169,11 +169,11 @@ class Vocabulary:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]
     ) -> None:
-        spelled, backend = TokenBytes(tokenizer), tokenizer.backend
+        token_bytes, backend = TokenBytes(tokenizer), tokenizer.backend
         added = backend.get_added_tokens_decoder() if backend else {}
         special = {i for i, token in added.items() if token.special and i < vocab_size}
         self._tokenizer = tokenizer
-        self.tokens = [spelled.of(i) for i in range(vocab_size)]
+        self.tokens = [token_bytes.of(i) for i in range(vocab_size)]
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos_id
         self.special_token_ids = sorted({*ends, *special})
         self._id_of = {

@@ -47,15 +47,15 @@ class MatcherGuide:
         Raises:
           UserError: a limit of the grammar engine was met, or masks took too long.
         """
-        possible = self._mask(into_W)
+        is_possible = self._mask(into_W)
         self._check()
-        return possible
+        return is_possible
 
     def _mask(self, into_W: np.ndarray) -> bool:
         start = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(into_W.ctypes.data, into_W.nbytes)
-        took = time.thread_time() - start
-        self.patience -= took if took > SLOW_MASK else 0.0
+        seconds = time.thread_time() - start
+        self.patience -= seconds if seconds > SLOW_MASK else 0.0
         if self.patience < 0:
             raise UserError(
                 "the constraint is too costly: its sets of tokens take too long"
@@ -68,9 +68,9 @@ class MatcherGuide:
 
         "NoExtension" only says that nothing may follow them.
         """
-        why = first_line(self._matcher.get_error())
-        if self._matcher.is_error() and not why.startswith("NoExtension"):
-            raise UserError(f"the constraint is too costly for its grammar engine: {why}")
+        error = first_line(self._matcher.get_error())
+        if self._matcher.is_error() and not error.startswith("NoExtension"):
+            raise UserError(f"the constraint is too costly for its grammar engine: {error}")
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -102,12 +102,12 @@ class MatcherGuide:
             yield from self._ends
 
         def visit(node: int, path: list[int]) -> None:
-            siblings, left = list(children[node]), others(node)
+            siblings, candidates = list(children[node]), others(node)
             for child in siblings:
                 token = int(nodes_M[child])
                 if not self._allows(token):
-                    free = (t for t in left if t not in nodes_M[siblings])
-                    if (token := next(filter(self._allows, free), -1)) < 0:
+                    unused = (t for t in candidates if t not in nodes_M[siblings])
+                    if (token := next(filter(self._allows, unused), -1)) < 0:
                         continue
                     nodes_M[child] = token
                 if children[child] and token not in self._ends:
@@ -173,6 +173,6 @@ class MatcherGuide:
 
 def first_line(error: Any) -> str:
     """Return the first line of a message that may show the whole grammar, and a parser's `error: ` line."""
-    first, *rest = str(error).strip().splitlines() or [""]
-    why = next((line.strip() for line in rest if line.strip().startswith("error: ")), "")
-    return f"{first[:200]} {why[:100]}".strip()
+    first, *lines = str(error).strip().splitlines() or [""]
+    note = next((line.strip() for line in lines if line.strip().startswith("error: ")), "")
+    return f"{first[:200]} {note[:100]}".strip()

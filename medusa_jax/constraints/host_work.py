@@ -83,10 +83,10 @@ class RowWork:
         if not self.stuck:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
 
-    def repeats(self, earlier: "RowWork") -> bool:
+    def repeats(self, work: "RowWork") -> bool:
         """Whether an earlier work has the same tree after the same text."""
-        same = self._children is earlier._children
-        return same and np.array_equal(self._drafted_M, earlier._drafted_M)
+        same_tree = self._children is work._children
+        return same_tree and np.array_equal(self._drafted_M, work._drafted_M)
 
 
 Works = Mapping[int, RowWork]

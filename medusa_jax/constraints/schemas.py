@@ -41,7 +41,7 @@ def served_schema(schema: Any) -> Any:
 def _served(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    served: dict[str, Any] = {}
+    out: dict[str, Any] = {}
     for name, value in schema.items():
         if name in NUMBERS and _largest(value) >= LARGEST:
             raise UserError(f"json_schema: {name!r} has a number beyond 2^63")
@@ -50,40 +50,40 @@ def _served(schema: Any, root: Any) -> Any:
                 continue  # no answer is that long
             if value >= LONGEST:
                 raise UserError(f"json_schema: no answer is as long as {name!r} asks for")
-            served[name] = int(value) if value == int(value) else value
+            out[name] = int(value) if value == int(value) else value
             continue
-        unknown = name == "format" and isinstance(value, str) and value not in FORMATS
-        if unknown or (name == "uniqueItems" and value is False):
+        skip = name == "format" and isinstance(value, str) and value not in FORMATS
+        if skip or (name == "uniqueItems" and value is False):
             continue
         if name in DATA:
-            served[name] = value
+            out[name] = value
         elif name in NAMED and isinstance(value, dict):
-            served[name] = {key: _served(one, root) for key, one in value.items()}
+            out[name] = {key: _served(inner, root) for key, inner in value.items()}
         elif isinstance(value, list):
-            served[name] = [_served(one, root) for one in value]
+            out[name] = [_served(inner, root) for inner in value]
         else:
-            served[name] = _served(value, root)
+            out[name] = _served(value, root)
     if isinstance(schema.get("oneOf"), list) and (apart := _told_apart(schema, root)):
-        alternatives = served.pop("oneOf")
-        without = [one for one in alternatives if not _requires(one, apart, root)]
-        if len(without) > 1:  # a text without the property would be several of them
-            for one in without:
-                one["required"] = [*one.get("required", ()), apart]
-        some = {"anyOf": alternatives}
-        served |= {"allOf": [*served.get("allOf", ()), some]} if "anyOf" in served else some
-    return served
+        alternatives = out.pop("oneOf")
+        optional = [inner for inner in alternatives if not _requires(inner, apart, root)]
+        if len(optional) > 1:  # a text without the property would be several of them
+            for inner in optional:
+                inner["required"] = [*inner.get("required", ()), apart]
+        any_of = {"anyOf": alternatives}
+        out |= {"allOf": [*out.get("allOf", ()), any_of]} if "anyOf" in out else any_of
+    return out
 
 
 def _requires(schema: Any, name: str, root: Any) -> bool:
-    required = schema.get("required", ()), _resolved(schema, root).get("required", ())
-    return any(name in names for names in required)
+    fields = schema.get("required", ()), _resolved(schema, root).get("required", ())
+    return any(name in names for names in fields)
 
 
 def _largest(value: Any) -> float:
     """Return the largest absolute number in some data; NaN counts as infinite."""
     if isinstance(value, dict | list):
-        within = value.values() if isinstance(value, dict) else value
-        return max(map(_largest, within), default=0)
+        children = value.values() if isinstance(value, dict) else value
+        return max(map(_largest, children), default=0)
     if isinstance(value, int | float):
         return math.inf if value != value else abs(value)
     return 0
@@ -91,14 +91,14 @@ def _largest(value: Any) -> float:
 
 def _told_apart(schema: dict[str, Any], root: Any) -> str:
     """Return the property whose constants tell the objects of a `oneOf` apart, or ""."""
-    objects = [_resolved(one, root) for one in schema["oneOf"]]
-    if any("object" not in (one.get("type"), schema.get("type")) for one in objects):
+    objects = [_resolved(option, root) for option in schema["oneOf"]]
+    if any("object" not in (option.get("type"), schema.get("type")) for option in objects):
         return ""
-    values = [dict(one.get("properties") or {}) for one in objects]
+    values = [dict(option.get("properties") or {}) for option in objects]
     for name in values[0] if values else ():
-        constants = [_constants(one.get(name), root) for one in values]
-        every = [value for some in constants for value in some]
-        if all(constants) and len(every) == len(set(every)):
+        constants = [_constants(option.get(name), root) for option in values]
+        all_values = [value for group in constants for value in group]
+        if all(constants) and len(all_values) == len(set(all_values)):
             return name
     return ""
 

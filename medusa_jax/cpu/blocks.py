@@ -13,7 +13,7 @@ from medusa_jax.sharding import Params, PyTree
 
 
 def prepare(
-    config: LlamaConfig, part: Params, blocks: Params, rest: Params, storage: Storage
+    config: LlamaConfig, part: Params, blocks: Params, others: Params, storage: Storage
 ) -> Params:
     """Convert an entry of the backbone: `BlockRows` to panels of the same blocks, or, for embeddings of
     other types, to float32.
@@ -21,25 +21,25 @@ def prepare(
     Args:
       part: the entry, such as {"layers_3": ...}.
       blocks: its `BlockRows`.
-      rest: its other parameters, in decoding form.
+      others: its other parameters, in decoding form.
     """
     [name] = part
     if name != "embed_tokens":
-        return {name: _packed(blocks, rest[name], storage.activations)}
+        return {name: _packed(blocks, others[name], storage.activations)}
     rows: BlockRows = blocks["embedding"]
-    known = packs(rows.blocks.kind, rows.inputs)
-    panels = pack(rows, storage.activations) if known or config.tie_embeddings else None
-    embedding = panels if known else jnp.asarray(rows.blocks.unpacked(slice(None)))
+    native = packs(rows.blocks.kind, rows.inputs)
+    panels = pack(rows, storage.activations) if native or config.tie_embeddings else None
+    embedding = panels if native else jnp.asarray(rows.blocks.unpacked(slice(None)))
     # A tied LM head is the same panels.
     head = {"lm_head": {"kernel": panels}} if config.tie_embeddings else {}
     return {name: {"embedding": embedding}, **head}
 
 
-def _packed(blocks: PyTree, rest: Params, activations: int) -> PyTree:
+def _packed(blocks: PyTree, others: Params, activations: int) -> PyTree:
     if isinstance(blocks, BlockRows):
         return pack(blocks, activations)
-    packed = {k: _packed(v, rest.get(k, {}), activations) for k, v in blocks.items()}
-    return {**rest, **packed}
+    packed = {k: _packed(v, others.get(k, {}), activations) for k, v in blocks.items()}
+    return {**others, **packed}
 
 
 def pack(kernel: BlockRows, activations: int) -> Panels:
@@ -73,5 +73,7 @@ def pack_blocks(kind: str, rows: np.ndarray, inputs: int) -> np.ndarray | None:
     assert rows.dtype == np.uint8
     n_words = loaded().call("medusa_packed_words", form, outputs, inputs)
     rows, words = np.ascontiguousarray(rows), np.zeros(n_words, np.uint32)
-    given = rows.ctypes.data, size, outputs, inputs, words.ctypes.data
-    return words if loaded().call("medusa_pack", form, *given) else None
+    is_packed = loaded().call(
+        "medusa_pack", form, rows.ctypes.data, size, outputs, inputs, words.ctypes.data
+    )
+    return words if is_packed else None

@@ -26,7 +26,7 @@ def layer(
     mask: PathMask,
     cache: Pair,
     start_B: jax.Array,
-    read_BTI: jax.Array | None = None,
+    input_BTI: jax.Array | None = None,
 ) -> tuple[jax.Array, Pair]:
     """x + attention(norm(x)), then this + mlp(norm(this)), in float32: as `Block`.
 
@@ -41,21 +41,21 @@ def layer(
       rope: cos and sin of the tokens' angles, [B, T, 1, H].
       cache: keys and values [B, G, S, H]. The new ones are written to the slots from `start` on, in place if
         nothing else needs the old cache. If the mask has more than T columns, earlier nodes lie before them.
-      read_BTI: what attention reads; None: the norm of x.
+      input_BTI: what attention reads; None: the norm of x.
 
     Returns: the rows [B, T, D], and the cache with their keys and values.
     """
     attention = params["self_attn"]
     linears = [params[room][name] for room, names in LINEARS.items() for name in names]
     kernels: list[Panels] = [linear["kernel"] for linear in linears]
-    input_norm = params["input_layernorm"] if read_BTI is None else None
+    input_norm = params["input_layernorm"] if input_BTI is None else None
     norms = [input_norm, params["post_attention_layernorm"]]
     norms += [attention.get("q_norm"), attention.get("k_norm")]
     results = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
     y_BTD, keys_BGSH, values_BGSH = call(
         x_BTD.astype(jnp.float32), *rope, start_B.astype(jnp.int32),
-        mask.mask_TR.astype(bool), *cache, floats(read_BTI),
+        mask.mask_TR.astype(bool), *cache, floats(input_BTI),
         *(floats(norm and norm["scale"]) for norm in norms),
         *(
             operand

@@ -89,12 +89,12 @@ def usable(dtype: DTypeLike) -> bool:
     Raises:
       UserError: an unknown value of the variable, or "native" where they cannot be compiled.
     """
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "native", "plain"):
-        raise UserError(f"{VARIABLE} is plain or native, not {asked!r}")
-    if asked == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
+    setting = os.environ.get(VARIABLE, "")
+    if setting not in ("", "native", "plain"):
+        raise UserError(f"{VARIABLE} is plain or native, not {setting!r}")
+    if setting == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
         return False
-    if library() is None and asked == "native":
+    if library() is None and setting == "native":
         raise UserError(
             f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
             "the kernels for this processor"
@@ -148,20 +148,20 @@ def _compiled() -> Path | None:
         announced("compiling kernels for this processor, once"),
         tempfile.TemporaryDirectory(dir=directory) as scratch,
     ):
-        made = Path(scratch) / "kernels.so"
+        output = Path(scratch) / "kernels.so"
         for machine in machines:
-            if _build([*shlex.split(compiler), *FLAGS, *machine], made):
-                path = directory / f"{stem}{_digest(made.read_bytes())}.so"
-                made.chmod(0o700)
-                made.replace(path)  # atomic: another process may be reading
+            if _build([*shlex.split(compiler), *FLAGS, *machine], output):
+                path = directory / f"{stem}{_digest(output.read_bytes())}.so"
+                output.chmod(0o700)
+                output.replace(path)  # atomic: another process may be reading
                 return path
     return None
 
 
-def _build(command: list[str], made: Path) -> bool:
+def _build(command: list[str], output: Path) -> bool:
     """Compile all sources in parallel and link them; returns whether that succeeded."""
-    units = [(str(s), str(made.with_name(f"{s.stem}.o"))) for s in SOURCES.glob("*.cc")]
-    started = [
+    units = [(str(s), str(output.with_name(f"{s.stem}.o"))) for s in SOURCES.glob("*.cc")]
+    processes = [
         subprocess.Popen(
             [*command, "-isystem", jax.ffi.include_dir(), "-c", source, "-o", unit],
             stdout=subprocess.DEVNULL,
@@ -169,17 +169,17 @@ def _build(command: list[str], made: Path) -> bool:
         )
         for source, unit in units
     ]
-    codes = [process.wait() for process in started]
+    codes = [process.wait() for process in processes]
     if any(codes):
         return False
-    link = [*command, "-shared", *(unit for _, unit in units), "-o", str(made)]
+    link = [*command, "-shared", *(unit for _, unit in units), "-o", str(output)]
     return subprocess.run(link, capture_output=True).returncode == 0
 
 
 def _version(compiler: str) -> bytes:
     """A compiler's command and its output for --version."""
-    asked = [*shlex.split(compiler), "--version"]
-    return compiler.encode() + subprocess.run(asked, capture_output=True).stdout
+    command = [*shlex.split(compiler), "--version"]
+    return compiler.encode() + subprocess.run(command, capture_output=True).stdout
 
 
 def _digest(*parts: bytes) -> str:

@@ -60,8 +60,9 @@ class Panels(Stored):
     def rows(self, tokens: jax.Array) -> jax.Array:
         shape = jax.ShapeDtypeStruct((tokens.size, self.inputs), jnp.float32)
         call: Any = jax.ffi.ffi_call("medusa_rows", shape)
-        given = tokens.reshape(-1).astype(jnp.int32), self.panels
-        y = call(*given, form=np.int64(FORMS[self.form]), outputs=np.int64(self.outputs))
+        number, outputs = np.int64(FORMS[self.form]), np.int64(self.outputs)
+        rows = tokens.reshape(-1).astype(jnp.int32)
+        y = call(rows, self.panels, form=number, outputs=outputs)
         return y.reshape(*tokens.shape, self.inputs)
 
 

@@ -42,8 +42,8 @@ from medusa_jax.tree.tree import Tree
 GUESSES = 16
 
 
-class Ahead(NamedTuple):
-    """What the host reads before a step.
+class HostInputs(NamedTuple):
+    """Results of a draft that the host reads before the step.
 
     Attributes:
       progress: progress of the state.
@@ -57,18 +57,18 @@ class Ahead(NamedTuple):
     guesses_BMK: jax.Array
 
 
-def look_ahead(engine: Engine, variables: Params, state: DecodeState) -> Ahead:
+def host_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
     """Draft the next tree; does not wait for it."""
     progress = copied_progress(engine.depth_only, state)
     drafted = draft_nodes(engine, variables, state.replace(cache=None))
-    return Ahead(progress, *drafted)
+    return HostInputs(progress, *drafted)
 
 
 @program(static_argnums=0)
 def draft_nodes(
     engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[Drafts, jax.Array]:
-    """Draft a tree; also guesses [B, M, K] for the host, as in `Ahead`."""
+    """Draft a tree; also guesses [B, M, K] for the host, as in `HostInputs`."""
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)
@@ -86,7 +86,7 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
     """
     B, M = drafts.nodes_BM.shape
     no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
-    found, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
+    guesses, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
     drafted_N = np.setdiff1d(np.arange(M), tree.copied_C)
     for depth, (_, scores) in enumerate(drafts.ranked):
         scores_RO = scores.reshape(-1, scores.shape[-1])
@@ -97,24 +97,24 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
         best_RK = jnp.take_along_axis(scores_RO, places_RK, axis=1)
         tokens_RK = jnp.where(jnp.isfinite(best_RK), tokens_RK, NO_TOKEN)
         tokens_BPK = tokens_RK.reshape(B, -1, K)
-        P, rest = tokens_BPK.shape[1], ((0, 0), (0, 0), (0, GUESSES - K))
-        found.append(jnp.pad(tokens_BPK, rest, constant_values=NO_TOKEN))
+        P, pad_K = tokens_BPK.shape[1], ((0, 0), (0, 0), (0, GUESSES - K))
+        guesses.append(jnp.pad(tokens_BPK, pad_K, constant_values=NO_TOKEN))
         place_M[tree.depth_M == depth] = n
-        own = drafted_N[tree.drafted.parents(depth)]
-        place_M[own] = n + (np.arange(len(own)) if P > 1 else 0)
+        parent_P = drafted_N[tree.drafted.parents(depth)]
+        place_M[parent_P] = n + (np.arange(len(parent_P)) if P > 1 else 0)
         n += P
-    return jnp.concatenate(found, axis=1)[:, place_M].astype(jnp.int32)
+    return jnp.concatenate(guesses, axis=1)[:, place_M].astype(jnp.int32)
 
 
 @program(static_argnums=0, donate_argnums=2)
 def verify_nodes(
-    engine: Engine, variables: Params, cache: KVCache, rest: DecodeState, drafts: Drafts
+    engine: Engine, variables: Params, cache: KVCache, state: DecodeState, drafts: Drafts
 ) -> tuple[jax.Array, jax.Array, KVCache]:
     """Run the backbone: hidden states and logits of all nodes, and the cache after the pass.
 
     Donates the cache, which is separate from the state.
     """
-    verified = verify(engine, variables, rest.replace(cache=cache), drafts)
+    verified = verify(engine, variables, state.replace(cache=cache), drafts)
     return verified.hidden_BME, verified.logits_BMV, verified.cache
 
 
@@ -123,11 +123,11 @@ def accept_nodes(
     engine: Engine,
     variables: Params,
     cache: KVCache,
-    rest: DecodeState,
+    state: DecodeState,
     verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
-    then_B: jax.Array,
+    status_B: jax.Array,
 ) -> DecodeState:
     """Accept, commit and append, given the tokens that may follow each node.
 
@@ -136,10 +136,10 @@ def accept_nodes(
 
     Args:
       verified: hidden states and logits of `verify_nodes`.
-      then_B: the new status of running rows; only those with RUNNING take the step.
+      status_B: the new status of running rows; only those with RUNNING take the step.
     """
-    status_B = jnp.where(rest.status_B == RUNNING, then_B, rest.status_B)
-    state = rest.replace(cache=cache, status_B=status_B)
+    status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
+    state = state.replace(cache=cache, status_B=status_B)
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)
@@ -152,21 +152,21 @@ def step(
     variables: Params,
     state: DecodeState,
     guides: Mapping[int, Guide],
-    ahead: Ahead,
+    inputs: HostInputs,
     workers: Workers | None = None,
 ) -> DecodeState:
     """One decode step. Consumes the state.
 
     Args:
       guides: by row; any token may follow in rows without one.
-      ahead: the result of `look_ahead` for this state.
+      inputs: the result of `host_inputs` for this state.
       workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
 
     Raises:
       UserError: a guide reached a limit (without `workers`).
     """
     workers = workers or Workers()
-    tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, ahead
+    tree, (progress, drafts, guesses_BMK) = engine.tree.in_every_step, inputs
     tokens_BO, n_new_B, status_B = (
         np.asarray(x) for x in (progress.tokens_BO, progress.n_new_B, progress.status_B)
     )
@@ -179,30 +179,32 @@ def step(
             # With such rules the text depends on the drafts, so they are not replaced.
             guesses_MK = None if engine.rule.by_drafts else np.asarray(guesses_BMK)[row]
             new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
-            tree_of_row = nodes_BM[row].copy(), _children(tree), guesses_MK
-            works[row] = RowWork(guide, new, *tree_of_row, allowed_BMW[row].copy())
-    then_B = np.full(B, RUNNING, np.int32)
-    then_B[list(works)] = PAUSED
-    ready = workers.replaced(works)
-    for row, work in ready.items():
+            nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
+            works[row] = RowWork(
+                guide, new, nodes_M, _children(tree), guesses_MK, allowed_MW
+            )
+    next_B = np.full(B, RUNNING, np.int32)
+    next_B[list(works)] = PAUSED
+    masks = workers.replaced(works)
+    for row, work in masks.items():
         nodes_BM[row] = work.nodes_M
-    cache, rest = state.cache, state.replace(cache=None)
-    sent = drafts._replace(nodes_BM=nodes_BM.copy())
-    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, rest, sent)
-    ready = workers.filled(ready)
-    for row, work in ready.items():
-        then_B[row] = STUCK if work.stuck else RUNNING
+    cache, uncached = state.cache, state.replace(cache=None)
+    copy = drafts._replace(nodes_BM=nodes_BM.copy())
+    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, uncached, copy)
+    masks = workers.filled(masks)
+    for row, work in masks.items():
+        next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
     return accept_nodes(
         engine,
         variables,
         cache,
-        rest,
+        uncached,
         (hidden_BME, logits_BMV),
         drafts,
         allowed_BMW,
-        then_B,
+        next_B,
     )
 
 
@@ -212,7 +214,7 @@ def stream(
     request: DecodeRequest,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """As `generate.stream`, one step at a time, for requests with guides.
+    """Decode like `generate.stream`, one step at a time, for requests with guides.
 
     The caller reads a step's text while the device runs the next accept and draft.
     """
@@ -220,34 +222,34 @@ def stream(
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
-    ahead = look_ahead(engine, variables, state)
+    inputs = host_inputs(engine, variables, state)
     while True:
-        progress = ahead.progress
+        progress = inputs.progress
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if running_B.any():
             longest = np.asarray(progress.length_B)[running_B].max()
             while longest + engine.n_rows > ladder[size]:
                 size += 1
                 state = grow(engine.depth_only, ladder[size], state)
-            state = step(engine, variables, state, guides, ahead)
-            ahead = look_ahead(engine, variables, state)
+            state = step(engine, variables, state, guides, inputs)
+            inputs = host_inputs(engine, variables, state)
         if row_cache:
             row_cache.state = state
-        wanted_B = yield progress
-        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
+        stop_B = yield progress
+        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         if not (running_B & ~ended_B).any():
             return
 
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
-    """As `generate.warm_up`, for requests with guides."""
+    """Compile like `generate.warm_up`, for requests with guides."""
     state, ladder = begin(engine, variables, request)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        ahead = look_ahead(engine, variables, state)
-        state = step(engine, variables, state, {}, ahead)
+        inputs = host_inputs(engine, variables, state)
+        state = step(engine, variables, state, {}, inputs)
     jax.block_until_ready(state)
 
 

@@ -32,7 +32,7 @@ RECENT = 64
 PRIOR, ABOVE = 4.0, 2.0
 # Another size must be faster than the current one by this factor, since the estimates are noisy.
 MARGIN = 1.01
-# Plain steps before drafts are tried again: so many that a trial like the last one costs this share of the
+# Plain steps before drafts are tried again: enough that a trial like the last one costs this share of the
 # time, within these bounds.
 OVERHEAD, PAUSES = 0.02, (32, 256)
 # Least number of steps with drafts in such a trial.
@@ -123,14 +123,14 @@ class Gate(struct.PyTreeNode):
 
     def always(self, index: int) -> "Gate":
         """The gate before a text whose steps all have one size, to time them."""
-        others_N = np.arange(len(self.depths)) != index
+        is_other_N = np.arange(len(self.depths)) != index
         return self.replace(
-            ratio_N=np.where(others_N, np.inf, 1.0).astype(np.float32),
+            ratio_N=np.where(is_other_N, np.inf, 1.0).astype(np.float32),
             index_1=np.full(1, index, np.int32),
             rest_1=np.full(1, FOREVER if index == 0 else 0, np.int32),
         )
 
-    def begun(self, begins_1: jax.Array | bool) -> "Gate":
+    def reset(self, begins_1: jax.Array | bool) -> "Gate":
         """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
         first_L = PRIOR * (jnp.arange(self.tested_L.shape[0]) == 0)
         expected_L = first_L * self.rate_N[-1]
@@ -147,9 +147,9 @@ class Gate(struct.PyTreeNode):
         exponent, total, totals = jnp.float32(1.0), jnp.float32(0.0), []
         for level in range(self.tested_L.shape[0]):
             weight = ABOVE if level else 0.0
-            tested = self.tested_L[level] + weight
-            accepted = (self.accepted_L[level] + weight * rate**exponent) / tested
-            expected = (self.expected_L[level] + weight * rate) / tested
+            tests = self.tested_L[level] + weight
+            accepted = (self.accepted_L[level] + weight * rate**exponent) / tests
+            expected = (self.expected_L[level] + weight * rate) / tests
             accepted = jnp.clip(accepted, LEAST_RATE, MOST_RATE)
             expected = jnp.clip(expected, LEAST_RATE, MOST_RATE)
             exponent = jnp.log(accepted) / jnp.log(expected)
@@ -204,7 +204,7 @@ class Gate(struct.PyTreeNode):
         size_N = jnp.arange(len(self.depths))
         drafted_1, paused_1 = self.index_1 > 0, (self.index_1 == 0) & (levels == 0)
         trial_1 = paused_1 & (self.rest_1 == 0)
-        gate = self.begun(trial_1)
+        gate = self.reset(trial_1)
         favoured_N = jnp.where(size_N == self.index_1, MARGIN, 1.0)
         only_drafts_1 = trial_1 | (drafted_1 & (self.rest_1 > 0))
         favoured_N = jnp.where(only_drafts_1 & (size_N == 0), 0.0, favoured_N)

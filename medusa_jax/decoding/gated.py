@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import DecodeState, Engine
 from medusa_jax.decoding.step import draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
@@ -16,7 +15,7 @@ from medusa_jax.sharding import Params, pin_state
 from medusa_jax.tree.tree import Tree
 
 
-class Stepped(NamedTuple):
+class StepResult(NamedTuple):
     """A state and what its last step tested.
 
     Attributes:
@@ -37,39 +36,33 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
     in place, while the branches of a conditional would copy the cache. Plain steps keep the
     drafter's state up to date, so that any step may draft.
     """
-    gate = gate_of(state)
-    running_B = state.status_B == RUNNING
-    nothing = jnp.zeros((), jnp.int32)
-    after = Stepped(state, jnp.array(True), jnp.zeros_like(state.n_new_B), nothing)
+    gate = state.gate
+    assert gate is not None
+    chosen, running_B = gate.index_1[0], state.status_B == RUNNING
+    waits, levels = jnp.array(True), jnp.zeros((), jnp.int32)
+    result = StepResult(state, waits, jnp.zeros_like(state.n_new_B), levels)
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 
-        def chosen(before: Stepped, index: int = index) -> jax.Array:
-            return before.waits & (gate.index_1[0] == index)
+        def is_chosen(carry: StepResult, index: int = index) -> jax.Array:
+            return carry.waits & (chosen == index)
 
-        def one(before: Stepped, sized: Engine = sized) -> Stepped:
-            return step_with(sized, variables, before.state)
+        def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
+            return step_with(sized, variables, carry.state)
 
-        after = lax.while_loop(chosen, one, after)
-    gate = gate.after_step(after.accepted_B, after.levels, running_B)
-    return after.state.replace(gate=gate)
+        result = lax.while_loop(is_chosen, one_step, result)
+    gate = gate.after_step(result.accepted_B, result.levels, running_B)
+    return result.state.replace(gate=gate)
 
 
-def step_with(engine: Engine, variables: Params, old: DecodeState) -> Stepped:
+def step_with(engine: Engine, variables: Params, old: DecodeState) -> StepResult:
     """A step with the engine's tree."""
     new = step_of(engine)(engine, variables, old)
     accepted_B, levels = new.n_new_B - old.n_new_B - 1, engine.tree.depth
-    if not levels and isinstance(
-        engine.drafter, CopiesText
-    ):  # a draft costs nothing: test one
+    if not levels and isinstance(engine.drafter, CopiesText):
+        # A draft costs nothing: test one.
         drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
         accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
         levels = 1
     new = pin_state(engine.llama.mesh, new)
-    return Stepped(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
-
-
-def gate_of(state: DecodeState) -> Gate:
-    """The gate of a gated engine's state."""
-    assert state.gate is not None
-    return state.gate
+    return StepResult(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))

@@ -18,7 +18,7 @@ from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
-from medusa_jax.decoding.penalties import Asked, penalties_of
+from medusa_jax.decoding.penalties import PenaltyOptions, penalties_of
 from medusa_jax.decoding.prefill import PromptArrays, prefill
 from medusa_jax.decoding.sampling import Sampling, row_keys
 from medusa_jax.decoding.state import (
@@ -49,8 +49,8 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
     """
     text_BS = state.text_BS
     if text_BS is not None:
-        more = text_slots(engine, slots) - text_BS.shape[1]
-        text_BS = jnp.pad(text_BS, ((0, 0), (0, more)))
+        new_slots = text_slots(engine, slots) - text_BS.shape[1]
+        text_BS = jnp.pad(text_BS, ((0, 0), (0, new_slots)))
     larger = state.replace(
         cache=state.cache.grow(slots),
         drafter=grow_state(state.drafter, slots),
@@ -59,9 +59,9 @@ def grow(engine: Engine, slots: int, state: DecodeState) -> DecodeState:
     return pin_state(engine.llama.mesh, larger)
 
 
-def power_of_two(n: int, least: int) -> int:
-    """The smallest power of two that is at least n and at least `least`."""
-    return max(least, 1 << max(0, n - 1).bit_length())
+def power_of_two(n: int, minimum: int) -> int:
+    """The smallest power of two that is at least n and at least `minimum`."""
+    return max(minimum, 1 << max(0, n - 1).bit_length())
 
 
 def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
@@ -117,7 +117,7 @@ class DecodeRequest:
     epsilon: Sequence[float] | None = None
     delta: Sequence[float] | None = None
     max_steps: Sequence[int] | None = None
-    penalties: Sequence[Asked] | None = None
+    penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
     gate: Gate | None = None
     sizes: Sequence[int] = ()
@@ -135,7 +135,7 @@ class RowCache(Protocol):
     def begin(
         self, engine: Engine, variables: Params, request: DecodeRequest
     ) -> tuple[DecodeState, list[int]]:
-        """As the function `begin`."""
+        """Prefill a request from the cached row, like the function `begin`."""
 
 
 def begin(
@@ -255,33 +255,33 @@ def chunks(
     chunk_steps: int,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """As `stream`, after `begin`. Consumes the state."""
-    seen = copied_progress(engine.depth_only, state)
+    """Stream a request that `begin` has prefilled. Consumes the state."""
+    progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     while True:
-        state, ahead = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        state, next_progress = decode_loop(engine, variables, state, np.int32(chunk_steps))
         if row_cache:
             row_cache.state = state
-        wanted_B = yield seen
-        state, ended_B = end_wanted(engine, state, ended_B, wanted_B)
-        running_B = (np.asarray(seen.status_B) == RUNNING) & ~ended_B
+        stop_B = yield progress
+        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
+        running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if not running_B.any():
             return
-        longest = np.asarray(seen.length_B)[running_B].max()
+        longest = np.asarray(progress.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
-        seen = ahead
+        progress = next_progress
 
 
 def end_wanted(
-    engine: Engine, state: DecodeState, ended_B: np.ndarray, wanted_B: np.ndarray | None
+    engine: Engine, state: DecodeState, ended_B: np.ndarray, stop_B: np.ndarray | None
 ) -> tuple[DecodeState, np.ndarray]:
     """Stop the rows that a stream's caller wants to end; returns the state and all rows ended so far."""
-    if wanted_B is None or not (wanted_B & ~ended_B).any():
+    if stop_B is None or not (stop_B & ~ended_B).any():
         return state, ended_B
-    ended_B = ended_B | wanted_B
+    ended_B = ended_B | stop_B
     status_B = end_rows(engine.depth_only, state.status_B, ended_B)
     return state.replace(status_B=status_B), ended_B
 

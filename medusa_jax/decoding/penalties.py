@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 
 
 @dataclass(frozen=True)
-class Asked:
+class PenaltyOptions:
     """Biases and penalties of one request; the defaults change nothing.
 
     Attributes:
@@ -46,7 +46,7 @@ class Penalties(struct.PyTreeNode):
     """Biases and penalties of every row, and the token counts of its text so far.
 
     Attributes:
-      presence_B, frequency_B, repetition_B: as in `Asked`.
+      presence_B, frequency_B, repetition_B: as in `PenaltyOptions`.
       bias_BV: added to the logits.
       prompt_BV: whether a token occurs in the prompt.
       counts_BV: how often it occurs in the generated text, the root included.
@@ -76,28 +76,28 @@ class Penalties(struct.PyTreeNode):
         )
 
 
-def any_asked(asked: Sequence[Asked] | None) -> bool:
+def any_penalties(rows: Sequence[PenaltyOptions] | None) -> bool:
     """Whether any request has biases or penalties."""
-    return asked is not None and any(one != Asked() for one in asked)
+    return rows is not None and any(row != PenaltyOptions() for row in rows)
 
 
 def penalties_of(
-    asked: Sequence[Asked] | None, prompts: Sequence[Sequence[int]], vocab_size: int
+    rows: Sequence[PenaltyOptions] | None, prompts: Sequence[Sequence[int]], vocab_size: int
 ) -> Penalties | None:
     """The penalties of a batch before its first token; None if no row has any."""
-    if asked is None or not any_asked(asked):
+    if rows is None or not any_penalties(rows):
         return None
     shape = len(prompts), vocab_size
     bias_BV, prompt_BV = np.zeros(shape, np.float32), np.zeros(shape, bool)
     ends_BV = np.zeros(shape, bool)
-    for row, (one, prompt) in enumerate(zip(asked, prompts)):
+    for row, (options, prompt) in enumerate(zip(rows, prompts)):
         prompt_BV[row, np.asarray(prompt, int)] = True
-        for token, bias in one.bias:
+        for token, bias in options.bias:
             bias_BV[row, token] += bias
-        ends_BV[row, list(one.ends)] = True
+        ends_BV[row, list(options.ends)] = True
 
     def per_row(name: str) -> jax.Array:
-        return jnp.array([getattr(one, name) for one in asked], jnp.float32)
+        return jnp.array([getattr(options, name) for options in rows], jnp.float32)
 
     return Penalties(
         presence_B=per_row("presence"),
@@ -106,7 +106,7 @@ def penalties_of(
         bias_BV=jnp.asarray(bias_BV),
         prompt_BV=jnp.asarray(prompt_BV),
         counts_BV=jnp.zeros(shape, jnp.int32),
-        left_B=jnp.array([one.least for one in asked], jnp.int32),
+        left_B=jnp.array([options.least for options in rows], jnp.int32),
         ends_BV=jnp.asarray(ends_BV),
     )
 
@@ -129,10 +129,10 @@ def penalise(
     )
     z_BPV = logits_BPV + penalties.bias_BV[:, None].astype(logits_BPV.dtype)
     scaled_BPV = jnp.where(z_BPV > 0, z_BPV / repetition_B11, z_BPV * repetition_B11)
-    there_BPV = counts_BPV > 0
-    z_BPV = jnp.where(penalties.prompt_BV[:, None] | there_BPV, scaled_BPV, z_BPV)
+    in_text_BPV = counts_BPV > 0
+    z_BPV = jnp.where(penalties.prompt_BV[:, None] | in_text_BPV, scaled_BPV, z_BPV)
     z_BPV = z_BPV - frequency_B11 * counts_BPV.astype(z_BPV.dtype)
-    z_BPV = z_BPV - jnp.where(there_BPV, presence_B11, 0)
+    z_BPV = z_BPV - jnp.where(in_text_BPV, presence_B11, 0)
     early_BP1 = (penalties.left_B[:, None] > depth_P[None])[..., None]
     return jnp.where(early_BP1 & penalties.ends_BV[:, None], -jnp.inf, z_BPV)
 
@@ -152,8 +152,8 @@ def counts_down_paths(counts_BV: jax.Array, nodes_BM: jax.Array, tree: Nodes) ->
     on_path_ML = (depth_L > 0) & (depth_L <= jnp.asarray(tree.depth_M)[:, None])
     row_B11, node_1M1 = jnp.arange(B)[:, None, None], jnp.arange(M)[None, :, None]
     counts_BMV = jnp.repeat(counts_BV[:, None], M, axis=1)
-    more_BML = jnp.broadcast_to(on_path_ML[None], path_BML.shape).astype(counts_BV.dtype)
-    return counts_BMV.at[row_B11, node_1M1, path_BML].add(more_BML)
+    weight_BML = jnp.broadcast_to(on_path_ML[None], path_BML.shape).astype(counts_BV.dtype)
+    return counts_BMV.at[row_B11, node_1M1, path_BML].add(weight_BML)
 
 
 def count(
@@ -162,8 +162,8 @@ def count(
     """The penalties after the first n emitted tokens of each row."""
     if penalties is None:
         return None
-    first_BL = jnp.arange(emitted_BL.shape[1])[None, :] < n_B[:, None]
+    valid_BL = jnp.arange(emitted_BL.shape[1])[None, :] < n_B[:, None]
     row_B1 = jnp.arange(emitted_BL.shape[0])[:, None]
     counts_BV = penalties.counts_BV
-    counts_BV = counts_BV.at[row_B1, emitted_BL].add(first_BL.astype(counts_BV.dtype))
+    counts_BV = counts_BV.at[row_B1, emitted_BL].add(valid_BL.astype(counts_BV.dtype))
     return penalties.replace(counts_BV=counts_BV, left_B=penalties.left_B - n_B)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.masks import only
 from medusa_jax.decoding.penalties import counts_down_paths, penalise
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
@@ -83,10 +83,10 @@ def adjust(
         n, at = engine.no_repeat_ngram_size, backbone.places
         text = places.text_BPS, places.last_BP
         logits_BPO = bar_repeats(logits_BPO, *text, n, at, sampling.barred_B)
-    chosen_BPO = logits_BPO
+    scores_BPO = logits_BPO
     if places.counts_BPV is not None:
         assert sampling.penalties is not None
         penalties = sampling.penalties.at(backbone.of_scored)
         counts_BPO = backbone.of_scored(places.counts_BPV)
-        chosen_BPO = penalise(logits_BPO, penalties, counts_BPO, places.depth_P)
-    return logits_BPO, only(chosen_BPO, places.allowed_BPW)
+        scores_BPO = penalise(logits_BPO, penalties, counts_BPO, places.depth_P)
+    return logits_BPO, only(scores_BPO, places.allowed_BPW)

@@ -86,15 +86,15 @@ def read_piece(
     variables: Params,
     sampling: Sampling,
     text_BS: jax.Array | None,
-    read: PrefillState,
+    before: PrefillState,
     piece: PromptPiece,
-    whole: bool = False,
+    all_end: bool = False,
 ) -> PrefillState:
     """Read a piece of every prompt, and choose the first token of rows whose prompt ends in it.
 
     Args:
       text_BS: the prompts up to this piece; None unless the engine keeps the text.
-      whole: every prompt ends in this piece, so the step need not check.
+      all_end: every prompt ends in this piece, so the step need not check.
     """
     tokens_BT, next_BT, begin_B, length_B = piece
     T = tokens_BT.shape[1]
@@ -103,7 +103,7 @@ def read_piece(
     last_B1 = (length_B - 1)[:, None]
     is_last_BT = position_BT == last_B1
     ends_B = jnp.any(is_last_BT, axis=1)
-    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, read.cache, begin_B)
+    hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, before.cache, begin_B)
 
     def first_token() -> tuple[jax.Array, Logprobs | None]:
         """The first token of every row, as if its prompt ended here, and its log-probabilities."""
@@ -116,14 +116,13 @@ def read_piece(
         reported_B1V, chosen_B1V = adjust(
             engine, sampling, backbone, place, backbone.lm_head(last_B1E)
         )
-        drawn = engine.rule.noise is not None
-        given = chosen_B1V, last_B1, sampling if drawn else None
-        root_B1 = target_tokens(engine.kernels, *given)
+        draws = sampling if engine.rule.noise is not None else None
+        root_B1 = target_tokens(engine.kernels, chosen_B1V, last_B1, draws)
         n = engine.logprobs
         return root_B1[:, 0], None if n is None else logprobs_of(reported_B1V, root_B1, n)
 
-    first = read.root_B, read.logprobs
-    if whole:
+    first = before.root_B, before.logprobs
+    if all_end:
         first = first_token()
     else:
         first = lax.cond(
@@ -132,7 +131,7 @@ def read_piece(
     next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
     count_B = jnp.clip(length_B - begin_B, 0, T)
     new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
-    drafter = engine.drafter.commit(variables["heads"], backbone, read.drafter, new)
+    drafter = engine.drafter.commit(variables["heads"], backbone, before.drafter, new)
     return PrefillState(cache, drafter, *first)
 
 
@@ -167,25 +166,25 @@ def prefill(
         text_BS = text_BS.at[:, :T].set(prompt_BT)
     following_BT = jnp.concatenate([prompt_BT[:, 1:], prompt_BT[:, :1]], axis=1)
 
-    def read_next(i: jax.Array | int, read: PrefillState) -> PrefillState:
+    def read_next(i: jax.Array | int, before: PrefillState) -> PrefillState:
         begin = i * piece
         tokens_BT, next_BT = (
             lax.dynamic_slice_in_dim(x, begin, piece, axis=1)
             for x in (prompt_BT, following_BT)
         )
         begin_B = jnp.full_like(prompt_length_B, begin)
-        here = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
+        next_piece = PromptPiece(tokens_BT, next_BT, begin_B, prompt_length_B)
         return read_piece(
-            engine, variables, prompts.sampling, text_BS, read, here, piece == T
+            engine, variables, prompts.sampling, text_BS, before, next_piece, piece == T
         )
 
-    read = prefill_start(engine, state)
+    progress = prefill_start(engine, state)
     if piece == T:
-        read = read_next(0, read)
+        progress = read_next(0, progress)
     else:  # pieces after the longest prompt are skipped
         pieces = -(-jnp.max(prompt_length_B) // piece)
-        read = lax.fori_loop(0, pieces, read_next, read)
-    cache, drafter, root_B, logprobs = read
+        progress = lax.fori_loop(0, pieces, read_next, progress)
+    cache, drafter, root_B, logprobs = progress
     if text_BS is not None:
         text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], prompt_length_B)
     state = state.replace(
@@ -195,9 +194,9 @@ def prefill(
         root_B=root_B,
         text_BS=text_BS,
     )
-    padded = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
+    path_BL = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
     one_B = jnp.ones_like(root_B)
-    state, _ = emit(engine.kernels, state, padded, one_B, logprobs)
+    state, _ = emit(engine.kernels, state, path_BL, one_B, logprobs)
     return pin_state(engine.llama.mesh, state)
 
 

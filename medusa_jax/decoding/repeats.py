@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 
 
 def node_texts(
@@ -29,10 +29,10 @@ def node_texts(
     offset_B1S = (jnp.arange(S)[None, :] - length_B[:, None])[:, None, :]
     step_BMS = jnp.broadcast_to(jnp.clip(offset_B1S, 0, L - 1), (*path_BML.shape[:2], S))
     on_path_BMS = jnp.take_along_axis(path_BML, step_BMS, axis=-1)
-    whole_BMS = jnp.where(offset_B1S < 0, text_BS[:, None, :], on_path_BMS)
+    text_BMS = jnp.where(offset_B1S < 0, text_BS[:, None, :], on_path_BMS)
     depth_M = jnp.asarray(tree.depth_M)
-    inside_BMS = offset_B1S <= depth_M[None, :, None]
-    return jnp.where(inside_BMS, whole_BMS, -1)
+    is_text_BMS = offset_B1S <= depth_M[None, :, None]
+    return jnp.where(is_text_BMS, text_BMS, -1)
 
 
 def bar_repeats(

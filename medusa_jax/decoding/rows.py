@@ -66,8 +66,8 @@ def resized(
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
         first = (0,) * new.ndim
-        shared = tuple(map(min, new.shape, old.shape))
-        return lax.dynamic_update_slice(new, lax.slice(old, first, shared), first)
+        shape = tuple(map(min, new.shape, old.shape))
+        return lax.dynamic_update_slice(new, lax.slice(old, first, shape), first)
 
     new = jax.tree.map(keep, idle_rows(engine, sizes, rows, slots), state)
     new = new.replace(length_B=jnp.minimum(new.length_B, slots))
@@ -124,22 +124,22 @@ def read_row(
     if text_BS is not None:
         text_BS = write_tokens(kernels, text_BS, piece.tokens_BT, piece.begin_B)
     row = row.replace(drafter=rewind_state(row.drafter, piece.begin_B))
-    read = prefill_start(engine, row)
-    read = read_piece(engine, variables, row.sampling, text_BS, read, piece)
+    progress = prefill_start(engine, row)
+    progress = read_piece(engine, variables, row.sampling, text_BS, progress, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
     if text_BS is not None:
-        first_B1 = read.root_B[:, None]
-        with_first_BS = write_tokens(kernels, text_BS, first_B1, piece.length_B)
+        root_B1 = progress.root_B[:, None]
+        with_first_BS = write_tokens(kernels, text_BS, root_B1, piece.length_B)
         text_BS = jnp.where(ends_B[:, None], with_first_BS, text_BS)
     row = row.replace(
-        cache=read.cache,
-        drafter=read.drafter,
-        root_B=read.root_B,
+        cache=progress.cache,
+        drafter=progress.drafter,
+        root_B=progress.root_B,
         length_B=piece.length_B,
         text_BS=text_BS,
     )
-    first_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(read.root_B)
-    row, _ = emit(kernels, row, first_BL, ends_B.astype(jnp.int32), read.logprobs)
+    path_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(progress.root_B)
+    row, _ = emit(kernels, row, path_BL, ends_B.astype(jnp.int32), progress.logprobs)
     return pin_state(engine.llama.mesh, row)
 
 
@@ -147,8 +147,8 @@ def read_row(
 def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyTree:
     """A state, or any tree of arrays [B, ...], with row `at` replaced; slots must be equal."""
 
-    def put(x: jax.Array, one: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(x, one, at, axis=0)
+    def put(x: jax.Array, new_row: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(x, new_row, at, axis=0)
 
     return pin_state(engine.llama.mesh, jax.tree.map(put, state, row))
 
@@ -157,21 +157,21 @@ def insert_row(engine: Engine, state: PyTree, row: PyTree, at: jax.Array) -> PyT
 def run_only(
     engine: Engine,
     status_B: jax.Array,
-    wanted_B: jax.Array,
+    running_B: jax.Array,
     steps: jax.Array,
-    few: jax.Array,
+    short_steps: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Set the status of rows that have not ended to `wanted_B`: running, paused or stopped.
+    """Set the status of rows that have not ended to `running_B`: running, paused or stopped.
 
     A paused row keeps its text: steps write only after it, where nothing is visible.
 
-    Returns: the status, and the number of steps to take: `steps`, or `few` if a row to run has already
+    Returns: the status, and the number of steps to take: `steps`, or `short_steps` if a row to run has already
       ended without the host knowing.
     """
     alive_B = (status_B == RUNNING) | (status_B == PAUSED)
-    ended = jnp.any((wanted_B == RUNNING) & ~alive_B)
-    status_B = pin_state(engine.llama.mesh, jnp.where(alive_B, wanted_B, status_B))
-    return status_B, jnp.where(ended, few, steps)
+    any_ended = jnp.any((running_B == RUNNING) & ~alive_B)
+    status_B = pin_state(engine.llama.mesh, jnp.where(alive_B, running_B, status_B))
+    return status_B, jnp.where(any_ended, short_steps, steps)
 
 
 class RowExtras(NamedTuple):
@@ -184,12 +184,11 @@ class RowExtras(NamedTuple):
 
 def split_extras(state: DecodeState) -> tuple[DecodeState, RowExtras]:
     """Split a state into the state without its extras, and the extras."""
-    own = RowExtras(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
-    return with_extras(state, RowExtras()), own
+    extras = RowExtras(state.logprobs, state.sampling.penalties, state.sampling.first_BW)
+    return with_extras(state, RowExtras()), extras
 
 
 def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
-    """Put extras back into a state."""
     sampling = state.sampling.replace(penalties=parts.penalties, first_BW=parts.first_BW)
     return state.replace(logprobs=parts.logprobs, sampling=sampling)
 
@@ -198,10 +197,17 @@ def with_extras(state: DecodeState, parts: RowExtras) -> DecodeState:
 def empty_extras(engine: Engine, tokens_BO: jax.Array) -> RowExtras:
     """Extras before the first token: zeros for log-probabilities, and penalties that change nothing."""
     zero_B = jnp.zeros((tokens_BO.shape[0],), jnp.float32)
-    none_BV = jnp.zeros((len(zero_B), engine.llama.config.vocab_size), jnp.int32)
-    bias_BV, no_BV = none_BV.astype(jnp.float32), none_BV.astype(bool)
-    left_B = zero_B.astype(jnp.int32)
-    lists = bias_BV, no_BV, none_BV, left_B, no_BV
-    penalties = Penalties(zero_B, zero_B, zero_B + 1, *lists)
+    zero_BV = jnp.zeros((len(zero_B), engine.llama.config.vocab_size), jnp.int32)
+    bias_BV, no_BV = zero_BV.astype(jnp.float32), zero_BV.astype(bool)
+    penalties = Penalties(
+        presence_B=zero_B,
+        frequency_B=zero_B,
+        repetition_B=zero_B + 1,
+        bias_BV=bias_BV,
+        prompt_BV=no_BV,
+        counts_BV=zero_BV,
+        left_B=zero_B.astype(jnp.int32),
+        ends_BV=no_BV,
+    )
     room = RowExtras(empty_logprobs(engine, tokens_BO), penalties)
     return pin_state(engine.llama.mesh, room)

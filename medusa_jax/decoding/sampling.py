@@ -100,7 +100,7 @@ def gumbel(
 
 def _largest_threshold(
     keep_at_least: Callable[[list[jax.Array]], list[jax.Array]],
-    like: jax.Array,
+    example: jax.Array,
     at_once: int,
 ) -> jax.Array:
     """Find by bisection the largest threshold at which `keep_at_least` holds (elementwise).
@@ -112,15 +112,15 @@ def _largest_threshold(
 
     Args:
       keep_at_least: maps thresholds to an answer for each; it holds at minus infinity.
-      like: has the shape and type of the thresholds.
+      example: has the shape and type of the thresholds.
       at_once: rounds in one pass (`Kernels.thresholds_at_once`).
     """
-    bits = jnp.finfo(like.dtype).bits
+    bits = jnp.finfo(example.dtype).bits
     integers = np.iinfo(f"int{bits}")
 
     def number(place: jax.Array) -> jax.Array:
-        own = jnp.where(place < 0, place ^ integers.max, place)
-        return lax.bitcast_convert_type(own, like.dtype)
+        pattern = jnp.where(place < 0, place ^ integers.max, place)
+        return lax.bitcast_convert_type(pattern, example.dtype)
 
     def narrow(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         cuts = [*bounds]
@@ -139,8 +139,8 @@ def _largest_threshold(
 
         return follow(0, len(cuts) - 1)
 
-    infinity = int(np.array(np.inf, like.dtype).view(integers.dtype))
-    bounds = (jnp.full(like.shape, n, integers.dtype) for n in (~infinity, infinity + 1))
+    infinity = int(np.array(np.inf, example.dtype).view(integers.dtype))
+    bounds = (jnp.full(example.shape, n, integers.dtype) for n in (~infinity, infinity + 1))
     return number(lax.fori_loop(0, -(-bits // at_once), narrow, tuple(bounds))[0])
 
 
@@ -165,7 +165,7 @@ def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax
     scale_B = jnp.where(sampling.temperature_B > 0, sampling.temperature_B, 1.0)
     x = logits_BMV / scale_B.astype(logits_BMV.dtype)[:, None, None]
     x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # a large bias may overflow
-    lowest = jnp.array(-jnp.inf, x.dtype)
+    minus_inf = jnp.array(-jnp.inf, x.dtype)
     top_BM1 = jnp.max(x, axis=-1, keepdims=True)
 
     def drop_by_rank(x: jax.Array) -> jax.Array:
@@ -178,7 +178,7 @@ def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax
             top_BM1,
             kernels.thresholds_at_once,
         )
-        return jnp.where(x >= cut, x, lowest)
+        return jnp.where(x >= cut, x, minus_inf)
 
     # Skip filters that no row uses.
     with jax.named_scope("top_k"):
@@ -188,10 +188,10 @@ def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax
     def likeliest(weight: jax.Array) -> jax.Array:
         # A mass that is 0, or rounds to it, keeps the likeliest token.
         top_p_B11 = sampling.top_p_B.astype(x.dtype)[:, None, None]
-        wanted = jnp.maximum(top_p_B11 * kernels.row_sum(weight), jnp.finfo(x.dtype).tiny)
+        least = jnp.maximum(top_p_B11 * kernels.row_sum(weight), jnp.finfo(x.dtype).tiny)
         cut = _largest_threshold(
             lambda cuts: [
-                mass >= wanted
+                mass >= least
                 for mass in row_sums(
                     kernels, [jnp.where(weight >= t, weight, 0) for t in cuts]
                 )
@@ -203,7 +203,7 @@ def filtered(kernels: Kernels, logits_BMV: jax.Array, sampling: Sampling) -> jax
 
     everything = jnp.ones_like(weight, bool)
     with jax.named_scope("top_p"):
-        some_B = jnp.any(sampling.top_p_B < 1)
-        keep = lax.cond(some_B, likeliest, lambda w: everything, weight)
+        any_B = jnp.any(sampling.top_p_B < 1)
+        keep = lax.cond(any_B, likeliest, lambda w: everything, weight)
     keep &= weight >= sampling.min_p_B.astype(x.dtype)[:, None, None]
-    return jnp.where(keep, x, lowest)
+    return jnp.where(keep, x, minus_inf)

@@ -62,7 +62,6 @@ class Engine:
 
     @property
     def rule(self) -> Rule:
-        """The acceptance rule."""
         return rule_named(self.acceptance)
 
     @property

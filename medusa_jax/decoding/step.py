@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance import Accepted, Drafts, Verified
-from medusa_jax.decoding.copying import Nodes, with_copies
+from medusa_jax.decoding.copies import Nodes, with_copies
 from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
@@ -49,8 +49,8 @@ Carry = tuple[jax.Array, DecodeState]
 
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
     """The decode step of the engine's drafter: its own if it has one."""
-    own = engine.drafter.own_step
-    return decode_step if own is None else own
+    own_step = engine.drafter.own_step
+    return decode_step if own_step is None else own_step
 
 
 @jax.named_scope("draft")
@@ -65,8 +65,10 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
         noise_BDO = None
         if engine.rule.noise is not None:
             position_BD = state.length_B[:, None] + 1 + jnp.arange(drafted.depth)[None, :]
-            given = position_BD, backbone.scored, at_least_f32(engine.llama.dtype)
-            noise_BDO = engine.rule.noise(state.sampling, *given)
+            dtype = at_least_f32(engine.llama.dtype)
+            noise_BDO = engine.rule.noise(
+                state.sampling, position_BD, backbone.scored, dtype
+            )
         rank = partial(rank_guesses, engine, state, backbone, noise_BDO)
         request = DraftRequest(state.root_B, drafted, rank)
         return engine.drafter.propose(heads, backbone, state.drafter, request)
@@ -74,8 +76,9 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     filled: Nodes = tree
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
-        text = state.text_BS, state.length_B, state.status_B == RUNNING
-        (nodes_BM, ranked), filled = with_copies(tree, propose, *text)
+        (nodes_BM, ranked), filled = with_copies(
+            tree, propose, state.text_BS, state.length_B, state.status_B == RUNNING
+        )
     else:
         nodes_BM, ranked = propose(tree)
     return Drafts(filled, nodes_BM.astype(jnp.int32), ranked, backbone.ids_O)
@@ -196,8 +199,8 @@ def accept(
     """
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
     reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
-    chosen = verified._replace(logits_BMV=chosen_BMV)
-    accepted = engine.rule.accept(engine.kernels, chosen)
+    verified = verified._replace(logits_BMV=chosen_BMV)
+    accepted = engine.rule.accept(engine.kernels, verified)
     emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -231,13 +234,13 @@ def commit(
 ) -> DecodeState:
     """Add the root and the accepted drafts to the text; the bonus token becomes the root."""
     path_BL, running_B = outcome.path_BL, state.status_B == RUNNING
-    taken_B = jnp.where(running_B, outcome.n_B + 1, 0)
+    n_committed_B = jnp.where(running_B, outcome.n_B + 1, 0)
     new = Committed(
         jnp.take_along_axis(verified.hidden_BME, path_BL[..., None], axis=1),
         jnp.take_along_axis(verified.drafts.nodes_BM, path_BL, axis=1),
         outcome.emitted_BL,
         jnp.take_along_axis(verified.positions_BM, path_BL, axis=1),
-        taken_B,
+        n_committed_B,
     )
     backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
     drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
@@ -251,7 +254,7 @@ def commit(
     return state.replace(
         cache=cache,
         drafter=drafter,
-        length_B=state.length_B + taken_B,
+        length_B=state.length_B + n_committed_B,
         root_B=jnp.where(running_B, outcome.bonus_B, state.root_B),
         text_BS=text_BS,
     )
@@ -265,10 +268,10 @@ def append(engine: Engine, state: DecodeState, outcome: Outcome) -> DecodeState:
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
-    last_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
+    at_limit_B = (new.status_B == RUNNING) & (steps_B >= state.max_steps_B)
     return new.replace(
         steps_B=steps_B,
-        status_B=jnp.where(last_B, LIMIT, new.status_B),
+        status_B=jnp.where(at_limit_B, LIMIT, new.status_B),
         histogram_BL=state.histogram_BL + bin_BL.astype(jnp.int32),
     )
 

@@ -19,20 +19,20 @@ ANY, NEVER, NOTHING = -1, -2, -3
 
 
 def pack_stops(
-    rows: Sequence[Sequence[Sequence[int]]], least: tuple[int, int] = (1, 1)
+    rows: Sequence[Sequence[Sequence[int]]], min_shape: tuple[int, int] = (1, 1)
 ) -> np.ndarray:
     """Pack the stop sequences of every row into one array [B, Q, W]: Q sequences of W tokens.
 
     Shorter sequences start with ANY; rows with fewer sequences are padded with NEVER.
 
     Args:
-      least: least Q and W of the array.
+      min_shape: least Q and W of the array.
 
     Example: rows [(2,)] and [(2,), (5, 7)] become
     [[[ANY, 2], [NEVER, NEVER]], [[ANY, 2], [5, 7]]].
     """
-    Q = max(least[0], *map(len, rows))
-    W = max([least[1], *(len(sequence) for row in rows for sequence in row)])
+    Q = max(min_shape[0], *map(len, rows))
+    W = max([min_shape[1], *(len(sequence) for row in rows for sequence in row)])
     stop_BQW = np.full((len(rows), Q, W), NEVER, np.int32)
     for b, row in enumerate(rows):
         for q, sequence in enumerate(row):
@@ -54,13 +54,13 @@ def completes_stop(
     W = stop_BQW.shape[2]
     complete_BLQ = jnp.ones((*emitted_BL.shape, stop_BQW.shape[1]), bool)
     for back in range(W):
-        there_BL = emitted_BL
+        token_BL = emitted_BL
         if back:
             at_BL = n_new_B[:, None] + jnp.arange(emitted_BL.shape[1])[None, :] - back
-            there_BL = jnp.take_along_axis(tokens_BO, jnp.maximum(at_BL, 0), axis=1)
-            there_BL = jnp.where(at_BL >= 0, there_BL, NOTHING)
-        wanted_B1Q = stop_BQW[:, None, :, W - 1 - back]
-        complete_BLQ &= (there_BL[:, :, None] == wanted_B1Q) | (wanted_B1Q == ANY)
+            token_BL = jnp.take_along_axis(tokens_BO, jnp.maximum(at_BL, 0), axis=1)
+            token_BL = jnp.where(at_BL >= 0, token_BL, NOTHING)
+        stop_B1Q = stop_BQW[:, None, :, W - 1 - back]
+        complete_BLQ &= (token_BL[:, :, None] == stop_B1Q) | (stop_B1Q == ANY)
     return jnp.any(complete_BLQ, axis=-1)
 
 
@@ -82,8 +82,8 @@ def count_until_end(
     L = stops_BL.shape[1]
     index_1L = jnp.arange(L, dtype=jnp.int32)[None]  # with 64-bit types enabled, too
     counts_BL = stops_BL & (index_1L < n_B[:, None])
-    first_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
-    count_B = jnp.minimum(jnp.minimum(first_B + 1, n_B), room_B)
-    stopped_B = first_B < jnp.minimum(n_B, room_B)
+    end_B = jnp.min(jnp.where(counts_BL, index_1L, L), axis=1)
+    count_B = jnp.minimum(jnp.minimum(end_B + 1, n_B), room_B)
+    stopped_B = end_B < jnp.minimum(n_B, room_B)
     status_B = jnp.where(stopped_B, STOPPED, jnp.where(room_B <= n_B, LIMIT, RUNNING))
     return count_B, status_B

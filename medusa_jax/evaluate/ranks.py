@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.copying import copied_tokens
+from medusa_jax.decoding.copies import copied_tokens
 from medusa_jax.decoding.repeats import bar_repeats
 from medusa_jax.decoding.sampling import gumbel
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows

@@ -30,7 +30,7 @@ from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
-from medusa_jax.model.placing import abstract_params
+from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 

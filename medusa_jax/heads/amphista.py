@@ -109,8 +109,8 @@ class HeadAttention(nn.Module):
         )
         everyone = jnp.ones((B, K, K), bool)
         k_BNKH, v_BNKH = (x.transpose(0, 2, 1, 3) for x in (k_BKNH, v_BKNH))
-        mixed = self.kernels.attend(q_BKNH, k_BNKH, v_BNKH, everyone)
-        out_BKD = linear(D, name="o_proj")(mixed)
+        attended = self.kernels.attend(q_BKNH, k_BNKH, v_BNKH, everyone)
+        out_BKD = linear(D, name="o_proj")(attended)
         return out_BKD if self.plain else x_BKD + out_BKD
 
 
@@ -194,13 +194,13 @@ class Amphista(SeparateHeads):
         for s in range(h.stages):
             stage = params[f"stages_{s}"]
             if h.sampled_token:
-                both = jnp.concatenate([x_BTD.astype(dtype), next_BTD], axis=-1)
-                x_BTD = applied(fc, stage["fc"], both)
+                pair_BTD = jnp.concatenate([x_BTD.astype(dtype), next_BTD], axis=-1)
+                x_BTD = applied(fc, stage["fc"], pair_BTD)
             rows: list[Any] = [x_BTD, positions_BT, mask]
             if state is not None:
                 # The next stage reads all rows.
-                only = only_B if s == h.stages - 1 else None
-                rows += [state.cache.layers[s], state.length_B, only]
+                row_B = only_B if s == h.stages - 1 else None
+                rows += [state.cache.layers[s], state.length_B, row_B]
             x_BTD, cache = applied(layer, stage, *rows)
             contexts.append(x_BTD)
             caches.append(cache)
@@ -237,8 +237,10 @@ class Amphista(SeparateHeads):
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
         hidden_BTD, tokens_BT, positions_BT, segment_ids_BT, dropout_key = rows
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        given = (hidden_BTD, next_BTD, positions_BT, CausalMask(segment_ids_BT))
-        contexts, _ = self._stages(params, backbone, *given)
+        mask = CausalMask(segment_ids_BT)
+        contexts, _ = self._stages(
+            params, backbone, hidden_BTD, next_BTD, positions_BT, mask
+        )
         B, T, D = hidden_BTD.shape
         flat = [x.reshape(B * T, D) for x in contexts]
         mixed = self.mix(params, backbone, flat, dropout_key)

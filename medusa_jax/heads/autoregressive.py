@@ -71,8 +71,8 @@ class Stack(nn.Module):
         x = self.first(x_BTD.astype(self.dtype), next_BTD.astype(self.dtype))
         caches, n = [], len(self.layers)
         for j, (block, old) in enumerate(zip(self.layers, cache or [None] * n)):
-            only = only_B if j == n - 1 else None
-            x, new = block(x, rope, mask, old, start_B, only)
+            row_B = only_B if j == n - 1 else None
+            x, new = block(x, rope, mask, old, start_B, row_B)
             caches.append(new)
         return self.last(x), tuple(caches)
 
@@ -95,11 +95,9 @@ class Autoregressive(Drafter):
 
     @property
     def shape(self) -> LlamaConfig:
-        """The shape of the layers."""
         return self.llama
 
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Stack:
-        """The module."""
         raise NotImplementedError
 
     def run(
@@ -131,19 +129,19 @@ class Autoregressive(Drafter):
         embedded_BTD = backbone.embed(tokens_BT)
         mask = CausalMask(segment_ids_BT)
 
-        def level(k: int, above_BTD: jax.Array, caches: PyTree) -> PyTree:
+        def level(k: int, x_BTD: jax.Array, caches: PyTree) -> PyTree:
             next_BTD = shift_left(embedded_BTD, k + 1)
             return self.run(
-                params, backbone, above_BTD, next_BTD, positions_BT + k, mask, caches
+                params, backbone, x_BTD, next_BTD, positions_BT + k, mask, caches
             )
 
-        read_BTD = self.first_input(params, backbone, hidden_BTE)
-        feature_BTD, text = level(0, read_BTD, None)
+        input_BTD = self.first_input(params, backbone, hidden_BTE)
+        feature_BTD, text = level(0, input_BTD, None)
         features, caches = [feature_BTD], tuple(LevelCache(pair) for pair in text)
         for k in range(1, self.n_heads):
             # The backward pass keeps one level's activations at a time.
-            once_more = jax.checkpoint(partial(level, k))
-            feature_BTD, caches = once_more(feature_BTD, caches)
+            remat_level = jax.checkpoint(partial(level, k))
+            feature_BTD, caches = remat_level(feature_BTD, caches)
             features.append(feature_BTD)
         return jnp.stack(features)
 
@@ -158,10 +156,10 @@ class Autoregressive(Drafter):
         shape, dtype = self.shape, backbone.llama.dtype
         name = "q_norm" if shape.qk_norm else "q_proj"
         next_BTD = shift_left(backbone.embed(tokens_BT), 1)
-        read_BTD = self.first_input(params, backbone, hidden_BTE)
+        input_BTD = self.first_input(params, backbone, hidden_BTE)
         mask = CausalMask(segment_ids_BT)
         (_, text), captured = self.run(
-            params, backbone, read_BTD, next_BTD, positions_BT, mask,
+            params, backbone, input_BTD, next_BTD, positions_BT, mask,
             capture_intermediates=lambda module, _: module.name == name,
             mutable=["intermediates"],
         )  # fmt: skip
@@ -180,8 +178,8 @@ class Autoregressive(Drafter):
     ) -> LayerState:
         next_BTD = backbone.embed(new.next_tokens_BT)
         mask = state.mask(next_BTD.shape[1], backbone.fuses(self.shape))
-        read_BTD = self.first_input(params, backbone, new.hidden_BTE)
-        rows = (read_BTD, next_BTD, new.positions_BT, mask)
+        input_BTD = self.first_input(params, backbone, new.hidden_BTE)
+        rows = (input_BTD, next_BTD, new.positions_BT, mask)
         last_B1D, layers = self.run(
             params, backbone, *rows, state.cache.layers, state.length_B, last_of(new.n_B)
         )

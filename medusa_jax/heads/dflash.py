@@ -43,7 +43,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.tapped import Tapped
+from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
@@ -61,7 +61,7 @@ OUTWEIGH = 8.0
 
 @dataclass(unsafe_hash=True)
 class DFlashConfig(HeadsConfig):
-    """`n_heads` guesses per block, `n_layers` layers; fields from `tap_layers` on as in `Tapped`."""
+    """`n_heads` guesses per block, `n_layers` layers; fields from `tap_layers` on as in `TappedDrafter`."""
 
     drafter: str = "dflash"
     n_heads: int = 15
@@ -86,7 +86,7 @@ class DFlashConfig(HeadsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlash(Tapped):
+class DFlash(TappedDrafter):
     """One pass over a block of slots gives the guesses of all depths."""
 
     heads: DFlashConfig
@@ -116,7 +116,6 @@ class DFlash(Tapped):
 
     @property
     def n_slots(self) -> int:
-        """Slots of a block."""
         return self.n_heads if self.heads.root_guesses else self.n_heads + 1
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
@@ -162,8 +161,8 @@ class DFlash(Tapped):
         value_DJ = jax.nn.initializers.orthogonal()(key, (D, J))
         # Each of a group's query heads reads the same values and adds its share of them.
         scale_D = OUTWEIGH * final_D / R
-        shared_GHD = (scale_D[:, None] * value_DJ).T.reshape(c.n_kv_heads, -1, D)
-        out_KD = jnp.repeat(shared_GHD, R, axis=0).reshape(-1, D)
+        value_GHD = (scale_D[:, None] * value_DJ).T.reshape(c.n_kv_heads, -1, D)
+        out_KD = jnp.repeat(value_GHD, R, axis=0).reshape(-1, D)
         return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
 
     def text(
@@ -180,11 +179,13 @@ class DFlash(Tapped):
         fc = Linear(c.d_model, False, dtype, kernels=kernels)
         norm = RMSNorm(c.rms_eps, dtype, kernels)
         c_BTD = applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
-        given = c_BTD, rope_tables(c, positions_BT, dtype), CausalMask()
+        rope = rope_tables(c, positions_BT, dtype)
         attention = Attention(c, dtype, 0, kernels)
         layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))
         # The compiler drops the unused output.
-        return tuple(applied(attention, layer, *given)[1] for layer in layers)
+        return tuple(
+            applied(attention, layer, c_BTD, rope, CausalMask())[1] for layer in layers
+        )
 
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
@@ -233,7 +234,7 @@ class DFlash(Tapped):
         return applied(embed, params["heads_0"]["markov_w1"], tokens)
 
     def features(self, params: Params, backbone: Backbone, rows: TextRows) -> jax.Array:
-        """With a Markov head [K, B, T, D + R]: W1 of the token before is part of a guess's input."""
+        """Features [K, B, T, D], with a Markov head [.., D + R]: W1 of the previous token is appended."""
         B, T = rows.tokens_BT.shape
         index_BA = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
         return self.features_at(params, backbone, rows, index_BA)
@@ -284,9 +285,9 @@ class DFlash(Tapped):
         return logits
 
     def head_params(self, params: Params, k: int) -> Params:
-        read = ("lm_head", "markov_w2", "confidence")
+        names = ("lm_head", "markov_w2", "confidence")
         mine = params["heads_0"]
-        return {"heads_0": {key: mine[key] for key in mine if key in read}}
+        return {"heads_0": {key: mine[key] for key in mine if key in names}}
 
     @property
     def has_confidence(self) -> bool:
@@ -296,11 +297,11 @@ class DFlash(Tapped):
         linear = Linear(1, True, at_least_f32(features.dtype))
         return applied(linear, params["heads_0"]["confidence"], features)[..., 0]
 
-    def bias(self, params: Params, backbone: Backbone, after: jax.Array) -> jax.Array:
+    def bias(self, params: Params, backbone: Backbone, inputs: jax.Array) -> jax.Array:
         """The Markov head's part of the logits: [..., R] -> [..., O]."""
         dtype = backbone.llama.dtype
         linear = Linear(backbone.outputs, False, dtype, kernels=backbone.kernels)
-        bias = applied(linear, params["heads_0"]["markov_w2"], after)
+        bias = applied(linear, params["heads_0"]["markov_w2"], inputs)
         return bias.astype(at_least_f32(dtype))
 
     def start(self, batch: int, slots: int, dtype: DTypeLike) -> CacheState:
@@ -326,8 +327,8 @@ class DFlash(Tapped):
         fused = backbone.fuses(self.shape)
         caches: list[LayerCache]
         if fused:
-            free = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
-            caches = [(jnp.pad(k, free), jnp.pad(v, free)) for k, v in texts]
+            padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
+            caches = [(jnp.pad(k, padding), jnp.pad(v, padding)) for k, v in texts]
         else:
             visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
             caches = [BlockCache(text, visible_B1S) for text in texts]

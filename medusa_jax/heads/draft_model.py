@@ -27,7 +27,7 @@ from medusa_jax.model.llama import decoding_config
 from medusa_jax.sharding import PyTree
 from medusa_jax.tree.tree import Tree
 
-# Entry of the parameters that contains the draft model's, as `model/placing.py` prepares them.
+# Entry of the parameters that contains the draft model's, as `model/convert.py` prepares them.
 MODEL = "model"
 
 

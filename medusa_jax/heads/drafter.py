@@ -82,15 +82,15 @@ class TextRows(NamedTuple):
     dropout_key: jax.Array | None = None
 
 
-def shift_left(x: jax.Array, ahead: int) -> jax.Array:
-    """Shift x [B, T, ...] left by `ahead` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
-    shifted = x[:, ahead:]
+def shift_left(x: jax.Array, places: int) -> jax.Array:
+    """Shift x [B, T, ...] left by `places` positions, with zeros at the end: [a b c], 1 -> [b c 0]."""
+    shifted = x[:, places:]
     pad = ((0, 0), (0, x.shape[1] - shifted.shape[1])) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(shifted, pad)
 
 
 class DraftRequest(NamedTuple):
-    """What to draft in a step, the input of `Drafter.propose`.
+    """A request to draft for one step, the input of `Drafter.propose`.
 
     Attributes:
       root_B: the last token of each text.
@@ -308,7 +308,7 @@ class Drafter:
         raise NotImplementedError
 
     def head_params(self, params: Params, k: int) -> Params:
-        """The entries of `params` that `head_logits` of head k reads: by default the LM head of its own."""
+        """The entries of `params` that `head_logits` of head k reads: by default its LM head."""
         name = f"heads_{min(k, self.stored_counts[0] - 1)}"
         return {name: {key: params[name][key] for key in params[name] if key == "lm_head"}}
 

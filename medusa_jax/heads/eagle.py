@@ -73,8 +73,8 @@ class Eagle(Autoregressive):
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Layers start as f -> f, so all depths start as the LM head."""
         D = self.llama.d_model
-        probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
+        probe, ones = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
         module = self.layers(jnp.float32)
-        params: Params = dict(module.init(key, probe, probe, one, CausalMask())["params"])
+        params: Params = dict(module.init(key, probe, probe, ones, CausalMask())["params"])
         params["fc"] = params["fc"] | {"kernel": jnp.eye(2 * D, D, -D)}  # [0 ; I]
         return self.start_as_identity(params, backbone)

@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from medusa_jax.arch import HeadsConfig
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
-from medusa_jax.heads.tapped import Tapped
+from medusa_jax.heads.tapped import TappedDrafter
 from medusa_jax.model.kernels import PLAIN, Kernels
 from medusa_jax.model.layers import Block, Linear, RMSNorm
 from medusa_jax.model.masks import CausalMask
@@ -69,15 +69,15 @@ class WideBlock(Block):
 
     @nn.compact
     def __call__(  # type: ignore[override]
-        self, both: tuple[jax.Array, jax.Array], *where: PyTree
+        self, streams: tuple[jax.Array, jax.Array], *context: PyTree
     ) -> PyTree:
         """a and e instead of x, the rest as in `Block`."""
-        x_BTD, next_BTD = both
+        x_BTD, next_BTD = streams
         norm = partial(RMSNorm, self.config.rms_eps, self.dtype, self.kernels)
         normed_BTD = norm(name="hidden_norm")(x_BTD)
-        read = [norm(name="input_layernorm")(next_BTD), normed_BTD]
+        inputs = [norm(name="input_layernorm")(next_BTD), normed_BTD]
         x_BTD = normed_BTD if self.norm_before_residual else x_BTD
-        return self.after_norm(x_BTD, jnp.concatenate(read, axis=-1), *where)
+        return self.after_norm(x_BTD, jnp.concatenate(inputs, axis=-1), *context)
 
 
 class Layers(Stack):
@@ -127,7 +127,7 @@ class Layers(Stack):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3(Tapped, Autoregressive):
+class Eagle3(TappedDrafter, Autoregressive):
     """The layers continue streams from inside the backbone."""
 
     heads: Eagle3Config
@@ -152,10 +152,12 @@ class Eagle3(Tapped, Autoregressive):
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """At the start the layers output the last tap's stream; norm and LM head are the backbone's."""
         D, A = self.llama.d_model, len(self.taps)
-        probe, one = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
+        probe, ones = jnp.zeros((1, 1, D)), jnp.ones((1, 1), jnp.int32)
         streams = jnp.zeros((1, 1, A * D))
         module = self.layers(jnp.float32)
-        params: Params = dict(module.init(key, streams, probe, one, method="all")["params"])
+        params: Params = dict(
+            module.init(key, streams, probe, ones, method="all")["params"]
+        )
         params["fc"] = {"kernel": jnp.eye(A * D, D, -(A - 1) * D)}  # [0 ; 0 ; I]
         params["norm"] = jax.tree.map(
             lambda x: x.astype(jnp.float32), backbone.params["norm"]
@@ -163,9 +165,9 @@ class Eagle3(Tapped, Autoregressive):
         return self.start_as_identity(params, backbone)
 
     def head_params(self, params: Params, k: int) -> Params:
-        read = ("lm_head",) if self.heads.norm_output else ("lm_head", "norm")
+        names = ("lm_head",) if self.heads.norm_output else ("lm_head", "norm")
         mine = params["heads_0"]
-        return {"heads_0": {key: mine[key] for key in mine if key in read}}
+        return {"heads_0": {key: mine[key] for key in mine if key in names}}
 
     def head_logits(
         self, params: Params, backbone: Backbone, k: int, features: jax.Array

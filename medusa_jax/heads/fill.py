@@ -64,19 +64,19 @@ class Level:
     def of(cls, tree: Tree) -> "list[Level]":
         """One level for each depth that has children."""
         levels = []
-        above = np.array([0])  # the parents of the previous depth, as nodes of the tree
+        parents_M = np.array([0])  # the parents of the previous depth, as nodes of the tree
         for depth in range(tree.depth):
-            here, children = tree.level(depth), tree.level(depth + 1)
+            nodes, children = tree.level(depth), tree.level(depth + 1)
             parents = tree.parents(depth)
             levels.append(
                 cls(
-                    np.searchsorted(here, parents),
-                    np.searchsorted(above, tree.parent_M[parents]),
+                    np.searchsorted(nodes, parents),
+                    np.searchsorted(parents_M, tree.parent_M[parents]),
                     np.searchsorted(parents, tree.parent_M[children]),
                     tree.rank_M[children],
                 )
             )
-            above = parents
+            parents_M = parents
         return levels
 
 
@@ -118,11 +118,11 @@ def level_rows(
     Args:
       with_root: the first pass also runs the root.
     """
-    done, rows = np.zeros(0, int), {}
+    filled_N, rows = np.zeros(0, int), {}
     for depth in range(1, tree.depth):
         nodes_P = tree.parents(depth)
         if with_root and depth == 1:
             nodes_P = np.concatenate([[0], nodes_P])
-        done = np.concatenate([done, nodes_P])
-        rows[depth] = nodes_P, tree.mask_MM[nodes_P][:, done]
+        filled_N = np.concatenate([filled_N, nodes_P])
+        rows[depth] = nodes_P, tree.mask_MM[nodes_P][:, filled_N]
     return rows

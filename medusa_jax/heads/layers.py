@@ -81,8 +81,8 @@ def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) ->
     else:
         u, s, v = jnp.linalg.svd(lm_head_DV, full_matrices=False)
         root = jnp.sqrt(s[: heads.rank])
-        down = u[:, : heads.rank] * jnp.broadcast_to(root, (u.shape[0], root.size))
-        start = {"down": down, "up": root[:, None] * v[: heads.rank]}
+        basis = u[:, : heads.rank] * jnp.broadcast_to(root, (u.shape[0], root.size))
+        start = {"down": basis, "up": root[:, None] * v[: heads.rank]}
     if bias:
         start["bias"] = jnp.zeros((lm_head_DV.shape[1],))
     return {"lm_head": start}
@@ -206,9 +206,9 @@ class CausalLayer(nn.Module):
         It adds zero to its input, and its norm gives the same size as the backbone's final norm.
         """
         probe = jnp.zeros((1, 1, config.d_model))
-        one = jnp.ones((1, 1), jnp.int32)
+        ones = jnp.ones((1, 1), jnp.int32)
         module = cls(config, jnp.float32, out_norm)
-        params: Params = module.init(key, probe, one, CausalMask())["params"]
+        params: Params = module.init(key, probe, ones, CausalMask())["params"]
         params["layers_0"] = zero_output(params["layers_0"])
         if out_norm:
             size = jnp.sqrt(
@@ -253,6 +253,6 @@ class LayerState(CacheState):
           contexts: outputs of each layer, for all T candidates or only for the n-th [B, 1, D].
         """
         old = [self.context_BSD[:, s] for s in range(len(contexts))]
-        new = [take_last(rows, n_B, was) for rows, was in zip(contexts, old)]
+        new = [take_last(rows, n_B, context) for rows, context in zip(contexts, old)]
         cache = KVCache(layers=tuple(layers))
         return LayerState(self.length_B + n_B, cache, jnp.stack(new, axis=1))

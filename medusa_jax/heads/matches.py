@@ -18,23 +18,23 @@ def continuations(
     """
     S = text_BS.shape[1]
     begin_1S, last_B1 = jnp.arange(S)[None, :], last_B[:, None]
-    padded = jnp.pad(text_BS, ((0, 0), (ngram, 0)), constant_values=-1)
+    padded_BS = jnp.pad(text_BS, ((0, 0), (ngram, 0)), constant_values=-1)
     # same[s]: number of tokens before s that equal those at the end of the text.
-    same_BS = jnp.zeros(text_BS.shape, jnp.int32)
-    still_BS = begin_1S <= last_B1
+    length_BS = jnp.zeros(text_BS.shape, jnp.int32)
+    matching_BS = begin_1S <= last_B1
     for back in range(ngram):
         at = ngram - back
-        before_BS = padded[:, at - 1 : at - 1 + S]
-        tail_B1 = jnp.take_along_axis(padded, last_B1 + at, axis=1)
-        still_BS &= (before_BS == tail_B1) & (before_BS >= 0)
-        same_BS += still_BS
+        token_BS = padded_BS[:, at - 1 : at - 1 + S]
+        tail_B1 = jnp.take_along_axis(padded_BS, last_B1 + at, axis=1)
+        matching_BS &= (token_BS == tail_B1) & (token_BS >= 0)
+        length_BS += matching_BS
     place_1S = begin_1S if latest else S - begin_1S
-    worth_BS = jnp.where(same_BS > 0, same_BS * (S + 1) + place_1S, 0)
-    best_B = jnp.max(worth_BS, axis=1)
+    score_BS = jnp.where(length_BS > 0, length_BS * (S + 1) + place_1S, 0)
+    best_B = jnp.max(score_BS, axis=1)
     place_B = best_B % (S + 1)
     begin_B = place_B if latest else S - place_B
     period_B = jnp.maximum(last_B + 1 - begin_B, 1)
-    ahead_1L = jnp.arange(length)[None, :]
-    at_BL = begin_B[:, None] + ahead_1L % period_B[:, None]
+    offset_1L = jnp.arange(length)[None, :]
+    at_BL = begin_B[:, None] + offset_1L % period_B[:, None]
     tokens_BL = jnp.take_along_axis(text_BS, jnp.minimum(at_BL, S - 1), axis=1)
     return tokens_BL, best_B // (S + 1)

@@ -31,10 +31,10 @@ def split_drafter(drafter: str) -> tuple[str, str]:
     Example:  prompt_lookup:tokens=4                  prompt_lookup, tokens=4
               examples.tiny_drafter:Tiny:work/heads   examples.tiny_drafter:Tiny, work/heads
     """
-    name, _, rest = drafter.partition(":")
+    name, _, options = drafter.partition(":")
     match = _MODULE_CLASS.fullmatch(drafter)
     if name in DRAFTERS or name in BASELINES or match is None:
-        return name, rest
+        return name, options
     return match[1], match[2] or ""
 
 

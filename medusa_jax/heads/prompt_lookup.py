@@ -56,8 +56,8 @@ class TextState(PositionState):
 
     def grow(self, slots: int) -> "TextState":
         """The same text with room for `slots` tokens."""
-        more = slots - self.text_BS.shape[1]
-        return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, more))))
+        new_slots = slots - self.text_BS.shape[1]
+        return self.replace(text_BS=jnp.pad(self.text_BS, ((0, 0), (0, new_slots))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ class PromptLookup(Untrained):
         root_B, tree, _ = request
         chain_BL, match_B = self.copied(state, root_B, tree.depth)
         on_chain_M = np.array([False] + [not any(choice) for choice in tree.choices])
-        given_BM = (match_B > 0)[:, None] & on_chain_M[None, :]
+        drafted_BM = (match_B > 0)[:, None] & on_chain_M[None, :]
         drafts_BM = chain_BL[:, np.maximum(tree.depth_M - 1, 0)]
-        nodes_BM = jnp.where(given_BM, drafts_BM, root_B[:, None])
+        nodes_BM = jnp.where(drafted_BM, drafts_BM, root_B[:, None])
         dtype = at_least_f32(backbone.llama.dtype)
-        return propose_given(request, nodes_BM, given_BM, self.llama.vocab_size, dtype)
+        return propose_given(request, nodes_BM, drafted_BM, self.llama.vocab_size, dtype)

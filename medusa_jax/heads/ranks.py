@@ -53,10 +53,10 @@ def label_ranks(
             if score is not None:
                 scores_BCO = score(k, scores_BCO, positions_BC)
             place_BC = backbone.places(labels_BC)
-            scored_BC = place_BC < backbone.outputs
-            own_BC1 = jnp.take_along_axis(scores_BCO, place_BC[..., None], axis=-1)
-            rank_BC = jnp.sum(scores_BCO > own_BC1, axis=-1)
-            return jnp.where(scored_BC, jnp.minimum(rank_BC, MISS), MISS)
+            is_scored_BC = place_BC < backbone.outputs
+            score_BC1 = jnp.take_along_axis(scores_BCO, place_BC[..., None], axis=-1)
+            rank_BC = jnp.sum(scores_BCO > score_BC1, axis=-1)
+            return jnp.where(is_scored_BC, jnp.minimum(rank_BC, MISS), MISS)
 
         labels = pieces(shift_left(tokens_BT, k + 2))
         ranks_NBC = lax.map(one, (pieces(features_KBTD[k]), labels, positions))

@@ -8,7 +8,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
 
 
-class Tapped(Drafter):
+class TappedDrafter(Drafter):
     """Base class; the drafter's `Config` has these fields.
 
     tap_layers: layers whose input is read, such as "2,16,29"; empty: `paper_taps`.

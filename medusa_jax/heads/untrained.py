@@ -37,7 +37,7 @@ class Untrained(Drafter):
 def propose_given(
     request: DraftRequest,
     nodes_BM: jax.Array,
-    given_BM: jax.Array,
+    drafted_BM: jax.Array,
     vocab_size: int,
     dtype: DTypeLike,
 ) -> Proposal:
@@ -48,13 +48,13 @@ def propose_given(
     logits are not computed.
 
     Args:
-      given_BM: False for nodes with a placeholder instead of a draft.
+      drafted_BM: False for nodes with a placeholder instead of a draft.
     """
     B, tree, ranked = nodes_BM.shape[0], request.tree, list[Ranked]()
     for depth, level in enumerate(Level.of(tree)):
         children = tree.level(depth + 1)
         mass_1C = -AHEAD * tree.rank_M[children][None, :]
-        score_BC = jnp.where(given_BM[:, children], mass_1C, -jnp.inf)
+        score_BC = jnp.where(drafted_BM[:, children], mass_1C, -jnp.inf)
         logits_BPV = jnp.full((B, len(level.nodes_P), vocab_size), -jnp.inf, dtype)
         at = (jnp.arange(B)[:, None], level.parent_C[None, :], nodes_BM[:, children])
         logits_BPV = logits_BPV.at[at].max(score_BC.astype(dtype))

@@ -63,16 +63,11 @@ def scored_columns(
     """Columns [D, O] of the LM head, tied or not.
 
     Args:
-      params: stored parameters, or only their entry with the LM head (`lm_head_entry`).
+      params: stored parameters, or only their entry with the LM head ("embed_tokens" if tied).
     """
     if config.tie_embeddings:
         return params["embed_tokens"]["embedding"][ids_O].T
     return params["lm_head"]["kernel"][:, ids_O]
-
-
-def lm_head_entry(config: LlamaConfig) -> str:
-    """Name of the entry of stored parameters with the LM head."""
-    return "embed_tokens" if config.tie_embeddings else "lm_head"
 
 
 def _scoring(backbone: Backbone, ids_O: jax.Array, lm_head: Params | None) -> Backbone:

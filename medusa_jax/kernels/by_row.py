@@ -37,7 +37,6 @@ def by_row(
     Args:
       run: (queries, keys, values [B, T, heads, H], mask) -> [B, T, N, H].
     """
-    given = q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask
     if not mesh.empty:
         heads = None if k_BGTH.shape[1] % mesh.shape["tensor"] else "tensor"
         run = jax.shard_map(
@@ -47,4 +46,5 @@ def by_row(
             out_specs=P(ROWS, None, heads),
             check_vma=False,  # kernels do not declare how their results vary over devices
         )
-    return run(*given).reshape(*q_BTNH.shape[:2], -1)
+    out_BTNH = run(q_BTNH, k_BGTH.swapaxes(1, 2), v_BGTH.swapaxes(1, 2), mask)
+    return out_BTNH.reshape(*q_BTNH.shape[:2], -1)

@@ -58,7 +58,7 @@ class CpuKernels(Kernels):
         return block * size + first_of_largest(best)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
-        """In an order that does not depend on other rows.
+        """Row sums in an order that does not depend on other rows.
 
         Lane i adds up entries i, i + lanes, ...; then halves are added until one lane is left. These are
         elementwise operations, which compilers do not reorder; the order of XLA's reductions depends on

@@ -50,14 +50,14 @@ class CudaKernels(Kernels):
         return product(x, kernel, PRODUCT_ROWS if x.dtype in SHORT else 1)
 
     def top_k(self, scores_RO: jax.Array, n: int) -> jax.Array:
-        """In two stages: XLA's TopK runs a row in one block of threads. For four rows of 128,256 scores that
+        """Top k in two stages: XLA's TopK runs a row in one block of threads. For four rows of 128,256 scores that
         takes an H100 three times as long as the best of 128 parts followed by the best of these."""
         R, O = scores_RO.shape
         width = -(-O // TOP_K_PARTS)
         if R > TOP_K_ROWS or width < max(n, TOP_K_WIDTH):
             return super().top_k(scores_RO, n)
-        lowest = jnp.asarray(-jnp.inf, scores_RO.dtype)
-        padded = lax.pad(scores_RO, lowest, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
+        minus_inf = jnp.asarray(-jnp.inf, scores_RO.dtype)
+        padded = lax.pad(scores_RO, minus_inf, ((0, 0, 0), (0, width * TOP_K_PARTS - O, 0)))
         best, at = lax.top_k(padded.reshape(R * TOP_K_PARTS, width), n)
         first_1P1 = (jnp.arange(TOP_K_PARTS, dtype=at.dtype) * width)[None, :, None]
         column_RC = (at.reshape(R, TOP_K_PARTS, n) + first_1P1).reshape(R, -1)
@@ -100,12 +100,12 @@ def cudnn_attention(
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """cuDNN's flash attention of a text, [B, T, N, H]; tests pass "xla"."""
-    same_B1TT = None
+    segment_mask_B1TT = None
     if mask.segment_ids_BT is not None:
         segment_BT = mask.segment_ids_BT
-        same_B1TT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
+        segment_mask_B1TT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
     window = (mask.window - 1, 0) if mask.window else None
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BTGH, v_BTGH, mask=same_B1TT, is_causal=True, local_window_size=window,
+        q_BTNH, k_BTGH, v_BTGH, mask=segment_mask_B1TT, is_causal=True, local_window_size=window,
         implementation=implementation,
     )  # fmt: skip

@@ -56,10 +56,10 @@ class PanelKernels(CpuKernels):
         config: LlamaConfig,
         part: Params,
         blocks: Params,
-        rest: Params,
+        others: Params,
         storage: Storage,
     ) -> Params:
-        return cpu.prepare(config, part, blocks, rest, storage)
+        return cpu.prepare(config, part, blocks, others, storage)
 
     def layer(
         self,
@@ -70,9 +70,9 @@ class PanelKernels(CpuKernels):
         mask: PathMask,
         cache: Pair,
         start_B: jax.Array,
-        read_BTI: jax.Array | None = None,
+        input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, read_BTI)
+        return cpu.layer(config, params, x_BTD, rope, mask, cache, start_B, input_BTI)
 
 
 @dataclass(frozen=True)

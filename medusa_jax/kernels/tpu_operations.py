@@ -29,8 +29,8 @@ def fits(q_BTNH: jax.Array, k_BGSH: jax.Array) -> bool:
     """Whether the kernel takes these queries and keys: 16 bits, whole tiles."""
     _, T, N, H = q_BTNH.shape
     rows = N // k_BGSH.shape[1] * (T + -T % TILE)
-    whole = k_BGSH.shape[2] % BLOCKS[-1] == 0 and H % 128 == 0 and rows <= MOST_ROWS
-    return whole and q_BTNH.dtype == k_BGSH.dtype == jnp.bfloat16
+    aligned = k_BGSH.shape[2] % BLOCKS[-1] == 0 and H % 128 == 0 and rows <= MOST_ROWS
+    return aligned and q_BTNH.dtype == k_BGSH.dtype == jnp.bfloat16
 
 
 def attend_tree(
@@ -57,18 +57,18 @@ def attend_tree(
 
     B, T, N, H = q_BTNH.shape
     G, S = k_BGSH.shape[1:3]
-    R, more = N // G, -T % TILE
+    R, pad = N // G, -T % TILE
     size = next(size for size in BLOCKS if S % size == 0)
-    Q = R * (T + more)
-    most = max(1, min(HEADS, G, ROWS // Q))
-    heads = next(n for n in range(most, 0, -1) if G % n == 0)
-    wide = at_least_f32(q_BTNH.dtype)
-    q_BTNH = (q_BTNH.astype(wide) * H**-0.5).astype(q_BTNH.dtype)
-    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, more), (0, 0), (0, 0)))
+    Q = R * (T + pad)
+    max_groups = max(1, min(HEADS, G, ROWS // Q))
+    heads = next(n for n in range(max_groups, 0, -1) if G % n == 0)
+    dtype = at_least_f32(q_BTNH.dtype)
+    q_BTNH = (q_BTNH.astype(dtype) * H**-0.5).astype(q_BTNH.dtype)
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, pad), (0, 0), (0, 0)))
     # Order the queries of a group by head, then by token: the mask of tokens repeats R times.
-    q_BGQH = q_BTNH.reshape(B, T + more, G, R, H).transpose(0, 2, 3, 1, 4)
+    q_BGQH = q_BTNH.reshape(B, T + pad, G, R, H).transpose(0, 2, 3, 1, 4)
     q_BGQH = q_BGQH.reshape(B, G, Q, H)
-    mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, more), (0, 0)))
+    mask_BTS = jnp.pad(mask_BTS.astype(jnp.int32), ((0, 0), (0, pad), (0, 0)))
 
     def used(b: Any, s: Any, end_B: Any) -> Any:
         """The block of step s; steps after the end repeat the last used block."""
@@ -78,32 +78,30 @@ def attend_tree(
     keys = pl.BlockSpec(
         (1, heads, size, H), lambda b, g, s, end: (b, g, used(b, s, end), 0)
     )
-    seen = pl.BlockSpec((1, T + more, size), lambda b, g, s, end: (b, 0, used(b, s, end)))
+    masks = pl.BlockSpec((1, T + pad, size), lambda b, g, s, end: (b, 0, used(b, s, end)))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(B, G // heads, S // size),
-        in_specs=[queries, keys, keys, seen],
-        out_specs=pl.BlockSpec(
-            (1, T + more, heads * R * H), lambda b, g, s, end: (b, 0, g)
-        ),
+        in_specs=[queries, keys, keys, masks],
+        out_specs=pl.BlockSpec((1, T + pad, heads * R * H), lambda b, g, s, end: (b, 0, g)),
         scratch_shapes=[
-            pltpu.VMEM((heads, Q, H), wide),
-            pltpu.VMEM((heads, Q, 1), wide),
-            pltpu.VMEM((heads, Q, 1), wide),
+            pltpu.VMEM((heads, Q, H), dtype),
+            pltpu.VMEM((heads, Q, 1), dtype),
+            pltpu.VMEM((heads, Q, 1), dtype),
         ],
     )
     # The output has the layout that the next product reads: heads are whole tiles of columns.
     out_BTD = pl.pallas_call(
         functools.partial(_block, repeats=R),
         grid_spec=grid,
-        out_shape=jax.ShapeDtypeStruct((B, T + more, N * H), q_BTNH.dtype),
+        out_shape=jax.ShapeDtypeStruct((B, T + pad, N * H), q_BTNH.dtype),
         interpret=interpret,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * B * N * (T + more) * S * H,
-            transcendentals=B * N * (T + more) * S,
+            flops=4 * B * N * (T + pad) * S * H,
+            transcendentals=B * N * (T + pad) * S,
             bytes_accessed=2 * k_BGSH.size * k_BGSH.dtype.itemsize,
         ),
         name="attend_tree",
@@ -132,13 +130,13 @@ def _block(
 
     @pl.when(s * size < end_B[b])
     def score() -> None:
-        seen_QS = jnp.concatenate([mask[0] != 0] * repeats, axis=0)
+        mask_QS = jnp.concatenate([mask[0] != 0] * repeats, axis=0)
         for h in range(k.shape[1]):
             score_QS = _dot(q[0, h], k[0, h], 1)
-            score_QS = jnp.where(seen_QS, score_QS, LOWEST)
+            score_QS = jnp.where(mask_QS, score_QS, LOWEST)
             new_Q1 = jnp.maximum(top[h], jnp.max(score_QS, axis=-1, keepdims=True))
             # A fully masked block has score = top, hence weights exp(0) = 1: drop them.
-            weight_QS = jnp.where(seen_QS, jnp.exp(score_QS - new_Q1), 0.0)
+            weight_QS = jnp.where(mask_QS, jnp.exp(score_QS - new_Q1), 0.0)
             scale_Q1 = jnp.exp(top[h] - new_Q1)
             total[h] = total[h] * scale_Q1 + jnp.sum(weight_QS, axis=-1, keepdims=True)
             sums[h] = sums[h] * scale_Q1 + _dot(weight_QS.astype(v.dtype), v[0, h], 0)
@@ -157,12 +155,12 @@ def _block(
 
 def _dot(a: jax.Array, b: jax.Array, of_b: int) -> jax.Array:
     """The product of the last axis of `a` with an axis of `b`, in float32 or wider."""
-    exact = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+    precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     return lax.dot_general(
         a,
         b,
         (((1,), (of_b,)), ((), ())),
-        precision=exact,
+        precision=precision,
         preferred_element_type=at_least_f32(a.dtype),
     )
 
@@ -230,8 +228,8 @@ def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.A
         precision=lax.Precision.HIGHEST,
         preferred_element_type=cos_BT1H.dtype,
     )
-    turned = x_BNTH.astype(cos_BT1H.dtype) * cos_B1TH + swapped * sin_B1TH
-    return turned.astype(x_BTNH.dtype).transpose(0, 2, 1, 3)
+    rotated = x_BNTH.astype(cos_BT1H.dtype) * cos_B1TH + swapped * sin_B1TH
+    return rotated.astype(x_BTNH.dtype).transpose(0, 2, 1, 3)
 
 
 def move(x_BGSH: jax.Array, length_B: jax.Array, path_BL: jax.Array) -> jax.Array:

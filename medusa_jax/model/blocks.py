@@ -51,20 +51,20 @@ class BlockRows:
     def __getitem__(self, places: tuple[np.ndarray, ...]) -> np.ndarray:
         """Single weights, by the parameter's indices."""
         inputs, outputs = places if self.by_column else places[::-1]
-        needed, where = np.unique(outputs, return_inverse=True)
-        return self.blocks.unpacked(needed)[where, inputs]
+        rows, place = np.unique(outputs, return_inverse=True)
+        return self.blocks.unpacked(rows)[place, inputs]
 
 
 def split_blocks(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Split a parameter tree into its `BlockRows` and the rest, which keeps empty entries."""
     blocks: dict[str, Any] = {}
-    rest: dict[str, Any] = {}
+    others: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, BlockRows):
             blocks[name] = value
         elif isinstance(value, dict):
-            found, rest[name] = split_blocks(value)
-            blocks |= {name: found} if found else {}
+            inner_blocks, others[name] = split_blocks(value)
+            blocks |= {name: inner_blocks} if inner_blocks else {}
         else:
-            rest[name] = value
-    return blocks, rest
+            others[name] = value
+    return blocks, others

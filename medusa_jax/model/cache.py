@@ -46,7 +46,6 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def slots(self) -> int:
-        """Slots per row."""
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def grow(self, slots: int) -> "KVCache":

@@ -47,11 +47,11 @@ class LevelCache(DraftCache):
         levels = (*self.levels, new)
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
         part = kernels.text_part(q_BGTRH, *self.text, mask)
-        wide = part.norm_BGTR1.dtype
+        dtype = part.norm_BGTR1.dtype
         for level in levels:  # each query has one key per level: sums, not matrix products
-            k, v = (x[:, :, :, None].astype(wide) for x in level)
+            k, v = (x[:, :, :, None].astype(dtype) for x in level)
             score = (
-                jnp.sum(q_BGTRH.astype(wide) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
+                jnp.sum(q_BGTRH.astype(dtype) * k, -1, keepdims=True) * k.shape[-1] ** -0.5
             )
             part = merge_parts(part, Part(v, score))
         return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self.replace(levels=levels)
@@ -85,9 +85,9 @@ class BlockCache(DraftCache):
             x = jnp.moveaxis(x.reshape(B, A, *x.shape[1:]), 1, 2)
             return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
 
-        both_ways = jnp.ones((1, slots, slots), bool)
-        part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), both_ways)
+        all_visible = jnp.ones((1, slots, slots), bool)
+        part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), all_visible)
         visible_BTS = jnp.repeat(self.visible_BAS, slots, axis=1)
-        seen = attend_part(q_BGTRH, *self.text, visible_BTS)
-        part = merge_parts(jax.tree.map(together, part), seen)
+        text_part = attend_part(q_BGTRH, *self.text, visible_BTS)
+        part = merge_parts(jax.tree.map(together, part), text_part)
         return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self

@@ -29,9 +29,9 @@ def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
 
 
 def _dot_backward(
-    axis_b: int, given: tuple[jax.Array, jax.Array], d: jax.Array
+    axis_b: int, operands: tuple[jax.Array, jax.Array], d: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    a, b = given
+    a, b = operands
     d = d.astype(a.dtype)
     d_b = _dot(d, a, 2, 2) if axis_b == 3 else _dot(a, d, 2, 2)
     return _dot(d, b, 3, 5 - axis_b).astype(a.dtype), d_b.astype(b.dtype)
@@ -93,16 +93,16 @@ def attend(
         score_BGQS = dot(q_BGQH, k_BGSH, 3)
     if new is not None and start_B is not None:
         k_BG1H, v_BG1H = (x.astype(dtype) for x in new)
-        own_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
-        score_BGQS = jnp.where(own_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
+        diag_B11S = (jnp.arange(S)[None, :] == start_B[:, None])[:, None, None, :]
+        score_BGQS = jnp.where(diag_B11S, dot(q_BGQH, k_BG1H, 3), score_BGQS)
     score_BGTRS = score_BGQS.reshape(B, G, T, -1, S)
     score_BGTRS = jnp.where(mask_BTS[:, None, :, None], score_BGTRS, jnp.finfo(wide).min)
     weight_BGQS = fold_queries(jax.nn.softmax(score_BGTRS, axis=-1))
     if new is None:
         out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
     else:
-        own_BGQ1 = jnp.sum(jnp.where(own_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
-        weight_BGQS = jnp.where(own_B11S, 0, weight_BGQS)
+        diag_BGQ1 = jnp.sum(jnp.where(diag_B11S, weight_BGQS, 0), axis=-1, keepdims=True)
+        weight_BGQS = jnp.where(diag_B11S, 0, weight_BGQS)
         out_BGQH = dot(weight_BGQS.astype(dtype), v_BGSH.astype(dtype), 2)
-        out_BGQH += own_BGQ1 * v_BG1H.astype(wide)
+        out_BGQH += diag_BGQ1 * v_BG1H.astype(wide)
     return flat(out_BGQH.astype(dtype).reshape(q_BGTRH.shape))

@@ -1,4 +1,4 @@
-"""What differs by platform: one object, chosen once (`kernels/choose.py`) and given to `Llama`.
+"""Operations that differ by platform: one object, chosen once (`kernels/choose.py`) and given to `Llama`.
 
 | new tokens of a row             | cache           | method                                                 |
 |---------------------------------|-----------------|--------------------------------------------------------|
@@ -127,12 +127,12 @@ class Kernels:
         mask: PathMask,
         cache: Pair,
         start_B: jax.Array,
-        read_BTI: jax.Array | None = None,
+        input_BTI: jax.Array | None = None,
     ) -> tuple[jax.Array, Pair]:
-        """As `layers.Block` over few tokens after a cached text, in one call.
+        """Apply `layers.Block` to few tokens after a cached text, in one call.
 
         Args:
-          read_BTI: what attention reads; None: the norm of x.
+          input_BTI: what attention reads; None: the norm of x.
         """
         raise NotImplementedError
 
@@ -142,9 +142,9 @@ class Kernels:
         self, x: jax.Array, scale_D: jax.Array, eps: float, dtype: DTypeLike
     ) -> jax.Array:
         """x [..., D] / rms(x) * scale, the mean square in float32 or wider."""
-        wide = x.astype(at_least_f32(dtype))
-        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-        return jnp.broadcast_to(scale_D.astype(dtype), x.shape) * wide.astype(dtype)
+        x_f32 = x.astype(at_least_f32(dtype))
+        x_f32 = x_f32 * lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + eps)
+        return jnp.broadcast_to(scale_D.astype(dtype), x.shape) * x_f32.astype(dtype)
 
     def rotate(
         self, x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array
@@ -177,15 +177,15 @@ class Kernels:
         return keys_BGSH, self.write_rows(cache[1], new[1], start_B)
 
     def write_after(
-        self, cache: Pair, new: Pair, start_B: jax.Array, read_BTD: jax.Array
+        self, cache: Pair, new: Pair, start_B: jax.Array, readers_BTD: jax.Array
     ) -> Pair:
         """`write_both`, ordered after the reads from the same cache.
 
         If the write follows the reads, the cache changes in place instead of being copied whole; XLA
         keeps this order only if the new values depend on the values read.
         """
-        nothing_B111 = (read_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
-        new = new[0] + nothing_B111, new[1] + nothing_B111
+        zero_B111 = (readers_BTD[:, 0, 0] * 0).astype(new[0].dtype)[:, None, None, None]
+        new = new[0] + zero_B111, new[1] + zero_B111
         return self.write_both(cache, new, start_B)
 
     def commit(self, cache: KVCache, length_B: jax.Array, path_BL: jax.Array) -> KVCache:
@@ -242,7 +242,7 @@ class Kernels:
         config: LlamaConfig,
         part: Params,
         blocks: Params,
-        rest: Params,
+        others: Params,
         storage: Storage,
     ) -> Params:
         """Convert an entry of the backbone that comes in the blocks of a GGUF file (`model/blocks.py`).
@@ -252,7 +252,7 @@ class Kernels:
         Args:
           part: the entry, such as {"layers_3": ...}.
           blocks: its `BlockRows`.
-          rest: its other parameters, in decoding form.
+          others: its other parameters, in decoding form.
         """
         raise NotImplementedError
 

@@ -141,7 +141,7 @@ class Attention(nn.Module):
     ) -> tuple[jax.Array, LayerCache]:
         c = self.config
         B, T, _ = x_BTD.shape
-        asked_BTD = row_of(x_BTD, only_B)
+        queried_BTD = row_of(x_BTD, only_B)
         if only_B is not None:
             assert isinstance(cache, tuple) and start_B is not None and not self.shards
             slots, itself = cache[0].shape[2], jnp.ones((1, 1), bool)
@@ -166,7 +166,7 @@ class Attention(nn.Module):
             q, k, v = (
                 Linear(size, c.qkv_bias, self.dtype, kernels=self.kernels, name=name)(x)
                 for size, name, x in zip(
-                    sizes, ("q_proj", "k_proj", "v_proj"), (asked_BTD, x_BTD, x_BTD)
+                    sizes, ("q_proj", "k_proj", "v_proj"), (queried_BTD, x_BTD, x_BTD)
                 )
             )
         q_BTNH = q.reshape(B, -1, c.n_heads, c.head_dim)
@@ -233,13 +233,13 @@ class Block(nn.Module):
         start_B: jax.Array | None = None,
         only_B: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        read = None if self.input_norm else x_BTD
-        return self.after_norm(x_BTD, read, rope, mask, cache, start_B, only_B)
+        input_BTI = None if self.input_norm else x_BTD
+        return self.after_norm(x_BTD, input_BTI, rope, mask, cache, start_B, only_B)
 
     def after_norm(
         self,
         x_BTD: jax.Array,
-        read_BTI: jax.Array | None,
+        input_BTI: jax.Array | None,
         rope: tuple[jax.Array, jax.Array],
         mask: Mask,
         cache: LayerCache | None = None,
@@ -252,14 +252,14 @@ class Block(nn.Module):
             assert isinstance(cache, tuple) and start_B is not None
             layer = self.variables["params"]
             x_BTD, cache = self.kernels.layer(
-                c, layer, x_BTD, rope, mask, cache, start_B, read_BTI
+                c, layer, x_BTD, rope, mask, cache, start_B, input_BTI
             )
             return row_of(x_BTD, only_B), cache
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
-        if read_BTI is None:
-            read_BTI = norm(name="input_layernorm")(x_BTD)
+        if input_BTI is None:
+            input_BTI = norm(name="input_layernorm")(x_BTD)
         attention = Attention(c, self.dtype, self.shards, self.kernels, name="self_attn")
-        out_BTD, cache = attention(read_BTI, rope, mask, cache, start_B, only_B)
+        out_BTD, cache = attention(input_BTI, rope, mask, cache, start_B, only_B)
         x_BTD = row_of(x_BTD, only_B) + out_BTD
         normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
         mlp = Mlp(c, self.dtype, self.shards, self.kernels, name="mlp")

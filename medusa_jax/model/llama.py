@@ -105,8 +105,8 @@ class Llama(nn.Module):
 
         A token sees itself and the earlier tokens of its segment. Segment 0 is padding.
         """
-        near = CausalMask(segment_ids_BT, self.config.sliding_window)
-        return self._run(tokens_BT, positions_BT, (CausalMask(segment_ids_BT), near))[0]
+        sliding = CausalMask(segment_ids_BT, self.config.sliding_window)
+        return self._run(tokens_BT, positions_BT, (CausalMask(segment_ids_BT), sliding))[0]
 
     def decode(
         self,
@@ -207,8 +207,8 @@ class Llama(nn.Module):
             return _run_layer(unbound, variables, *args)[0]
 
         trained = "lora" if "lora" in variables else "params"
-        again = rematerialise(run, trained)
-        return again(variables, x_BTD, rope, mask)
+        recomputed = rematerialise(run, trained)
+        return recomputed(variables, x_BTD, rope, mask)
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -221,8 +221,8 @@ def init_params(
     """
 
     def touch_all(module: Llama) -> jax.Array:
-        one = jnp.ones((1, 1), jnp.int32)
-        return module.lm_head(module.forward(one, one, one))
+        ones = jnp.ones((1, 1), jnp.int32)
+        return module.lm_head(module.forward(ones, ones, ones))
 
     params = Llama(config).init(key, method=touch_all)["params"]
     return jax.tree.map(lambda x: x.astype(param_dtype), params)

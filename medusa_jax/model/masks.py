@@ -57,11 +57,7 @@ Mask = jax.Array | PathMask | CausalMask
 
 
 def mask_after(
-    T: int,
-    slots: int,
-    start_B: jax.Array,
-    self_mask_TR: jax.Array | None = None,
-    fused: bool = False,
+    T: int, slots: int, start_B: jax.Array, self_mask_TR: jax.Array | None, fused: bool
 ) -> Mask:
     """The mask of T tokens after a cached text, which see each other by `self_mask` (None: causally).
 
@@ -88,6 +84,6 @@ def tree_mask(slots: int, start_B: jax.Array, self_mask_TR: jax.Array) -> jax.Ar
     offset_BS = jnp.arange(slots)[None, :] - start_B[:, None]
     # Column of each slot in `self_mask_TR`; other slots are clipped and masked.
     inside_BS = (offset_BS >= 0) & (offset_BS < R)
-    own_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
-    own_BTS = jnp.moveaxis(own_BTS, 0, 1) & inside_BS[:, None, :]
-    return (offset_BS < 0)[:, None, :] | own_BTS
+    tree_BTS = jnp.take(self_mask_TR, jnp.clip(offset_BS, 0, R - 1), axis=1)
+    tree_BTS = jnp.moveaxis(tree_BTS, 0, 1) & inside_BS[:, None, :]
+    return (offset_BS < 0)[:, None, :] | tree_BTS

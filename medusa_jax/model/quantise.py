@@ -108,8 +108,8 @@ def quantise_backbone(params: Params, kind: str) -> Params:
     out: Params = {}
     for path, leaf in flatten_dict(params, sep="/").items():
         if QUANTISED.search(path):
-            made = jax.jit(quantise, static_argnums=1)(leaf, kind)
-            out |= {f"{path.removesuffix('kernel')}{name}": x for name, x in made.items()}
+            arrays = jax.jit(quantise, static_argnums=1)(leaf, kind)
+            out |= {f"{path.removesuffix('kernel')}{name}": x for name, x in arrays.items()}
         else:
             out[path] = leaf
     return unflatten_dict(out, sep="/")  # type: ignore[no-any-return]
@@ -118,8 +118,8 @@ def quantise_backbone(params: Params, kind: str) -> Params:
 def dequantise_backbone(params: Params, dtype: DTypeLike = jnp.float32) -> Params:
     """The inverse of `quantise_backbone`, up to rounding."""
     if "codes" in params:
-        rest = {k: v for k, v in params.items() if k not in ("codes", "scales")}
-        return rest | {"kernel": dequantise(params["codes"], params["scales"], dtype)}
+        others = {k: v for k, v in params.items() if k not in ("codes", "scales")}
+        return others | {"kernel": dequantise(params["codes"], params["scales"], dtype)}
     return {
         name: dequantise_backbone(inner, dtype) if isinstance(inner, dict) else inner
         for name, inner in params.items()

@@ -36,7 +36,8 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
         if config.rope_truncate:
             fast, slow = math.floor(fast), math.ceil(slow)
         first, last = max(fast, 0), min(slow, H - 1)
-        last += 0.001 * (first == last)
+        if first == last:
+            last += 0.001
         keep = 1 - np.clip((np.arange(H // 2) - first) / (last - first), 0.0, 1.0)
     else:
         raise ValueError(f"unknown rope_scaling {config.rope_scaling!r}")

@@ -70,11 +70,11 @@ def merge_parts(a: Part, b: Part) -> Part:
 def rows_part(
     q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
 ) -> Part:
-    """As `blocks_part`, one row at a time."""
+    """Attend like `blocks_part`, one row at a time."""
 
     @jax.checkpoint
-    def row(given: tuple[PyTree, ...]) -> Part:
-        part = blocks_part(*jax.tree.map(lambda x: x[None], given))
+    def row(row_arrays: tuple[PyTree, ...]) -> Part:
+        part = blocks_part(*jax.tree.map(lambda x: x[None], row_arrays))
         return jax.tree.map(lambda x: x[0], part)
 
     return lax.map(row, (q_BGTRH, k_BGTH, v_BGTH, mask))
@@ -131,10 +131,10 @@ def attend_cached(
         k_BGSH, v_BGSH = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in cache)
         slot_S = first + jnp.arange(size)
         distance_BS = start_B[:, None] - slot_S[None, :]
-        seen_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
+        in_block_BS = (distance_BS > 0) & (slot_S >= i * size)[None, :]
         distance_BTS = distance_BS[:, None, :] + jnp.arange(T)[None, :, None]
-        seen_BTS = seen_BS[:, None, :] & (distance_BTS < (window or S + T))
-        return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, seen_BTS))
+        visible_BTS = in_block_BS[:, None, :] & (distance_BTS < (window or S + T))
+        return merge_parts(part, attend_part(q_BGTRH, k_BGSH, v_BGSH, visible_BTS))
 
     oldest = jnp.maximum(jnp.min(start_B) - window + 1, 0) if window else 0
     blocks = oldest // size, -(-jnp.max(start_B) // size)
@@ -161,5 +161,5 @@ def block(x: jax.Array, i: jax.Array) -> jax.Array:
 
 def join_blocks(blocks: jax.Array) -> jax.Array:
     """Blocks [n, B, G, Q, ...] -> [B, G, n * Q, ...]."""
-    _, B, G, _, *rest = blocks.shape
-    return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *rest)
+    _, B, G, _, *sizes = blocks.shape
+    return jnp.moveaxis(blocks, 0, 2).reshape(B, G, -1, *sizes)

@@ -20,7 +20,7 @@ from medusa_jax.decoding.generate import (
     sampling_of,
 )
 from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import (
     DecodeState,
@@ -59,12 +59,12 @@ class Reading:
         return self.position == len(self.prompt)
 
 
-def piece_sizes(most: int) -> list[int]:
-    """Return the sizes of the pieces that prompts are read in: 16, 128, ... and `most` tokens."""
+def piece_sizes(limit: int) -> list[int]:
+    """Return the sizes of the pieces that prompts are read in: 16, 128, ... and `limit` tokens."""
     sizes = [MIN_PROMPT]
-    while 8 * sizes[-1] < most:
+    while 8 * sizes[-1] < limit:
         sizes.append(8 * sizes[-1])
-    return [*sizes, most] if most > MIN_PROMPT else [most]
+    return [*sizes, limit] if limit > MIN_PROMPT else [limit]
 
 
 class Batch:
@@ -125,18 +125,16 @@ class Batch:
         """
         if (n_rows, slots) == (self.rows, self.slots):
             return
-        kept = [self._row(i) for i in range(min(n_rows, self.rows))]
+        states = [self._row(i) for i in range(min(n_rows, self.rows))]
         self._reset(n_rows, slots)
-        for i, row in enumerate(kept):
+        for i, row in enumerate(states):
             self._put(self._resized(row, slots), i)
 
     def _row(self, at: int) -> DecodeState:
-        """Copy a row."""
         row = rows.take_row(self._engine, self._state, np.int32(at))
         return rows.with_extras(row, self._extras.row(at))
 
     def _put(self, row: DecodeState, at: int) -> None:
-        """Overwrite a row."""
         row, extras = rows.split_extras(row)
         self._state = rows.insert_row(self._engine, self._state, row, np.int32(at))
         self._extras.put(extras, at)
@@ -145,15 +143,15 @@ class Batch:
         """Change a row's number of slots, one power of two at a time."""
         row, extras = rows.split_extras(row)
         while row.cache.slots != slots:
-            now = row.cache.slots
-            size = 2 * now if now < slots else now // 2
+            old_slots = row.cache.slots
+            size = 2 * old_slots if old_slots < slots else old_slots // 2
             row = rows.resized(self._engine, self._sizes, 1, size, row)
         return rows.with_extras(row, extras)
 
     def begin(
-        self, request: DecodeRequest, source: int, shared: int, group: Group
+        self, request: DecodeRequest, source: int, reused: int, group: Group
     ) -> Reading:
-        """Begin to read a prompt after its first `shared` tokens, which row `source` has cached."""
+        """Begin to read a prompt after its first `reused` tokens, which row `source` has cached."""
         row = rows.take_row(self._engine, self._state, np.int32(source))
         # Prompts are read with log-probabilities for all, since a second program would cost seconds.
         room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
@@ -166,16 +164,16 @@ class Batch:
             pack_stops(request.stops or [()], STOPS),
         )
         # Drafters pair a position with the next token, so the last shared token is read again.
-        position, n = max(0, shared - 1), len(request.prompts[0])
+        position, n = max(0, reused - 1), len(request.prompts[0])
         if self._tokens_read(n - position) == self._tokens_read(n):
             position = 0  # saves nothing, and other pieces would round differently
         if self._by_drafts[source] != rule_named(_rule(group)).by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
 
-    def _piece(self, rest: int) -> int:
+    def _piece(self, n: int) -> int:
         """Return the size of the next piece: up to four small ones instead of a half-empty large one."""
-        return next((size for size in self._pieces if 4 * size >= rest), self._pieces[-1])
+        return next((size for size in self._pieces if 4 * size >= n), self._pieces[-1])
 
     def _tokens_read(self, n: int) -> int:
         """Return the number of tokens computed to read n tokens, padding included."""
@@ -194,10 +192,11 @@ class Batch:
         row = self._resized(reading.row, self.slots)
         begin = min(reading.position, self.slots - T)
         tokens: Any = np.zeros(T + 1, np.int32)
-        here = reading.prompt[begin : begin + T + 1]
-        tokens[: len(here)] = here
-        one: Any = np.array([begin], np.int32), np.array([n], np.int32)
-        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], *one)
+        text = reading.prompt[begin : begin + T + 1]
+        tokens[: len(text)] = text
+        begin_B: Any = np.array([begin], np.int32)
+        length_B: Any = np.array([n], np.int32)
+        piece = PromptPiece(tokens[None, :-1], tokens[None, 1:], begin_B, length_B)
         n_best = self._with_logprobs.logprobs
         engine = replace(self._engine_of(reading.group), logprobs=n_best)
         variables = self._variables_by(engine.acceptance)
@@ -226,21 +225,21 @@ class Batch:
 
     def run(
         self,
-        wanted_B: np.ndarray,
+        running_B: np.ndarray,
         group: Group,
         steps: int,
-        few: int,
+        few_steps: int,
         guides: Mapping[int, Guide] | None = None,
     ) -> tuple[Progress, int]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
-          wanted_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
+          running_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
           group: the group of these rows. Steps without drafts do not update the drafter's state, so such
             a row cannot draft again.
           steps: maximum number of steps.
-          few: maximum if one of the rows has already ended, since its row may soon be needed.
-          guides: by row. A group with constraints takes `few` steps, or one if other rows wait.
+          few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
+          guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
@@ -249,13 +248,17 @@ class Batch:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
-            self._engine, self._state.status_B, wanted_B, np.int32(steps), np.int32(few)
+            self._engine,
+            self._state.status_B,
+            running_B,
+            np.int32(steps),
+            np.int32(few_steps),
         )
         state = self._state.replace(status_B=status_B)
         state = rows.with_extras(state, self._extras.of_group(group))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
-            steps = 1 if (wanted_B == PAUSED).any() else few
+            steps = 1 if (running_B == PAUSED).any() else few_steps
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
             state, progress = decode_loop(engine, variables, state, max_steps, True)
@@ -271,18 +274,18 @@ class Batch:
         Without guides, runs one step, to compile its programs.
         """
         for n in range(max(1, steps)):
-            ahead = constrained.look_ahead(engine, variables, state)
+            inputs = constrained.host_inputs(engine, variables, state)
             if n or guides:
                 status_B, length_B = (
                     np.asarray(x)
-                    for x in (ahead.progress.status_B, ahead.progress.length_B)
+                    for x in (inputs.progress.status_B, inputs.progress.length_B)
                 )
                 alive_B = (status_B == RUNNING) | (status_B == PAUSED)
                 longest = length_B[alive_B].max(initial=0)
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state = constrained.step(engine, variables, state, guides, ahead, self.threads)
+            state = constrained.step(engine, variables, state, guides, inputs, self.threads)
         return state, copied_progress(engine.depth_only, state)
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
@@ -294,9 +297,9 @@ class Batch:
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
-        rests = [1, *(4 * size + 1 for size in self._pieces[:-1])]
-        for rest in (n for n in rests if self.slots_for(n) <= slots):
-            reading = self.begin(_placeholder(rest, group), 0, 0, group)
+        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1])]
+        for length in (n for n in lengths if self.slots_for(n) <= slots):
+            reading = self.begin(_placeholder(length, group), 0, 0, group)
             while not reading.done:
                 self.read(reading)
             self.insert(reading, 0)
@@ -321,6 +324,6 @@ def _placeholder(n: int, group: Group) -> DecodeRequest:
     return DecodeRequest(
         prompts=[[0] * n],
         limits=[1],
-        penalties=[Asked(presence=1.0)] if group.penalties else None,
+        penalties=[PenaltyOptions(presence=1.0)] if group.penalties else None,
         guides=[None] if group.constrained else None,
     )

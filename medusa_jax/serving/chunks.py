@@ -89,25 +89,23 @@ class Chunks:
         """Dispatch a chunk for the next group of rows; returns whether one can step."""
         running = self._jobs.running
         # A row whose masks are late skips the chunk.
-        ready = {i: job for i, job in running.items() if not self._is_late(job)}
-        groups = sorted({job.group for job in ready.values()})
+        on_time = {i: job for i, job in running.items() if not self._is_late(job)}
+        groups = sorted({job.group for job in on_time.values()})
         groups = [group for group in groups if self._can_step(group)]
         if not groups:
             return False
         self._group = next((g for g in groups if g > self._group), groups[0])
-        chosen = {i: job for i, job in ready.items() if job.group == self._group}
-        wanted_B = np.full(self._batch.rows, STOPPED, np.int32)
-        wanted_B[list(self._jobs.running)] = PAUSED
-        wanted_B[list(chosen)] = RUNNING
+        jobs = {i: job for i, job in on_time.items() if job.group == self._group}
+        status_B = np.full(self._batch.rows, STOPPED, np.int32)
+        status_B[list(self._jobs.running)] = PAUSED
+        status_B[list(jobs)] = RUNNING
         kind = self._group, self._batch.rows
         seconds, start = self._seconds.get(kind, PACE / FEW_STEPS), time.perf_counter()
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
-        guides = {row: job.guide for row, job in chosen.items() if job.guide}
-        few = min(FEW_STEPS, steps)
-        progress, nodes = self._batch.run(wanted_B, self._group, steps, few, guides)
-        self.pending.append(
-            Pending(progress, chosen, self._batch.slots, nodes, *kind, start)
-        )
+        guides = {row: job.guide for row, job in jobs.items() if job.guide}
+        short_steps = min(FEW_STEPS, steps)
+        progress, nodes = self._batch.run(status_B, self._group, steps, short_steps, guides)
+        self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
         return True
 
     def _is_late(self, job: Job) -> bool:
@@ -135,8 +133,8 @@ class Chunks:
             job.tree_nodes = pending.tree_nodes or job.tree_nodes
             job.length = int(pending.progress.length_B[at])
             job.steps_seen = int(pending.progress.steps_B[at])
-            ended = pending.progress.status_B[at] not in (RUNNING, PAUSED)
-            if ended or time.perf_counter() - job.delivered_at > PACE / 2:
+            is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
+            if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
                 self._deliver(job, pending, at)
 
     def _note_time(self, pending: Pending) -> None:

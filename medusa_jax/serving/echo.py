@@ -53,7 +53,7 @@ def echo_of(
         return Delta(text, [], list(ids), [], [])
     piece = piece or piece_for(model)
     backbone, slots = model.backbone, power_of_two(len(ids), max(piece, slots))
-    config, most = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
+    config, n_top = model.config, min(MOST_BEST, model.config.vocab_size)  # one program
     sizes = (config.n_layers, 1, slots, config.n_kv_heads, config.head_dim)
     empty = {"cache": KVCache.zeros(*sizes, backbone.llama.dtype)}
     state: Any = placed(backbone.llama.mesh, empty)
@@ -61,10 +61,13 @@ def echo_of(
     text_S[: len(ids)] = ids
     logprobs, tops = list[float | None]([None]), list[Any]([None])
     for begin in range(0, len(ids) - 1, piece):
-        two = (text_S[None, b : b + piece] for b in (begin, begin + 1))
-        state, found = read_scored(backbone, most, state, *two, np.array([begin], np.int32))
-        own_T, best_TN, ids_TN = (np.asarray(x)[0].tolist() for x in jax.tree.leaves(found))
-        logprobs += own_T
+        tokens_BT, next_BT = (text_S[None, b : b + piece] for b in (begin, begin + 1))
+        begin_B = np.array([begin], np.int32)
+        state, scored = read_scored(backbone, n_top, state, tokens_BT, next_BT, begin_B)
+        text_T, best_TN, ids_TN = (
+            np.asarray(x)[0].tolist() for x in jax.tree.leaves(scored)
+        )
+        logprobs += text_T
         tops += [list(zip(*top))[:n] for top in zip(ids_TN, best_TN)]
     return Delta(text, [], list(ids), logprobs[: len(ids)], tops[: len(ids)])
 
@@ -76,5 +79,6 @@ def read_scored(
     """Read tokens from position `begin` on; return log-probabilities of the token after each."""
     position_BT = begin_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
     hidden_BTE, cache = backbone.decode(tokens_BT, position_BT, state["cache"], begin_B)
-    found, mesh = logprobs_of(backbone.lm_head(hidden_BTE), next_BT, n), backbone.llama.mesh
-    return pin_state(mesh, {"cache": cache}), on_all(mesh, found)
+    logprobs = logprobs_of(backbone.lm_head(hidden_BTE), next_BT, n)
+    mesh = backbone.llama.mesh
+    return pin_state(mesh, {"cache": cache}), on_all(mesh, logprobs)

@@ -80,12 +80,12 @@ class BatchExtras:
             if parts.penalties is not None:
                 self._move_first(parts.penalties, empty.penalties)
 
-    def _move_first(self, part: Part, to: Part | None) -> None:
+    def _move_first(self, part: Part, target: Part | None) -> None:
         """Copy the first row of one batch's part to another's."""
         row = rows.take_row(self._engine, part, np.int32(0))
         for _ in range(2):  # the first run's result may be placed differently
-            to = rows.insert_row(self._engine, to, row, np.int32(0))
-        rows.take_row(self._engine, to, np.int32(0))
+            target = rows.insert_row(self._engine, target, row, np.int32(0))
+        rows.take_row(self._engine, target, np.int32(0))
 
     def _empty(self, n_rows: int) -> rows.RowExtras:
         tokens_BO = np.zeros((n_rows, self._outputs), np.int32)
@@ -93,8 +93,8 @@ class BatchExtras:
         return rows.empty_extras(self._engine, placed(mesh, tokens_BO))
 
     def _with_row(self, part: Part | None, row: Part, at: int) -> Part:
-        put: Part = rows.insert_row(self._engine, part, row, np.int32(at))
-        return put
+        merged: Part = rows.insert_row(self._engine, part, row, np.int32(at))
+        return merged
 
 
 def parts_of(extras: rows.RowExtras, group: Group) -> rows.RowExtras:

@@ -14,8 +14,8 @@ from medusa_jax.errors import UserError, first_line
 PATIENCE = 0.02
 
 
-class Started:
-    """Work that a thread does, and its two ends."""
+class WorkCall:
+    """A row's work in a thread, with events for its two results."""
 
     def __init__(self, work: RowWork) -> None:
         self.work, self.replaced, self.filled = work, Event(), Event()
@@ -28,8 +28,8 @@ class Started:
             self.work.fill()
         # A panic of the grammar engine is not an `Exception`.
         except BaseException as error:
-            what = "" if isinstance(error, UserError) else "the grammar engine failed: "
-            self.work.stuck, self.work.guide.error = True, f"{what}{first_line(error)}"
+            prefix = "" if isinstance(error, UserError) else "the grammar engine failed: "
+            self.work.stuck, self.work.guide.error = True, f"{prefix}{first_line(error)}"
         self.replaced.set()
         self.filled.set()
 
@@ -46,35 +46,35 @@ class GuideThreads(Workers):
     def __init__(self, wake: Callable[[], None]) -> None:
         threads = max(1, (os.cpu_count() or 1) // 2)
         self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
-        self._started: WeakKeyDictionary[Guide, Started] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[Guide, WorkCall] = WeakKeyDictionary()
 
     def replaced(self, works: Works) -> Works:
         for work in works.values():
-            earlier = self._started.get(work.guide)
-            if not earlier or not work.repeats(earlier.work):
-                self._started[work.guide] = started = Started(work)
-                self._pool.submit(started.run).add_done_callback(lambda _: self._wake())
+            call = self._calls.get(work.guide)
+            if not call or not work.repeats(call.work):
+                self._calls[work.guide] = call = WorkCall(work)
+                self._pool.submit(call.run).add_done_callback(lambda _: self._wake())
         return self._in_time(works, "replaced")
 
     def filled(self, works: Works) -> Works:
-        ready = self._in_time(works, "filled")
-        for work in ready.values():
-            del self._started[work.guide]
-        return ready
+        finished = self._in_time(works, "filled")
+        for work in finished.values():
+            del self._calls[work.guide]
+        return finished
 
     def _in_time(self, works: Works, event: str) -> Works:
         end = time.monotonic() + PATIENCE
-        started = {row: self._started[work.guide] for row, work in works.items()}
+        calls = {row: self._calls[work.guide] for row, work in works.items()}
         return {
-            row: one.work
-            for row, one in started.items()
-            if getattr(one, event).wait(max(0.0, end - time.monotonic()))
+            row: call.work
+            for row, call in calls.items()
+            if getattr(call, event).wait(max(0.0, end - time.monotonic()))
         }
 
     def late(self, guide: Guide) -> bool:
         """Whether a row's work is unfinished, so that it cannot take a step yet."""
-        started = self._started.get(guide)
-        return started is not None and not started.filled.is_set()
+        call = self._calls.get(guide)
+        return call is not None and not call.filled.is_set()
 
     def close(self) -> None:
         """Cancel work that has not started."""

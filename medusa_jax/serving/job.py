@@ -13,7 +13,7 @@ from medusa_jax.api.results import logprobs_of_row, results_of
 from medusa_jax.constraints.guide import SLOW_MASKS
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding.generate import DecodeRequest
-from medusa_jax.decoding.penalties import any_asked
+from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError
@@ -49,7 +49,7 @@ class Group(NamedTuple):
             "constraints": self.constrained,
             self.rule: self.rule != "auto",
         }
-        return ", ".join(name for name, shown in names.items() if shown)
+        return ", ".join(name for name, is_set in names.items() if is_set)
 
 
 # The most common group; its requests never wait for a program that only another group needs.
@@ -123,7 +123,7 @@ class Job:
             self.request.drafts,
             rule,
             logprobs=self.options.logprobs is not None,
-            penalties=any_asked(self.decode.penalties),
+            penalties=any_penalties(self.decode.penalties),
             constrained=self.decode.guides is not None,
         )
 
@@ -138,10 +138,10 @@ class Job:
         # Tokens that the drafter reads after a gap do not count.
         self.drafted = drafted if drafted < reused else len(self.prompt)
 
-    def cached(self, most: int) -> tuple[np.ndarray, int]:
-        """Return up to `most` cached tokens (all except the root), and the number the drafter has read."""
+    def cached(self, limit: int) -> tuple[np.ndarray, int]:
+        """Return up to `limit` cached tokens (all except the root), and the number the drafter has read."""
         text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
-        return text[:most], len(text) if self.request.drafts else self.drafted
+        return text[:limit], len(text) if self.request.drafts else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.
@@ -152,33 +152,32 @@ class Job:
         """
         self.first_at = self.first_at or time.perf_counter()
         progress = jax.tree.map(lambda x: x[row : row + 1], progress)
-        seen, count = len(self.token_ids), int(progress.n_new_B[0])
-        ended = int(progress.status_B[0]) not in (RUNNING, PAUSED)
+        begin, count = len(self.token_ids), int(progress.n_new_B[0])
+        is_last = int(progress.status_B[0]) not in (RUNNING, PAUSED)
         tokens, depths = (
-            x[0, seen:count].tolist() for x in (progress.tokens_BO, progress.depth_BO)
+            x[0, begin:count].tolist() for x in (progress.tokens_BO, progress.depth_BO)
         )
-        parts = self.text.take(tokens, depths, ended)
+        parts = self.text.take(tokens, depths, is_last)
         end = self.text.tokens_used
-        self.token_ids += tokens[: end - seen]
-        new = logprobs_of_row(progress, 0, slice(seen, end), self.options.logprobs)
+        self.token_ids += tokens[: end - begin]
+        new = logprobs_of_row(progress, 0, slice(begin, end), self.options.logprobs)
         return Delta(
             text="".join(piece for piece, _ in parts),
             parts=parts,
-            token_ids=self.token_ids[seen:],
+            token_ids=self.token_ids[begin:],
             logprobs=new.get("logprobs", []),
             top_logprobs=new.get("top_logprobs", []),
-            ending=self._ending(progress) if ended or self.text.stopped else None,
+            ending=self._ending(progress) if is_last or self.text.stopped else None,
         )
 
     def _ending(self, progress: Progress) -> Ending:
-        """Return the whole answer."""
         seconds = self.first_at - self.started_at, time.perf_counter() - self.first_at, 0.0
         parts = self.tokenizer, [self.options], self.decode, progress, seconds
         [result] = results_of(*parts)
         if self.text.stopped:
             result.cut(len(self.token_ids), self.text.text)
-        waited = self.started_at - self.submitted_at
-        return Ending(result, waited, self.reused, self.tree_nodes)
+        queue_seconds = self.started_at - self.submitted_at
+        return Ending(result, queue_seconds, self.reused, self.tree_nodes)
 
 
 def make_job(

@@ -63,18 +63,18 @@ class Jobs:
         jobs = [row.job for row in self.rows if row.job]
         return [*jobs, *(job for job, _ in self.parked if job not in jobs)]
 
-    def free_row(self, shared: list[int]) -> int:
+    def free_row(self, lengths: list[int]) -> int:
         """Return the free row whose text is the smallest loss.
 
         Args:
-          shared: for each row, the length of its longest common prefix with the new text.
+          lengths: for each row, the length of its longest common prefix with the new text.
         """
         rows = self.rows[: self._batch.rows]
 
         def loss(i: int) -> tuple[bool, int, int]:
             """First rows whose whole text the new one continues, then the least recently used."""
-            if shared[i] == len(rows[i].cached):
-                return False, -shared[i], 0
+            if lengths[i] == len(rows[i].cached):
+                return False, -lengths[i], 0
             return True, 0, rows[i].used
 
         return min((i for i, row in enumerate(rows) if not row.job), key=loss)
@@ -93,9 +93,7 @@ class Jobs:
 
     def unpark(self, job: Job) -> None:
         """Remove a request from the parked ones, if it is one of them."""
-        self.parked = [
-            (other, reading) for other, reading in self.parked if other is not job
-        ]
+        self.parked = [(j, reading) for j, reading in self.parked if j is not job]
 
     def refuse(self, jobs: Iterable[Job], error: NotCompiled) -> None:
         """Fail requests whose programs cannot be compiled."""

@@ -80,13 +80,13 @@ class Compiler:
         if programs in self._ready:
             return True
         with self._wake:
-            at, why = self._failed.get(programs, (0.0, ""))
-            if why and time.monotonic() - at < RETRY_SECONDS:
-                raise NotCompiled(why)
+            at, reason = self._failed.get(programs, (0.0, ""))
+            if reason and time.monotonic() - at < RETRY_SECONDS:
+                raise NotCompiled(reason)
             if programs not in self._wanted:
                 log(f"compiling, a call waits: {programs}")
                 self._wanted.append(programs)
-                self._wanted.sort(key=lambda wanted: wanted.group != BASE)
+                self._wanted.sort(key=lambda key: key.group != BASE)
                 self._wake.notify_all()
         return programs in self._ready
 
@@ -124,30 +124,30 @@ class Compiler:
         return self._plan[0] if self._plan and self._idle() else None
 
     def _run(self) -> None:
-        ahead = False
+        is_planned = False
         while True:
             with self._wake:
                 if not self._next():
-                    self._batch, ahead = None, False  # frees its memory
+                    self._batch, is_planned = None, False  # frees its memory
                 self._wake.wait_for(lambda: self._closed or self._next())
-                if not (self._wanted or ahead):
+                if not (self._wanted or is_planned):
                     self._wake.wait_for(
                         lambda: self._closed or self._wanted, SETTLE_SECONDS
                     )
                 if self._closed:
                     return
                 programs = self._next()
-                ahead = not self._wanted
+                is_planned = not self._wanted
             if not programs:
                 continue  # a request has come
             start = time.monotonic()
-            if ahead:
+            if is_planned:
                 with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:
-                    why = pool.submit(self._compile, programs).result()
+                    reason = pool.submit(self._compile, programs).result()
             else:
-                why = self._compile(programs)
+                reason = self._compile(programs)
             with self._wake:
-                self._settle(programs, why, time.monotonic() - start)
+                self._settle(programs, reason, time.monotonic() - start)
                 self._wake.notify_all()
             self._changed()
 
@@ -165,26 +165,28 @@ class Compiler:
         finally:
             return_memory()
 
-    def _settle(self, programs: Programs, why: str, seconds: float) -> None:
-        wanted, planned = programs in self._wanted, programs in self._plan
-        if why:
-            log(f"warning: not compiled: {programs}: {why}")
-            self._failed[programs] = time.monotonic(), why
+    def _settle(self, programs: Programs, reason: str, seconds: float) -> None:
+        is_wanted, is_planned = programs in self._wanted, programs in self._plan
+        if reason:
+            log(f"warning: not compiled: {programs}: {reason}")
+            self._failed[programs] = time.monotonic(), reason
             self.failures += not self._ready
         else:
             self._ready.add(programs)
             self.failures = 0
-            if wanted or seconds > WORTH_A_LINE:
+            if is_wanted or seconds > WORTH_A_LINE:
                 log(f"compiled in {seconds:.1f} s: {programs}")
-        if wanted:
+        if is_wanted:
             self._wanted.remove(programs)
-        if planned:
+        if is_planned:
             self._plan.remove(programs)
-            if why:
+            if reason:
                 self._plan.clear()
             if not self._plan:
                 log(
-                    "compiling ahead ends here" if why else "all planned programs are ready"
+                    "compiling ahead ends here"
+                    if reason
+                    else "all planned programs are ready"
                 )
 
 

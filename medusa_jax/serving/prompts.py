@@ -14,7 +14,7 @@ from medusa_jax.serving.request import Stopped
 from medusa_jax.serving.room import Room
 
 
-class Begun(NamedTuple):
+class RowPrompt(NamedTuple):
     """A request whose prompt is being read, and its row `at`."""
 
     job: Job
@@ -29,7 +29,7 @@ class PromptReader:
       piece: most tokens of a turn.
 
     Attributes:
-      begun: the request whose prompt is being read.
+      row_prompt: the request whose prompt is being read.
     """
 
     def __init__(
@@ -37,20 +37,20 @@ class PromptReader:
     ) -> None:
         self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
         self._piece = piece
-        self.begun: Begun | None = None
+        self.row_prompt: RowPrompt | None = None
 
     def read(self) -> bool:
         """Read the next piece of a prompt, or as many short prompts; returns whether any was read."""
         tokens_left, any_read = self._piece, False
         while True:
-            self.begun = self.begun or self._begin()
-            if self.begun is None:
+            self.row_prompt = self.row_prompt or self._begin()
+            if self.row_prompt is None:
                 return any_read
-            job, reading, at = self.begun
+            job, reading, at = self.row_prompt
             if not self._room.known(job.group, self._batch.rows, self._batch.slots):
                 # The batch has grown for others meanwhile: read the prompt again later.
                 self._jobs.waiting.appendleft(job)
-                self._jobs.rows[at].job = self.begun = None
+                self._jobs.rows[at].job = self.row_prompt = None
                 return any_read
             tokens_left -= self._batch.next_tokens(reading)
             if tokens_left < 0:
@@ -60,20 +60,20 @@ class PromptReader:
             if reading.done:
                 self._chunks.insert(job, reading, at)
                 self._jobs.rows[at].keep(reading.prompt, job.drafted)
-                self.begun = None
+                self.row_prompt = None
 
     def drop_cancelled(self) -> None:
         """Stop reading a prompt whose client has cancelled."""
-        if self.begun and self.begun.job.handle.cancelled:
-            self._jobs.rows[self.begun.at].job = None
-            self.begun = None
+        if self.row_prompt and self.row_prompt.job.handle.cancelled:
+            self._jobs.rows[self.row_prompt.at].job = None
+            self.row_prompt = None
 
-    def _begin(self) -> Begun | None:
+    def _begin(self) -> RowPrompt | None:
         """Give a row to the first request of the queue that can have one."""
         if not self._room.size_with(0)[0]:
             return None
-        waiting = list(self._jobs.waiting)  # `fits` may refuse some
-        fitting = (job for job in waiting if self._room.fits(job, len(job.prompt)))
+        jobs = list(self._jobs.waiting)  # `fits` may refuse some
+        fitting = (job for job in jobs if self._room.fits(job, len(job.prompt)))
         job = next(fitting, None)
         if job is None:
             return None
@@ -84,16 +84,16 @@ class PromptReader:
             tell([job], Stopped(f"a step failed: {first_line(error)}"))
             raise
 
-    def _begin_in_row(self, job: Job) -> Begun:
+    def _begin_in_row(self, job: Job) -> RowPrompt:
         """Give a request the row that loses least, and the start that its prompt shares with any row."""
         batch, prompt = self._batch, np.array(job.prompt, np.int32)
         self._room.fit(*self._room.size_with(len(prompt)))
         rows = self._jobs.rows[: batch.rows]
         # With drafts, the drafter must have read the shared start too.
-        known = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
-        shared = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, known)]
-        at, source = self._jobs.free_row(shared), int(np.argmax(shared))
-        reading = batch.begin(job.decode, source, shared[source], job.group)
+        lengths = [row.drafted if job.request.drafts else len(row.cached) for row in rows]
+        reused = [shared_start(row.cached[:n], prompt) for row, n in zip(rows, lengths)]
+        at, source = self._jobs.free_row(reused), int(np.argmax(reused))
+        reading = batch.begin(job.decode, source, reused[source], job.group)
         job.begin(reading.position, rows[source].drafted)
         rows[at].job = job
-        return Begun(job, reading, at)
+        return RowPrompt(job, reading, at)

@@ -43,14 +43,14 @@ class Room:
         Raises:
           NotCompiled: a program cannot be compiled.
         """
-        batch, wanted = self.batch, {Programs(group, n_rows, slots)}
+        batch, needed = self.batch, {Programs(group, n_rows, slots)}
         if (n_rows, slots) != (batch.rows, batch.slots):
-            wanted.add(Programs(BASE, n_rows, slots))
+            needed.add(Programs(BASE, n_rows, slots))
         if slots > batch.slots:
-            now = [n for n in self.sizes if self.known(BASE, n, batch.slots)]
-            wanted |= {Programs(BASE, n, slots) for n in now}
-        ready = [self.programs.ready(each) for each in sorted(wanted)]  # queues all
-        return all(ready)
+            sizes = [n for n in self.sizes if self.known(BASE, n, batch.slots)]
+            needed |= {Programs(BASE, n, slots) for n in sizes}
+        compiled = [self.programs.ready(p) for p in sorted(needed)]  # queues all
+        return all(compiled)
 
     def fits(self, job: Job, length: int) -> bool:
         """Return whether a request with a text of this length can have a row now.
@@ -79,15 +79,15 @@ class Room:
             row.keep(row.cached[:0], 0)
         self.batch.fit(n_rows, slots)
 
-    def shrink(self, lengths: Mapping[int, int], unseen: int) -> None:
+    def shrink(self, lengths: Mapping[int, int], margin: int) -> None:
         """Shrink to the rows and slots in use, after `PATIENCE` turns that needed less.
 
         Args:
           lengths: text length by occupied row, as far as the host knows.
-          unseen: tokens by which each text may have grown since.
+          margin: tokens by which each text may have grown since.
         """
         batch = self.batch
-        slots = min(batch.slots, batch.slots_for(max(lengths.values()) + unseen))
+        slots = min(batch.slots, batch.slots_for(max(lengths.values()) + margin))
         n_rows = min(batch.rows, next(n for n in self.sizes if n > max(lengths)))
         fewer = n_rows < batch.rows or slots < batch.slots
         self._roomy = self._roomy + 1 if fewer else 0

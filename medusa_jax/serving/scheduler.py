@@ -22,7 +22,7 @@ from medusa_jax.serving.echo import PIECE
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.parking import Parking
+from medusa_jax.serving.preemption import Preemption
 from medusa_jax.serving.programs import Compiler
 from medusa_jax.serving.prompts import PromptReader
 from medusa_jax.serving.request import Stopped
@@ -60,7 +60,7 @@ class Scheduler:
         self._room = room = Room(batch, jobs, sorted(trees), programs)
         self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
-        self._parking = Parking(batch, jobs, room, chunks)
+        self._preemption = Preemption(batch, jobs, room, chunks)
 
     @property
     def slots(self) -> int:
@@ -88,7 +88,6 @@ class Scheduler:
         return sorted({self._batch.slots_for(length) for length in lengths})
 
     def add(self, job: Job) -> None:
-        """Queue a request."""
         self._jobs.waiting.append(job)
 
     def step(self) -> bool:
@@ -99,17 +98,17 @@ class Scheduler:
         self._jobs.turn += 1
         self._jobs.drop_cancelled()
         self._reader.drop_cancelled()
-        returned = self._parking.return_rows()
-        read = self._reader.read()
-        self._parking.make_room(self._reader.begun)
-        ran = self._chunks.run()
+        any_returned = self._preemption.return_rows()
+        any_read = self._reader.read()
+        self._preemption.make_room(self._reader.row_prompt)
+        any_run = self._chunks.run()
         # Leave the chunk just dispatched to the next turn, which first gives the device another, unless a
         # row is about to get a new request.
         n_pending = len(self._chunks.pending)
-        n_left = 1 if ran and not self._jobs.waiting else 0
+        n_left = 1 if any_run and not self._jobs.waiting else 0
         while len(self._chunks.pending) > n_left:
             self._chunks.deliver_oldest()
-        return bool(returned or read or ran or n_pending)
+        return bool(any_returned or any_read or any_run or n_pending)
 
     def fail(self, error: Stopped) -> None:
         """Tell every request that it gets no answer."""
@@ -132,6 +131,6 @@ class Scheduler:
     def _forget(self) -> None:
         """Forget the state of all rows."""
         self._jobs.forget_rows()
-        self._reader.begun = None
+        self._reader.row_prompt = None
         self._chunks.pending.clear()
         self._room.restart()

@@ -170,25 +170,23 @@ class Server:
         Args:
           wait: return only when all programs are compiled.
         """
-        planned = [
+        plan = [
             (n, i + j, Programs(group, rows, n))
             for n in self._scheduler.slot_sizes(most_tokens)
             for j, rows in enumerate(sorted(self._trees))
             for i, group in enumerate(groups)
             if group != SCORING or j == 0  # it has no rows
         ]
-        self._compiler.plan(
-            programs for *_, programs in sorted(planned, key=lambda p: p[:2])
-        )
+        self._compiler.plan(programs for *_, programs in sorted(plan, key=lambda p: p[:2]))
         if wait:
             self._compiler.wait()
 
-    def when_failed(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, in the server's thread, if errors end the server."""
+    def when_failed(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, in the server's thread, if errors end the server."""
         with self._wake:
-            self._when_failed = tell
+            self._when_failed = callback
         if self.failed:
-            tell()
+            callback()
 
     def close(self) -> None:
         """Refuse new requests, answer the submitted ones, and end."""
@@ -206,9 +204,9 @@ class Server:
 
     def _serve(self) -> None:
         try:
-            more = False
-            while self._wait(more):
-                more = self._turn()
+            busy = False
+            while self._wait(busy):
+                busy = self._turn()
         except BaseException as error:  # report any error to every client
             with self._wake:
                 self._error = error
@@ -225,14 +223,14 @@ class Server:
             self._scheduler.add(self._inbox.pop(0))
         return arrived
 
-    def _wait(self, more: bool) -> bool:
+    def _wait(self, busy: bool) -> bool:
         """Block until work arrives; False once the server is closed.
 
         Args:
-          more: the last turn left work.
+          busy: the last turn left work.
         """
         with self._wake:
-            while not (self._take_inbox() or self._changed or more):
+            while not (self._take_inbox() or self._changed or busy):
                 if self._closing and not (self.busy or self.waiting):
                     return False
                 self._compiler.look_again()
@@ -247,7 +245,7 @@ class Server:
           Exception: too many consecutive errors.
         """
         try:
-            more = self._scheduler.step()
+            busy = self._scheduler.step()
         except Exception as error:
             self._failures += 1
             if self._failures >= MOST_FAILURES:
@@ -259,4 +257,4 @@ class Server:
             self._chunks, self._failures = self._scheduler.chunks, 0
         if self._compiler.failures >= MOST_FAILURES:
             raise RuntimeError("no program can be compiled")
-        return more
+        return busy

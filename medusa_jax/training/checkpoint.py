@@ -108,10 +108,10 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> UserError:
         self.manager.reload()  # Orbax counts checkpoints that it planned to delete as deleted
-        remains = self.manager.latest_step()
+        latest = self.manager.latest_step()
         return UserError(
             f"checkpoint of step {self.saving} in {self.directory} failed ({reason_of(error)}); "
-            + ("none is complete" if remains is None else f"step {remains} remains")
+            + ("none is complete" if latest is None else f"step {latest} remains")
         )
 
     def _write_checksums(self) -> None:
@@ -144,7 +144,7 @@ class Checkpoints:
                 break
             damaged[step] = problem
         else:
-            reasons = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+            reasons = "; ".join(f"step {n}: {reason}" for n, reason in damaged.items())
             raise UserError(
                 f"no checkpoint in {self.directory} can be read ({reasons}); restore them from a copy, "
                 "or use another --workdir"
@@ -178,7 +178,7 @@ class Checkpoints:
             ) from error
         return out.trainable, out.opt, out.data, out.meta
 
-    def _set_aside(self, damaged: dict[int, str], good: int) -> None:
+    def _set_aside(self, damaged: dict[int, str], restored: int) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""
         if not damaged:
             return
@@ -188,7 +188,7 @@ class Checkpoints:
             os.replace(path, f"{path}.damaged")
             inform(
                 f"checkpoint of step {step} is damaged ({reason}), kept as {path}.damaged; resuming "
-                f"from step {good}"
+                f"from step {restored}"
             )
         hosts.broadcast_from_first(True)  # wait until process 0 has renamed them
         self.manager.reload()
@@ -214,5 +214,5 @@ def damage(path: Path) -> str:
         current = checksums(path, list(stored))
     except (OSError, ValueError, TypeError) as error:
         return f"{SUMS}: {first_line(error)}"
-    wrong = [name for name in stored if current[name] != stored[name]]
-    return f"{wrong[0]} has another checksum" if wrong else ""
+    names = [name for name in stored if current[name] != stored[name]]
+    return f"{names[0]} has another checksum" if names else ""

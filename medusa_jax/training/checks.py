@@ -14,8 +14,8 @@ def check(cfg: Config) -> None:
     """
     for path, owner, name in fields_of(cfg):
         typed.field_value(owner, name, getattr(owner, name), path)
-    for wrong, problem in _contradictions(cfg):
-        if wrong:
+    for is_wrong, problem in _contradictions(cfg):
+        if is_wrong:
             raise UserError(problem)
 
 

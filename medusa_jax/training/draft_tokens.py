@@ -56,9 +56,9 @@ def draft_vocab(
     ids = most_frequent(counts_V, n)
     if jax.process_index() == 0:
         write_array(path, ids)
-    inside = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
+    coverage = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
     inform(
-        f"heads score {n} of {vocab_size} tokens: {100 * inside:.2f}% of the counted text, "
+        f"heads score {n} of {vocab_size} tokens: {100 * coverage:.2f}% of the counted text, "
         f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
     )
     return ids

@@ -75,14 +75,14 @@ def dry_run(plan: RunPlan) -> Json:
     print(f"stored per device     {stored} = {total}", flush=True)
     begin = time.monotonic()
     report = measure(plan, shapes)
-    sent = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]
+    traffic = [f"{byte_size(n)} {kind}" for kind, n in report["sent_bytes"].items()]
     fits = [c.title for c in CHIPS.values() if report["total_bytes"] <= c.memory]
     print(
         f"memory per device     {byte_size(report['argument_bytes'])} arguments + "
         f"{byte_size(report['temporary_bytes'])} temporaries = {byte_size(report['total_bytes'])}"
     )
     print(f"fits                  {', '.join(fits) or 'no chip in the table'}")
-    print(f"sent by each device   {' + '.join(sent) or 'nothing'} per update")
+    print(f"sent by each device   {' + '.join(traffic) or 'nothing'} per update")
     seconds = time.monotonic() - begin
     print(f"compiled in           {seconds:.1f} s on {jax.default_backend()}")
     return report
@@ -113,23 +113,19 @@ def shapes_of(plan: RunPlan) -> Shapes:
     state = placed_shapes(mesh, jax.eval_shape(begin, frozen))
     schedule = make_schedule(plan.optim, steps)
     step = make_step(stage, optimizer, schedule, train.seed, mesh)
-    row = row_shapes(data.seq_len)
+    kinds = ((name, np.dtype(kind)) for name, kind in ROW.items())
+    row = {name: jax.ShapeDtypeStruct((data.seq_len,), kind) for name, kind in kinds}
     if data.cache_features:
         row["hidden"] = hidden_shape(data.cache_features, data.seq_len, stage)
     batch = batch_shapes(mesh, row, plan.microbatch, train.accumulation)
     return Shapes(step, state, frozen, batch, mesh)
 
 
-def row_shapes(T: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of a row of T tokens."""
-    return {name: jax.ShapeDtypeStruct((T,), np.dtype(kind)) for name, kind in ROW.items()}
-
-
 def hidden_shape(kind: str, T: int, stage: Stage) -> jax.ShapeDtypeStruct:
     """The hidden states of a row, as `data.cache_features` stores them."""
     states = jax.ShapeDtypeStruct((1, T, stage.width), jnp.float32)
-    stored = jax.eval_shape(partial(encode, kind, D=stage.arch.d_model), states)
-    return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype)
+    codes = jax.eval_shape(partial(encode, kind, D=stage.arch.d_model), states)
+    return jax.ShapeDtypeStruct(codes.shape[1:], codes.dtype)
 
 
 def frozen_shapes(stage: Stage, model: ModelConfig, kl: bool) -> PyTree:
@@ -185,8 +181,8 @@ def figures(cfg: Config | RunPlan, compiled: Compiled) -> Json:
     """Memory and traffic of each device, from the compiled step."""
     # Loops of unknown length are those over chunks of the loss; assume that all tokens count.
     chunks = -(-cfg.data.seq_len // cfg.train.loss_chunk)
-    sent = sent_by_kind(collectives(compiled.as_text() or ""), chunks)
-    return memory_of(compiled) | {"sent_bytes": sent}
+    sent_bytes = sent_by_kind(collectives(compiled.as_text() or ""), chunks)
+    return memory_of(compiled) | {"sent_bytes": sent_bytes}
 
 
 def memory_of(compiled: Compiled) -> Json:
@@ -220,7 +216,6 @@ def stored_bytes(tree: PyTree) -> int:
 
 
 def count(tree: PyTree) -> int:
-    """Number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
 
 
@@ -243,11 +238,11 @@ def preview(data: DataConfig, tokenizer: str) -> str:
             problems[number] = sample.problem
             continue
         ids, counts = sample.pieces[0]
-        kept = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
-        counted = [c > 0 for c in counts[:kept]]
+        n = min(len(ids), data.seq_len) if data.packing == "first_fit" else len(ids)
+        counted = [c > 0 for c in counts[:n]]
         return (
-            f"{mark_counted(encode.tokenizer, ids[:kept], counted)}\n{'-' * 60}\n"
-            f"sample {number + 1} of {len(samples)} in {source} ({sample.form}): {kept} of {len(ids)} tokens, "
+            f"{mark_counted(encode.tokenizer, ids[:n], counted)}\n{'-' * 60}\n"
+            f"sample {number + 1} of {len(samples)} in {source} ({sample.form}): {n} of {len(ids)} tokens, "
             f"{sum(counted)} of them counted (the loss is computed on these): ⟦like this⟧"
         )
     raise UserError(
@@ -264,13 +259,13 @@ def mark_counted(tokenizer: Tokenizer, ids: list[int], counted: list[bool]) -> s
 
     Example: ids of "Hi. Yo</s>" with the last two counted -> "Hi. ⟦Yo</s>⟧".
     """
-    text, end, done = "", 0, ""
+    text, end, decoded = "", 0, ""
     for is_counted, group in groupby(counted):
         end += len(list(group))
-        upto = tokenizer.decode(ids[:end], skip_special=False)
+        prefix = tokenizer.decode(ids[:end], skip_special=False)
         if end < len(ids):
-            upto = upto.rstrip("\ufffd")
-        piece, done = upto[len(done) :], upto
+            prefix = prefix.rstrip("\ufffd")
+        piece, decoded = prefix[len(decoded) :], prefix
         if is_counted:
             lines = piece.replace("\n", "↵\n").split("\n")
             piece = "\n".join(f"⟦{x}⟧" if x else x for x in lines)

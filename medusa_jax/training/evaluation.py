@@ -56,11 +56,11 @@ class Evaluator:
             batch = read(self.rows, numbers)
             # Rows beyond the last sample become padding.
             batch["segment_ids"][numbers >= self.total] = 0
-            placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
+            microbatch = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
             rank = self.ranks if first < estimate.ROWS else None
             with jax.set_mesh(self.mesh):  # attention is split over it
-                out = self.sums(params, frozen, placed)
-                ranked = rank(params, frozen, placed) if rank else None
+                out = self.sums(params, frozen, microbatch)
+                ranked = rank(params, frozen, microbatch) if rank else None
             total = out if total is None else jax.tree.map(jnp.add, total, out)
             if ranked is not None:
                 ranks.append(hosts.on_host(ranked))

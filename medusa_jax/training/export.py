@@ -46,8 +46,8 @@ def export(
         heads_directory = os.path.join(directory, "heads")
     if "heads" in params:
         assert base is not None
-        chosen = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
-        heads_params = params["heads"] | chosen
+        draft_ids = {k: setup.frozen[k] for k in (vocabulary.GROUP,) if k in setup.frozen}
+        heads_params = params["heads"] | draft_ids
         own_heads.save_heads(
             heads_directory, heads, heads_params, base=base, recipe=recipe, write=write
         )

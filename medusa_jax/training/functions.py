@@ -97,7 +97,7 @@ class HeadFunctions:
         self, params: Params, frozen: Params, hidden_BTE: jax.Array, tokens_BT: jax.Array,
         segment_ids_BT: jax.Array | None = None, positions_BT: jax.Array | None = None,
     ) -> jax.Array:  # fmt: skip
-        """What the heads' LM heads read at every position [K, B, T, D]; K levels for EAGLE.
+        """Inputs of the heads' LM heads at every position [K, B, T, D]; K levels for EAGLE.
 
         Args: as for `loss`.
         """

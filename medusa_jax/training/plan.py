@@ -1,4 +1,4 @@
-"""What a run does, resolved once from its configuration, the model's shape and the devices."""
+"""The plan of a training run, resolved once from its configuration, the model's shape and the devices."""
 
 import dataclasses
 

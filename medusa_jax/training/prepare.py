@@ -1,4 +1,4 @@
-"""What a run needs before its first step: models, texts, the stage with its rows, the compiled step."""
+"""Prepare a run: models, texts, the stage with its rows, the compiled step."""
 
 from functools import partial
 from typing import NamedTuple
@@ -46,7 +46,7 @@ def load(plan: RunPlan) -> Inputs:
 
 
 class Job(NamedTuple):
-    """What is trained on which rows.
+    """A stage and its rows.
 
     Attributes:
       steps: number of updates.
@@ -80,7 +80,6 @@ def prepare(plan: RunPlan, inputs: Inputs) -> Job:
 
 
 def compiled(plan: RunPlan, job: Job, state: TrainState, frozen: PyTree) -> Compiled:
-    """The compiled step."""
     schedule = make_schedule(plan.optim, job.steps)
     step = make_step(job.stage, job.optimizer, schedule, plan.train.seed, plan.mesh)
     accumulation = plan.train.accumulation

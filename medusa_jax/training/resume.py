@@ -63,27 +63,27 @@ def changes(workdir: str, config: Json) -> dict[str, str]:
     """
     try:
         with open(os.path.join(workdir, FILE), encoding="utf-8") as file:
-            before = flatten_dict(json.load(file), sep=".")
+            saved = flatten_dict(json.load(file), sep=".")
     except (OSError, ValueError) as error:
         if hosts.first():
             inform(f"changes of the configuration are not checked: {FILE}: {error}")
         return {}
-    now = flatten_dict(json.loads(json.dumps(config)), sep=".")
+    current = flatten_dict(json.loads(json.dumps(config)), sep=".")
     # Fields that another version does not have are ignored.
     changed = {
-        name: f"{before[name]!r} -> {now[name]!r}"
-        for name in now
-        if name in before and before[name] != now[name] and name not in FREE
+        name: f"{saved[name]!r} -> {current[name]!r}"
+        for name in current
+        if name in saved and saved[name] != current[name] and name not in FREE
     }
-    fixed = [
+    names = [
         f"{name}: {change}"
         for name, change in changed.items()
         if any(f"{name}.".startswith(f"{field}.") for field in FIXED)
     ]
-    if fixed:
+    if names:
         raise UserError(
             f"the run in {workdir} was started with another configuration "
-            f"({', '.join(fixed)}): set it back, or use another --workdir"
+            f"({', '.join(names)}): set it back, or use another --workdir"
         )
     return changed
 
@@ -106,22 +106,22 @@ def contents(
     }
 
 
-def check(saved: Json, now: Json, steps: int, workdir: str) -> None:
+def check(old: Json, new: Json, steps: int, workdir: str) -> None:
     """Refuse to resume with a different text, backbone or draft vocabulary, or beyond `steps`.
 
     Raises:
       UserError: names the difference.
     """
-    if (step := saved["step"]) > steps:
+    if (step := old["step"]) > steps:
         raise UserError(
             f"the checkpoint in {workdir} is at step {step}, beyond the {steps} of this run: set "
             f"train.steps to {step} to export it unchanged, or higher to continue"
         )
     for name, word in CONTENT.items():
-        if name in saved and saved[name] != now[name]:  # earlier versions saved fewer
+        if name in old and old[name] != new[name]:  # earlier versions saved fewer
             raise UserError(
-                f"the checkpoint in {workdir} was made with another {word} ({saved[name]}, now "
-                f"{now[name]}): restore that, or use another --workdir"
+                f"the checkpoint in {workdir} was made with another {word} ({old[name]}, now "
+                f"{new[name]}): restore that, or use another --workdir"
             )
 
 

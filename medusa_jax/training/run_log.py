@@ -35,28 +35,27 @@ class RunLog:
     def open(self) -> None:
         """Open all logs; drops lines of steps after the start from an existing log."""
         path = self.workdir / "log.jsonl"
-        kept = [r for r in read_log(path) if r.get("step", math.inf) <= self.start]
+        records = [r for r in read_log(path) if r.get("step", math.inf) <= self.start]
         with replacing(path) as new:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
-            self.file.writelines(json.dumps(record) + "\n" for record in kept)
+            self.file.writelines(json.dumps(record) + "\n" for record in records)
             self.file.flush()
         with contextlib.suppress(ImportError):  # of tensorboardX, which is optional
             self.board = Board(self.workdir, self.start)
 
     def train(self, step: int, record: Json) -> None:
         """Log a training record after `step` updates; print losses, speed and time left."""
-        now = time.monotonic()
+        clock = time.monotonic()
         if step > self.step:
-            fresh = (step - self.step) / max(now - self.clock, 1e-9)
-            self.rate = fresh if not self.rate else 0.7 * self.rate + 0.3 * fresh
-            self.clock, self.step = now, step
-        left = tqdm.format_interval((self.total - step) / self.rate) if self.rate else "?"
+            rate = (step - self.step) / max(clock - self.clock, 1e-9)
+            self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
+            self.clock, self.step = clock, step
+        eta = tqdm.format_interval((self.total - step) / self.rate) if self.rate else "?"
         speed = f"{self.rate * self.tokens_per_step:,.0f} tokens/s"
         self._write(step, "train", record)
-        self._print(step, record, f"  {speed}  {left} left")
+        self._print(step, record, f"  {speed}  {eta} left")
 
     def evaluation(self, step: int, record: Json) -> None:
-        """Log an evaluation record."""
         self._write(step, "eval", record)
         self._print(step, record, "", "held-out ")
 
@@ -73,9 +72,9 @@ class RunLog:
         line = json.dumps(finite({"step": step, "kind": kind, **record}))
         scalars = {}
         for name, value in record.items():
-            several = isinstance(value, list)
-            for i, x in enumerate(value if several else [value], start=1):
-                scalars[f"{kind}/{name}" + (f"/head_{i}" if several else "")] = x
+            is_list = isinstance(value, list)
+            for i, x in enumerate(value if is_list else [value], start=1):
+                scalars[f"{kind}/{name}" + (f"/head_{i}" if is_list else "")] = x
         try:
             self.file.write(line + "\n")
             self.file.flush()

@@ -48,7 +48,7 @@ class Setup(NamedTuple):
 
     @property
     def fingerprint(self) -> str | None:
-        """Of the loaded backbone."""
+        """The fingerprint of the loaded backbone."""
         return None if self.base is None else self.base["fingerprint"]
 
     @property
@@ -101,17 +101,17 @@ def load_backbone(
     model: ModelConfig, dtype: DTypeLike, key: jax.Array, mesh: Mesh
 ) -> LoadedBackbone:
     """Load the backbone of `model.path`, with its added layers; without a path, a random one."""
-    kind, seen = model.quantise, Fingerprint()
+    kind, digest = model.quantise, Fingerprint()
 
     def convert(arch: LlamaConfig, entry: PyTree) -> PyTree:
-        seen.update(arch, entry)
+        digest.update(arch, entry)
         return quantise_backbone(entry, kind) if kind else entry
 
     with announced(f"reading the backbone, to {kind}") if kind else nullcontext():
         if not model.path:
             arch = model.arch
-            fresh = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
-            params = convert(arch, fresh)
+            random = init_sharded(mesh, lambda k: init_params(arch, k, dtype), key)
+            params = convert(arch, random)
         else:
             arch, params = hf.load_backbone(model.path, mesh, dtype, convert)
             if model.add_layers:
@@ -120,7 +120,7 @@ def load_backbone(
     if model.path and not model.add_layers:
         fingerprint = hf.BaseFiles.open(model.path).fingerprint()
     else:
-        fingerprint = seen.hexdigest(arch)
+        fingerprint = digest.hexdigest(arch)
     return LoadedBackbone(arch, params, own_heads.base_record(arch, fingerprint))
 
 
@@ -152,8 +152,8 @@ def more_layers(
     deeper = dataclasses.replace(arch, n_layers=arch.n_layers + n)
 
     def init(key: jax.Array) -> PyTree:
-        fresh = init_params(deeper, key)
+        params = init_params(deeper, key)
         names = [f"layers_{i}" for i in range(arch.n_layers, deeper.n_layers)]
-        return {name: zero_output(fresh[name]) for name in names}
+        return {name: zero_output(params[name]) for name in names}
 
     return deeper, init_sharded(mesh, init, key)

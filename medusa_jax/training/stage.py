@@ -85,14 +85,14 @@ class Stage:
         n = jnp.maximum(counts_K, 1.0)
         scored = jnp.maximum(sums.scored, 1.0)
         means = {"loss": sums.nll / scored, "top1": sums.top1 / n, "top5": sums.top5 / n}
-        inside = {"inside": sums.scored / n} if self.draft_vocab else {}
+        coverage = {"inside": sums.scored / n} if self.draft_vocab else {}
         if self.offsets[0] != 1 or len(self.offsets) == 1:
-            return means | inside
+            return means | coverage
         lm = {f"lm_{name}": x[0] for name, x in means.items()}
         lm["lm_objective"] = objectives.next_token_mean(
             sums.loss[0], sums.entropy[0], counts_K[0]
         )
-        return {name: x[1:] for name, x in (means | inside).items()} | lm
+        return {name: x[1:] for name, x in (means | coverage).items()} | lm
 
 
 def make_stage(
@@ -256,18 +256,18 @@ class StageLoss:
 
 
 def fresh_groups(
-    arch: LlamaConfig, drafter: Drafter | None, rank: int, key: jax.Array, given: PyTree
+    arch: LlamaConfig, drafter: Drafter | None, rank: int, key: jax.Array, groups: PyTree
 ) -> PyTree:
     """Initial values of the trained groups that are not given: "backbone", "lora", "heads"."""
     out = {}
-    if "backbone" not in given:
+    if "backbone" not in groups:
         out["backbone"] = init_params(arch, key)
-    backbone = (given | out)["backbone"]
-    if rank and "lora" not in given:
+    backbone = (groups | out)["backbone"]
+    if rank and "lora" not in groups:
         out["lora"] = adapters.init_lora(arch, jax.random.fold_in(key, 2), rank)
-    if drafter is not None and "heads" not in given:
+    if drafter is not None and "heads" not in groups:
         backbone = Backbone(Llama(arch), backbone)
         if drafter.heads.draft_vocab:
-            backbone = vocabulary.narrowed(backbone, given[vocabulary.GROUP]["ids"])
+            backbone = vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
         out["heads"] = drafter.init(jax.random.fold_in(key, 1), backbone)
     return out

@@ -68,8 +68,8 @@ class Run:
         self.plan, self.checkpoints, self.mesh = plan, checkpoints, plan.mesh
         self.bad_in_row = self.bad = 0
         self.best, self.figures = float("inf"), dict[str, Json]()
-        resumed = checkpoints.latest is not None
-        changed = resume.changes(plan.workdir, plan.record) if resumed else {}
+        is_resumed = checkpoints.latest is not None
+        changed = resume.changes(plan.workdir, plan.record) if is_resumed else {}
 
         inputs = load(plan)
         job = prepare(plan, inputs)
@@ -82,7 +82,7 @@ class Run:
         begin = partial(
             init_state, job.stage, job.optimizer, self.mesh, seed=plan.train.seed
         )
-        if resumed:
+        if is_resumed:
             shapes = placed_shapes(self.mesh, jax.eval_shape(begin, frozen, start=start))
             # The initial weights are freed first: devices may not hold them and the state.
             del inputs, start

@@ -5,7 +5,7 @@ A tree is a set of *choices*: each is a path of ranks, `[0, 2]` meaning "the bes
 added. The empty tree contains only the root and is plain autoregressive decoding.
 
 In addition to the heads' guesses a tree may have one chain of tokens copied from the text
-(`decoding/copying.py`), with the nodes `[-1]`, `[-1, -1]`, .... Where the text does not repeat, a step
+(`decoding/copies.py`), with the nodes `[-1]`, `[-1, -1]`, .... Where the text does not repeat, a step
 replaces the chain by the tree's *spares*: the same number of further guesses of the heads.
 """
 

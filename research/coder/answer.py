@@ -69,7 +69,7 @@ def answered(flags: Flags, prompts: Sequence[Json]) -> Iterator[Json]:
 
     use_compilation_cache()
     model = medusa_jax.load(flags.model, "none", tree="none", batch=flags.slots)
-    waiting = iter(prompts)
+    queue = iter(prompts)
     handles: deque[tuple[Json, Iterator[object]]] = deque()
     sizes = {
         "max_prompt_tokens": MOST_PROMPT,
@@ -80,7 +80,7 @@ def answered(flags: Flags, prompts: Sequence[Json]) -> Iterator[Json]:
         model, slots=flags.slots, trees={flags.slots: model.tree}, **sizes
     ) as server:
         while True:
-            for prompt in itertools.islice(waiting, 3 * flags.slots - len(handles)):
+            for prompt in itertools.islice(queue, 3 * flags.slots - len(handles)):
                 options = Options(
                     max_new_tokens=prompt["max_new_tokens"],
                     temperature=prompt["temperature"],
@@ -100,16 +100,16 @@ def answer(flags: Flags, prompts: Sequence[Json], out: Path) -> None:
     """Write the files that are absent."""
     shards = [prompts[at : at + SHARD] for at in range(0, len(prompts), SHARD)]
     paths = [out / f"answers_{number:05d}.jsonl" for number in range(len(shards))]
-    absent = [(path, shard) for path, shard in zip(paths, shards) if not path.exists()]
-    inform(f"{len(shards) - len(absent)} of {len(shards)} files are there")
-    if not absent:
+    todo = [(path, shard) for path, shard in zip(paths, shards) if not path.exists()]
+    inform(f"{len(shards) - len(todo)} of {len(shards)} files are there")
+    if not todo:
         return
-    lines = answered(flags, list(itertools.chain(*(shard for _, shard in absent))))
+    lines = answered(flags, list(itertools.chain(*(shard for _, shard in todo))))
     tokens, start = 0, time.perf_counter()
-    for path, shard in absent:
-        found = list(itertools.islice(lines, len(shard)))
-        write_text(path, "".join(json.dumps(line) + "\n" for line in found))
-        tokens += sum(len(line["token_ids"]) for line in found)
+    for path, shard in todo:
+        records = list(itertools.islice(lines, len(shard)))
+        write_text(path, "".join(json.dumps(line) + "\n" for line in records))
+        tokens += sum(len(line["token_ids"]) for line in records)
         speed = tokens / (time.perf_counter() - start)
         inform(
             f"{time.strftime('%F %T')} {path.name}: {tokens} tokens, {speed:.1f} tokens/s"

@@ -3,7 +3,7 @@
 Four kinds, in every ten prompts five, two, two and one:
 
     middle     Qwen's fill in the middle: <|fim_prefix|> 50 to 400 tokens <|fim_suffix|> 0 to 200 tokens
-               <|fim_middle|>; the cursor is anywhere in a line, at its end, or behind the next line's indent
+               <|fim_middle|>; the cursor is anywhere in a line, at its end, or after the next line's indent
     function   a function's documentation and first line, half of them after the lines above it
     edit       a conversation: change, test, explain or repair a short function
     question   a conversation: a question about a function of a library
@@ -132,15 +132,16 @@ class Library:
 
 @functools.cache
 def functions_of(file: File) -> list[Function]:
-    """The functions of a file, parsed once."""
     return functions(file.text, file.source.language)
 
 
-def read_files(root: Path, source: Source, language: str, seen: set[str]) -> Iterator[File]:
+def read_files(
+    root: Path, source: Source, language: str, hashes: set[str]
+) -> Iterator[File]:
     """The usable files of a package, at most about `MOST_FILES`, chosen by the digest of their names.
 
     Args:
-      seen: the digests of texts that occurred before; those of these files are added.
+      hashes: the digests of texts that occurred before; those of these files are added.
     """
     folder = root / source.folder
     names = [
@@ -157,25 +158,25 @@ def read_files(root: Path, source: Source, language: str, seen: set[str]) -> Ite
             continue
         text = path.read_bytes().decode("utf-8", "replace").replace("\r\n", "\n")
         lines = text.split("\n")
-        wide = max(map(len, lines)) > (1000 if language == "markdown" else 180)
+        too_wide = max(map(len, lines)) > (1000 if language == "markdown" else 180)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        refused = REFUSED.search(text[:LICENCE]) or "<|" in text or "\ufffd" in text
-        if wide or len(lines) < 15 or refused or digest in seen:
+        is_refused = REFUSED.search(text[:LICENCE]) or "<|" in text or "\ufffd" in text
+        if too_wide or len(lines) < 15 or is_refused or digest in hashes:
             continue
-        seen.add(digest)
+        hashes.add(digest)
         yield File(source, name, text)
 
 
 def libraries(root: Path, sources: Sequence[Source]) -> dict[str, list[Library]]:
     """By language, the packages with usable files; Markdown comes from all packages."""
-    found: dict[str, list[Library]] = {language: [] for language in LANGUAGES}
-    seen: set[str] = set()
+    by_language: dict[str, list[Library]] = {language: [] for language in LANGUAGES}
+    digests: set[str] = set()
     for source in sources:
         for language in (source.language, "markdown"):
-            files = tuple(read_files(root, source, language, seen))
+            files = tuple(read_files(root, source, language, digests))
             if files:
-                found[language].append(Library(source, files))
-    return found
+                by_language[language].append(Library(source, files))
+    return by_language
 
 
 def ids_of_middle(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[int] | None:
@@ -194,15 +195,15 @@ def ids_of_middle(text: str, tokenizer: Tokenizer, rng: random.Random) -> list[i
         if end < 0:
             end = len(text)
             break
-    before = tokenizer.encode(text[max(0, at - 3000) : at])[-rng.randint(50, 400) :]
-    after = tokenizer.encode(text[end : end + 1500])[: max(0, rng.randint(-25, 200))]
-    if len(before) < 50:
+    before_ids = tokenizer.encode(text[max(0, at - 3000) : at])[-rng.randint(50, 400) :]
+    after_ids = tokenizer.encode(text[end : end + 1500])[: max(0, rng.randint(-25, 200))]
+    if len(before_ids) < 50:
         return None
     marks = [
         tokenizer.token_to_id(f"<|fim_{name}|>") for name in ("prefix", "suffix", "middle")
     ]
     prefix, suffix, middle = (i for i in marks if i is not None)
-    return [prefix, *before, suffix, *after, middle]
+    return [prefix, *before_ids, suffix, *after_ids, middle]
 
 
 def ids_of_function(
@@ -233,10 +234,10 @@ def talk_about(library: Library, kind: str, rng: random.Random) -> tuple[str, st
         return None
     part, second = rng.choice(parts), rng.choice(parts)
     language = NAMES[library.source.language]
-    others = [name for name in NAMES.values() if name != language]
+    languages = [name for name in NAMES.values() if name != language]
     gaps = {
         "name": part.name, "second": second.name, "new": f"{rng.choice(PARAMETERS)}_{part.name}",
-        "parameter": rng.choice(PARAMETERS), "language": language, "other": rng.choice(others),
+        "parameter": rng.choice(PARAMETERS), "language": language, "other": rng.choice(languages),
         "package": library.source.package,
     }  # fmt: skip
     if kind == "question":
@@ -255,15 +256,15 @@ def windows(text: str) -> set[int]:
 
 def held_out_windows(paths: Sequence[str]) -> set[int]:
     """The word runs of all texts in files of JSON lines, packed or not."""
-    found: set[int] = set()
+    hashes: set[int] = set()
     for path in paths:
         data = Path(path).read_bytes()
         text = (gzip.decompress(data) if path.endswith(".gz") else data).decode()
         for line in text.splitlines():
             for value in json.loads(line).values():
                 texts = value if isinstance(value, list) else [value]
-                found.update(*(windows(text) for text in texts if isinstance(text, str)))
-    return found
+                hashes.update(*(windows(text) for text in texts if isinstance(text, str)))
+    return hashes
 
 
 class Composer:
@@ -287,14 +288,14 @@ class Composer:
                 k: n for k, n in LANGUAGES.items() if kind == "middle" or k != "markdown"
             }
             language = rng.choices(list(shares), list(shares.values()))[0]
-            found = self.by_language[language]
-            weights = [len(library.files) ** 0.5 for library in found]
-            library = rng.choices(found, weights)[0]
-            made = self.draw(library, kind, rng)
-            if made is None or len(made[0]) > MOST_TOKENS:
+            candidates = self.by_language[language]
+            weights = [len(library.files) ** 0.5 for library in candidates]
+            library = rng.choices(candidates, weights)[0]
+            sample = self.draw(library, kind, rng)
+            if sample is None or len(sample[0]) > MOST_TOKENS:
                 self.dropped["unusable"] += 1
                 continue
-            ids, path = made
+            ids, path = sample
             if not self.barred.isdisjoint(windows(self.tokenizer.decode(ids))):
                 self.dropped["shares eight words with a held-out question"] += 1
                 continue
@@ -317,11 +318,11 @@ class Composer:
             return (ids, file.path) if ids else None
         if kind == "function":
             return ids_of_function(library, self.tokenizer, rng)
-        said = talk_about(library, kind, rng)
-        if said is None:
+        turns = talk_about(library, kind, rng)
+        if turns is None:
             return None
-        message = {"role": "user", "content": said[0]}
-        return encode_prompt(self.tokenizer, [message], ""), said[1]
+        message = {"role": "user", "content": turns[0]}
+        return encode_prompt(self.tokenizer, [message], ""), turns[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,8 +345,8 @@ def run(flags: Flags) -> int:
     """Write one line per prompt and say what they come from."""
     sources = [s for s in read_table() if bool(s.held_out) == flags.held_out]
     barred = held_out_windows([path for path in flags.held_out_files.split(",") if path])
-    found = libraries(Path(flags.sources), sources)
-    composer = Composer(found, load_tokenizer(flags.model), barred)
+    by_language = libraries(Path(flags.sources), sources)
+    composer = Composer(by_language, load_tokenizer(flags.model), barred)
     by_ids: dict[tuple[int, ...], Json] = {}
     for number in range(flags.n):
         prompt = composer.compose(number)

@@ -104,20 +104,20 @@ def _braces(text: str, head: re.Pattern[str]) -> Iterator[Function]:
             continue
         start = match.start()
         while start:
-            above = text.rfind("\n", 0, start - 1) + 1
-            if not COMMENT.match(text[above:start]):
+            line_start = text.rfind("\n", 0, start - 1) + 1
+            if not COMMENT.match(text[line_start:start]):
                 break
-            start = above
+            start = line_start
         documented = start < match.start()
         body = match.end() + 1
         yield Function(name, start, body, end, documented, lines + 1 in SHORT)
 
 
-def _closing(text: str, after: int) -> int:
-    """Offset behind the brace that closes the one before `after`; 0 if there is none."""
+def _closing(text: str, start: int) -> int:
+    """Offset after the brace that closes the one before `start`; 0 if there is none."""
     depth = 1
-    for brace in re.finditer(r"[{}]", text[after : after + 8000]):
+    for brace in re.finditer(r"[{}]", text[start : start + 8000]):
         depth += 1 if brace[0] == "{" else -1
         if depth == 0:
-            return after + brace.end()
+            return start + brace.end()
     return 0

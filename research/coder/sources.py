@@ -46,9 +46,9 @@ class Source:
         return Path(self.language, self.package)
 
 
-def read_table(path: Path = TABLE) -> list[Source]:
+def read_table() -> list[Source]:
     """All sources, in the order of the table."""
-    with open(path) as file:
+    with open(TABLE) as file:
         return [Source(**row) for row in csv.DictReader(file, delimiter="\t")]
 
 
@@ -82,7 +82,7 @@ def download(source: Source, into: Path) -> None:
 
 
 def source_options(folder: Path) -> list[str]:
-    """Options by which apt reads source packages, with a state of its own in `folder`."""
+    """Options by which apt reads source packages, with a separate state in `folder`."""
     apt = folder / "apt"
     listed = apt / "debian.sources"
     options = {
@@ -91,13 +91,13 @@ def source_options(folder: Path) -> list[str]:
         "Dir::State::lists": apt / "lists",
         "Dir::Cache": apt / "cache",
     }
-    given = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
+    args = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
     if not listed.exists():
         (apt / "lists" / "partial").mkdir(parents=True)
         (apt / "cache" / "archives" / "partial").mkdir(parents=True)
         listed.write_text(DEBIAN.read_text().replace("Types: deb\n", "Types: deb-src\n"))
-        subprocess.run(["apt-get", *given, "-q", "update"], check=True)
-    return given
+        subprocess.run(["apt-get", *args, "-q", "update"], check=True)
+    return args
 
 
 def unpack(archive: Path, into: Path) -> None:
@@ -133,11 +133,11 @@ class Flags:
 def run(flags: Flags) -> int:
     """Fetch what is not there yet."""
     out = Path(flags.out).absolute()
-    absent = [source for source in read_table() if not (out / source.folder).exists()]
+    todo = [source for source in read_table() if not (out / source.folder).exists()]
     if any(shutil.which(client) is None for client in ("pip", "npm", "apt-get", "dpkg")):
         raise UserError("needs pip, npm, apt-get and dpkg")
     lost = []
-    for source in absent:
+    for source in todo:
         with (
             tempfile.TemporaryDirectory() as folder,
             complete_or_absent(out / source.folder) as content,
@@ -150,7 +150,7 @@ def run(flags: Flags) -> int:
                 lost.append(f"{source.package} {source.version}")
             for archive in sorted(archives.iterdir()):
                 unpack(archive, content)
-    inform(f"{len(absent) - len(lost)} packages fetched into {out}")
+    inform(f"{len(todo) - len(lost)} packages fetched into {out}")
     if lost:
         raise UserError(f"no longer in their registry: {', '.join(lost)}")
     return 0

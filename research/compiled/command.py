@@ -22,8 +22,8 @@ from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import DRAFTERS
 from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.llama import decoding_config
-from medusa_jax.model.placing import choose_storage
 from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file, tree_of_size
 from medusa_jax.tree.tree import Tree
@@ -79,7 +79,6 @@ class Flags:
 
 
 def run(flags: Flags) -> int:
-    """Compile, then print."""
     if flags.target != HERE:
         jax.config.update("jax_platforms", "cpu")  # the TPU plugin would look for a TPU
     target = find_target(flags.target)
@@ -138,21 +137,21 @@ def case_of(flags: Flags, target: Target) -> tuple[Case, Drafter, Tree]:
         storage = choose_storage(kernels, dtype, mesh)
         layers = flags.layers or config.n_layers
         case = dataclasses.replace(case, dtype=dtype, storage=storage, layers=layers)
-    plain = flags.drafter == "none"
+    is_plain = flags.drafter == "none"
     if flags.drafter.endswith(".py"):
         heads = load_config(flags.drafter).heads
     else:
-        name = "medusa" if plain else flags.drafter
+        name = "medusa" if is_plain else flags.drafter
         kind = drafter_class(name)
         if not kind.trained:
             raise UserError(f"--drafter {flags.drafter} has no heads to compile")
         heads = kind.Config(drafter=name, n_heads=4)
     # The growth order of the demo's Hydra heads: as deep as the papers' trees, four levels.
     calibrated = load_tree_file(DEMO / "hydra" / "tree.json")
-    tree = Tree.none() if plain else tree_of_size(calibrated, flags.tree)
+    tree = Tree.none() if is_plain else tree_of_size(calibrated, flags.tree)
     # The drafter is made for the compiled layers: EAGLE-3 reads inside the backbone.
-    few = dataclasses.replace(config, n_layers=case.compiled_layers)
-    return case, make_drafter(heads, decoding_config(few)), tree
+    compiled_config = dataclasses.replace(config, n_layers=case.compiled_layers)
+    return case, make_drafter(heads, decoding_config(compiled_config)), tree
 
 
 @contextlib.contextmanager

@@ -81,9 +81,9 @@ def step_costs(
                 # Rounds of a known number are run without the condition.
                 counted = "known_trip_count" in x.text
                 parts = x.calls("body") + ([] if counted else x.calls("condition"))
-                inside = [cost for part in parts for cost in walk(part, scope, inner)]
-                yield Cost(x, scope, 0, times, launched_by(inside))
-                yield from inside
+                costs = [cost for part in parts for cost in walk(part, scope, inner)]
+                yield Cost(x, scope, 0, times, launched_by(costs))
+                yield from costs
             elif x.opcode == "conditional":
                 branches = [list(walk(b, scope, times)) for b in x.calls("branch")]
                 unused = any(f in scope.split("/") for f in FILTERS if f not in filters)
@@ -91,8 +91,8 @@ def step_costs(
             elif x.opcode == "call":
                 yield from walk(x.calls("to_apply")[0], scope, times)
             elif x.opcode in _AHEAD:
-                ahead = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
-                yield Cost(x, label_of(program, x), ahead, times)
+                prefetch = moved(x) / bytes_per_cycle if bytes_per_cycle else 0
+                yield Cost(x, label_of(program, x), prefetch, times)
             else:
                 yield Cost(x, scope, x.cycles or stated(x), times)
 
@@ -121,11 +121,11 @@ def moved(x: Instruction) -> int:
 
 def label_of(program: Program, x: Instruction) -> str:
     """The label of an instruction; of one without, that of its reader, else of the maker of its operand."""
-    seen, front = {x.name}, [x]
+    visited, front = {x.name}, [x]
     while front and not x.label:  # breadth first, forwards
         readers = {r.name: r for y in front for r in program.readers.get(y.name, ())}
-        front = [r for name, r in readers.items() if name not in seen]
-        seen |= readers.keys()
+        front = [r for name, r in readers.items() if name not in visited]
+        visited |= readers.keys()
         for reader in front:
             if reader.label and reader.opcode not in PASSING:
                 return reader.label
@@ -136,12 +136,12 @@ def label_of(program: Program, x: Instruction) -> str:
 
 def stage_of(label: str) -> str:
     """The stage of a step that a label belongs to; "other" if none."""
-    known = [part for part in label.split("/") if part in STAGES]
-    if not known:
+    stages = [part for part in label.split("/") if part in STAGES]
+    if not stages:
         return "other"
-    if known[0] in OUTER and known[-1] != "sampling":
-        return known[0]
-    return known[-1]
+    if stages[0] in OUTER and stages[-1] != "sampling":
+        return stages[0]
+    return stages[-1]
 
 
 def of_all_layers(costs: list[Cost], compiled: int, n_layers: int) -> dict[str, float]:
@@ -174,20 +174,17 @@ def kernels(costs: list[Cost], compiled: int, n_layers: int) -> float:
     return sum(repeats(c, compiled, n_layers) for c in costs if launches(c.instruction))
 
 
-def kernels_of(
-    compiled: Compiled, n_layers: int, layers: int = 0, filters: tuple[str, ...] = ()
-) -> tuple[int, int]:
+def kernels_of(compiled: Compiled, n_layers: int, layers: int = 0) -> tuple[int, int]:
     """Kernels of a step of a compiled loop of decode steps, and the bytes that they read.
 
     Args:
       n_layers: layers of the model.
       layers: those that the program has; 0: all.
-      filters: as for `step_costs`.
     """
     program = read_program(compiled.as_text() or "")
-    costs = step_costs(program, 0.0, filters=filters)
-    sizes = (layers or n_layers, n_layers)
-    return round(kernels(costs, *sizes)), round(bytes_read(program, costs, *sizes))
+    costs, layers = step_costs(program, 0.0, filters=()), layers or n_layers
+    n_bytes = bytes_read(program, costs, layers, n_layers)
+    return round(kernels(costs, layers, n_layers)), round(n_bytes)
 
 
 def bytes_read(program: Program, costs: list[Cost], compiled: int, n_layers: int) -> float:
@@ -209,10 +206,10 @@ def _operands(program: Program, x: Instruction) -> int:
     if x.opcode == "dynamic-update-slice":
         return program.instructions[x.operands[1]].bytes
     if x.opcode == "fusion":
-        inside = program.computations[x.calls("calls")[0]]
-        return sum(_used(program, y) for y in inside if y.opcode == "parameter")
-    made = program.instructions
-    return sum(made[name].bytes for name in x.operands if name in made)
+        computation = program.computations[x.calls("calls")[0]]
+        return sum(_used(program, y) for y in computation if y.opcode == "parameter")
+    instructions = program.instructions
+    return sum(instructions[name].bytes for name in x.operands if name in instructions)
 
 
 def _used(program: Program, x: Instruction) -> int:

@@ -88,13 +88,13 @@ def compiled_loop(
     Args:
       context: tokens of each row before the step, which determine the number of cache slots.
     """
-    several = mesh if mesh.size > 1 else None
+    shared_mesh = mesh if mesh.size > 1 else None
     shards = mesh.shape["tensor"]
     kernels = choose_kernels(mesh)
     if storage and storage.panel:  # in panels, with fused kernels
         kernels = choose_kernels(mesh, dtype)
     llama = Llama(
-        decoding_config(config), dtype, shards=shards, mesh=several, kernels=kernels
+        decoding_config(config), dtype, shards=shards, mesh=shared_mesh, kernels=kernels
     )
     engine = Engine(llama, drafter, tree, acceptance)
     of_heads = drafter if tree.depth else None
@@ -116,24 +116,24 @@ def compile_step(case: Case, drafter: Drafter, tree: Tree) -> Step:
     Raises:
       UserError: the mesh does not fit.
     """
-    few = case.compiled_layers
-    config = dataclasses.replace(case.config, n_layers=few)
+    n_compiled = case.compiled_layers
+    config = dataclasses.replace(case.config, n_layers=n_compiled)
     mesh = make_mesh(case.mesh, case.target.devices)
     compiled, variables, state = compiled_loop(
         config, drafter, tree, mesh, case.batch, case.context, case.dtype, case.acceptance,
         case.storage,
     )  # fmt: skip
     backbone, cache = variables["backbone"], state.cache.layers[0]
-    read = {name: x for name, x in backbone.items() if name != "embed_tokens"}
-    weights = bytes_on_device((read, variables["heads"] if tree.depth else {}))
-    others = case.config.n_layers - few
-    sent = sent_by_kind(collectives(compiled.as_text() or ""))
+    arrays = {name: x for name, x in backbone.items() if name != "embed_tokens"}
+    weights = bytes_on_device((arrays, variables["heads"] if tree.depth else {}))
+    n_others = case.config.n_layers - n_compiled
+    sent_bytes = sent_by_kind(collectives(compiled.as_text() or ""))
     memory = dry.memory_of(compiled)["total_bytes"]
     return Step(
         compiled,
-        weights + others * bytes_on_device(backbone["layers_0"]),
-        memory + others * bytes_on_device((backbone["layers_0"], cache)),
-        {kind: n * case.config.n_layers / few for kind, n in sent.items()},
+        weights + n_others * bytes_on_device(backbone["layers_0"]),
+        memory + n_others * bytes_on_device((backbone["layers_0"], cache)),
+        {kind: n * case.config.n_layers / n_compiled for kind, n in sent_bytes.items()},
         bytes_on_device(cache[0]) // jnp.dtype(case.dtype).itemsize,
     )
 

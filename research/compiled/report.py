@@ -17,7 +17,7 @@ from research.compiled.warnings import warnings_of
 
 
 class Report(NamedTuple):
-    """What the command prints: with `--json`, and without."""
+    """The output of the command: with `--json`, and without."""
 
     facts: dict[str, Any]
     text: str
@@ -80,8 +80,8 @@ def measure(
     case: Case, drafter: Drafter, tree: Tree, filters: tuple[str, ...] = ()
 ) -> tuple[Costs, Costs]:
     """The plain step and the drafter's; the same one for the empty tree."""
-    none = NoDrafter(drafter.heads, drafter.llama)
-    plain = cost_of(case, none, Tree.none(), filters)
+    no_drafter = NoDrafter(drafter.heads, drafter.llama)
+    plain = cost_of(case, no_drafter, Tree.none(), filters)
     return plain, cost_of(case, drafter, tree, filters) if tree.depth else plain
 
 
@@ -138,10 +138,10 @@ def as_text(case: Case, plain: Costs, drafted: Costs) -> str:
                 two_digits(cycles / 1e6),
                 two_digits(cycles / plain.cycles),
                 two_digits(1e3 * cycles / chip.clock),
-                two_digits(one.share_of_bound(chip) or 0),
+                two_digits(cost.share_of_bound(chip) or 0),
             )
-            for name, one in (("plain", plain), ("with drafts", drafted))
-            if (cycles := one.cycles) is not None
+            for name, cost in (("plain", plain), ("with drafts", drafted))
+            if (cycles := cost.cycles) is not None
         ]
         header = ("estimated", "million cycles", "of plain", "ms", "of the weight-read bound")  # fmt: skip
         stages = [(name, two_digits(n / 1e6)) for name, n in drafted.stages.items()]
@@ -173,8 +173,8 @@ def memory_lines(facts: Mapping[str, Any], room: float) -> str:
         lines["weights of a step"] = byte_size(facts["weight_bytes"])
     if "stored_bytes" in facts:
         lines["stored"] = byte_size(facts["stored_bytes"])
-    sent = [f"{kind} {byte_size(n)}" for kind, n in facts["sent_bytes"].items()]
-    lines["sent a step"] = ", ".join(sent) or "nothing"
+    traffic = [f"{kind} {byte_size(n)}" for kind, n in facts["sent_bytes"].items()]
+    lines["sent a step"] = ", ".join(traffic) or "nothing"
     lines["layers compiled"] = str(facts["layers"]["compiled"])
     text = [f"{name:18} {figure}" for name, figure in lines.items()]
     return "\n".join([*text, *(f"warning: {line}" for line in facts["warnings"])])

@@ -81,10 +81,10 @@ def find_target(name: str) -> Target:
     """
     kind, _, topology = name.partition(":")
     if kind not in NAMES or (kind not in SMALLEST and topology):
-        near = did_you_mean(kind, NAMES)
+        hint = did_you_mean(kind, NAMES)
         raise UserError(
             f"--for is here, h100, or one of {', '.join(SMALLEST)} with a topology such as "
-            f"v5e:2x2, not {name!r}{near}"
+            f"v5e:2x2, not {name!r}{hint}"
         )
     if kind == HERE:
         return _here()
@@ -101,12 +101,12 @@ def _here() -> Target:
     import jaxlib
 
     first = default_device()
-    others = [d for d in jax.local_devices(backend=first.platform) if d != first]
+    devices = [d for d in jax.local_devices(backend=first.platform) if d != first]
     memory = (first.memory_stats() or {}).get("bytes_limit", 0)
     chip = Chip(first.device_kind, 0, 0, memory, 0)
     version = first.client.platform_version.splitlines()[0]
     compiler = f"jaxlib {jaxlib.__version__} ({version})"
-    return Target(HERE, chip, (first, *others), compiler, platform())
+    return Target(HERE, chip, (first, *devices), compiler, platform())
 
 
 def _tpu(name: str) -> tuple[Any, ...]:

@@ -64,8 +64,8 @@ def step_warnings(program: Program, dtype: str, platform: str) -> list[str]:
     """
     costs = [Cost(x, x.label, 0, 1) for x in program.instructions.values()]
     lines = warnings_of(program, costs, 0, 2**62, platform)
-    wanted = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
-    return [line for line in lines if line.startswith(wanted)]
+    prefixes = (HOST, *(() if dtype == "float32" else (FLOAT32,)))
+    return [line for line in lines if line.startswith(prefixes)]
 
 
 def _where(labels: Sequence[str]) -> str:
@@ -75,8 +75,8 @@ def _where(labels: Sequence[str]) -> str:
 def _defects(
     program: Program, x: Instruction, vocab_size: int, cache_numbers: int, large: int
 ) -> list[str]:
-    inside = [x, *program.fused(x)]
-    products = [y for y in inside if y.opcode in ("convolution", "dot")]
+    fused = [x, *program.fused(x)]
+    products = [y for y in fused if y.opcode in ("convolution", "dot")]
     names = []
     if x.opcode == "sort" and any(vocab_size in a.sizes for a in x.results):
         names.append(SORT)
@@ -89,11 +89,11 @@ def _defects(
     ):
         names.append(HOST)
     # In place it is one kernel for all rows; where its neighbours have another layout, there are copies.
-    scatters = x.largest >= cache_numbers and any(y.opcode == "scatter" for y in inside)
+    scatters = x.largest >= cache_numbers and any(y.opcode == "scatter" for y in fused)
     if scatters and any(_is_copy(program, y, cache_numbers) for y in _next_to(program, x)):
         names.append(SCATTER)
-    sums = not products and any(y.opcode == "reduce" for y in inside)
-    if sums and any(_multiplies(x, y) and y.largest >= large for y in inside):
+    sums = not products and any(y.opcode == "reduce" for y in fused)
+    if sums and any(_multiplies(x, y) and y.largest >= large for y in fused):
         names.append(ONE_ROW)
     if any(_is_float32(program, y, large) for y in products):
         names.append(FLOAT32)
@@ -131,8 +131,8 @@ def _next_to(program: Program, x: Instruction) -> list[Instruction]:
 
 def _is_float32(program: Program, product: Instruction, large: int) -> bool:
     """Whether both operands of a product with a kernel are float32."""
-    made = [program.instructions.get(name) for name in product.operands[:2]]
-    arrays = [y.results[0] for y in made if y is not None and y.results]
+    operands = [program.instructions.get(name) for name in product.operands[:2]]
+    arrays = [y.results[0] for y in operands if y is not None and y.results]
     if len(arrays) < 2 or max(a.numbers for a in arrays) < large:
         return False
     return all(a.kind == "f32" for a in arrays)

@@ -102,23 +102,22 @@ class Flags:
     tiny: bool = flag("a tiny budget, to check that everything runs", False)
 
 
-def stage(name: str, done: Path, command: Sequence[str]) -> None:
+def stage(name: str, output: Path, command: Sequence[str]) -> None:
     """Run one command unless its result exists.
 
     Raises:
       UserError: the command failed.
     """
-    if done.exists():
-        inform(f"{name}: {done} exists, skipped")
+    if output.exists():
+        inform(f"{name}: {output} exists, skipped")
         return
     inform(f"{name}: {' '.join(command)}")
     code = subprocess.run([sys.executable, *command]).returncode
-    if code or not done.exists():
+    if code or not output.exists():
         raise UserError(f"stage '{name}' failed (exit status {code}); its command is above")
 
 
 def run(flags: Flags) -> int:
-    """Run all stages in order."""
     if not os.path.exists("train.py"):
         raise UserError("run this from the project's root, where train.py is")
     work = Path(flags.work)
@@ -224,10 +223,10 @@ def split_seeds(work: Path) -> Path:
     """
     lines = (work / "seeds.jsonl").read_text().splitlines(keepends=True)
     random.Random(0).shuffle(lines)
-    held = min(CALIBRATION_SEEDS, len(lines) // 4)
-    write_text(work / "answer_seeds.jsonl", "".join(lines[:-held]))
+    n_held_out = min(CALIBRATION_SEEDS, len(lines) // 4)
+    write_text(work / "answer_seeds.jsonl", "".join(lines[:-n_held_out]))
     path = work / "calibration.jsonl"
-    write_text(path, "".join(lines[-held:]))
+    write_text(path, "".join(lines[-n_held_out:]))
     return path
 
 
@@ -236,12 +235,12 @@ def spread(records: list[Json], n: int) -> list[Json]:
     by_file: dict[str, list[Json]] = {}
     for record in records:
         by_file.setdefault(record["file"], []).append(record)
-    chosen: list[Json] = []
+    picks: list[Json] = []
     turn = 0
-    while len(chosen) < n and any(len(group) > turn for group in by_file.values()):
-        chosen += [group[turn] for group in by_file.values() if len(group) > turn]
+    while len(picks) < n and any(len(group) > turn for group in by_file.values()):
+        picks += [group[turn] for group in by_file.values() if len(group) > turn]
         turn += 1
-    return chosen[:n]
+    return picks[:n]
 
 
 def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> None:
@@ -262,9 +261,9 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
     lines = (work / "heldout" / "prompts.jsonl").read_text().splitlines()
     prompts = spread([json.loads(line) for line in lines], DEMO_PROMPTS)
     keys = ("file", "prompt", "prompt_ids", "continuation_ids")
-    kept = [json.dumps({key: record[key] for key in keys}) + "\n" for record in prompts]
-    write_text(target / "prompts.jsonl", "".join(kept))
-    made = {
+    rows = [json.dumps({key: record[key] for key in keys}) + "\n" for record in prompts]
+    write_text(target / "prompts.jsonl", "".join(rows))
+    summary = {
         "corpus": json.loads((work / "corpus.json").read_text()),
         "backbone": last_record(work / "backbone"),
         "native": last_record(work / "native"),
@@ -272,8 +271,8 @@ def install(work: Path, source: Path, target: Path, drafters: Sequence[str]) -> 
         "heads": {drafter: last_record(work / drafter) for drafter in drafters},
     }
     if draft_model.exists():
-        made[DRAFT_MODEL] = last_record(draft_model)
-    write_json(target / "provenance.json", made)
+        summary[DRAFT_MODEL] = last_record(draft_model)
+    write_json(target / "provenance.json", summary)
     size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
     inform(f"installed in {target}: {size / 1e6:.1f} MB")
 
@@ -315,8 +314,8 @@ def last_record(workdir: Path) -> Json:
 def relative(record: Json) -> Json:
     """The record with paths relative to the project's root."""
     root = json.dumps(f"{os.getcwd()}/")[1:-1]
-    found: Json = json.loads(json.dumps(record).replace(root, ""))
-    return found
+    copy: Json = json.loads(json.dumps(record).replace(root, ""))
+    return copy
 
 
 main = Program("python -m research demo_build", Flags, run)

@@ -57,7 +57,7 @@ SEED_TOKENS = (64, 128)
 _OUTPUTS = ("tokenizer", "train", "heldout", "seeds.jsonl")
 
 
-def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
+def train_tokenizer(texts: Iterator[str], vocab_size: int):
     """A byte-level BPE `tokenizers.Tokenizer` of exactly `vocab_size` ids.
 
     Ids 0..255 are bytes (id 0 is an ordinary token), then merges, `<|endoftext|>` last.
@@ -67,7 +67,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split), behavior="isolated"),
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -89,7 +89,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int, split: str = SPLIT):
     return tokenizer
 
 
-def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
+def save_tokenizer(tokenizer, folder: Path) -> None:
     """Write the three files that `AutoTokenizer.from_pretrained(folder)` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -99,7 +99,7 @@ def save_tokenizer(tokenizer, folder: Path, max_length: int = 2048) -> None:
         "eos_token": END_OF_TEXT,
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
+        "model_max_length": 2048,
     }
     specials = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     write_json(folder / "tokenizer_config.json", config)
@@ -159,11 +159,11 @@ def cut_prompts(
         if min(len(ids) - start, width) >= low + continuation
     ]
     rng = np.random.default_rng(seed)
-    chosen = sorted(slots[i] for i in rng.permutation(len(slots))[:count])
+    cuts = sorted(slots[i] for i in rng.permutation(len(slots))[:count])
     newline = np.zeros(tokenizer.get_vocab_size(), bool)
     for token, i in tokenizer.get_vocab().items():
         newline[i] = token.startswith("Ċ")  # the byte-level alphabet's "\n"
-    for d, start in chosen:
+    for d, start in cuts:
         ids = documents[d][start : start + width]
         n = int(rng.integers(low, min(high, len(ids) - continuation) + 1))
         latest = len(ids) - continuation
@@ -216,14 +216,14 @@ def build(
         raise UserError(f"--vocab must be from 258 to 65536, not {vocab}")
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files, left_out = read_sources(root)
-    train, held, near = split_files(limit_files(files, limit_mb), heldout)
+    train, held_out, near_copies = split_files(limit_files(files, limit_mb), heldout)
     texts = (f.text for f in tqdm(train, desc="learning BPE", unit="file", disable=None))
     tokenizer = train_tokenizer(texts, vocab)
     end = tokenizer.token_to_id(END_OF_TEXT)
     save_tokenizer(tokenizer, out / "tokenizer")
 
     splits = {}
-    for name, part in (("train", train), ("heldout", held)):
+    for name, part in (("train", train), ("heldout", held_out)):
         documents = encode_files(tokenizer, part, f"encoding {name}")
         n_bytes = sum(len(f.text.encode()) for f in part)
         n_tokens = sum(map(len, documents))
@@ -255,12 +255,12 @@ def build(
             "seed": seed,
             "split": SPLIT,
         },
-        "left_out": {**left_out, "near_duplicate": len(near)},
+        "left_out": {**left_out, "near_duplicate": len(near_copies)},
         "splits": splits,
         "heldout_prompts": n_prompts,
         "seeds": n_seeds,
-        "heldout_files": [f.path for f in held],
-        "near_duplicates": near,
+        "heldout_files": [f.path for f in held_out],
+        "near_duplicates": near_copies,
         "sha256": {
             p.relative_to(out).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest()
             for p in outputs
@@ -286,13 +286,12 @@ class Flags:
 
 def run(flags: Flags) -> int:
     """Build the corpus; returns the exit status."""
-    given = vars(flags) | {"out": Path(flags.out)}
-    given["root"] = flags.root and Path(flags.root)
-    return show(build(**given), given["out"])
+    arguments = vars(flags) | {"out": Path(flags.out)}
+    arguments["root"] = flags.root and Path(flags.root)
+    return show(build(**arguments), arguments["out"])
 
 
 def show(report: Json, out: Path) -> int:
-    """Print the sizes of a corpus."""
     for name, part in report["splits"].items():
         print(
             f"{name}: {part['files']} files, {part['bytes'] / 1e6:.2f} MB, "

@@ -52,7 +52,7 @@ def drop_licence(text: str) -> str:
             -> "# Reads mail.\\nimport os\\n"
     """
     lines = text.split("\n")
-    kept: list[str] = []
+    code_lines: list[str] = []
     at_head, i = True, 0
     while i < len(lines):
         stripped = lines[i].lstrip()
@@ -69,7 +69,7 @@ def drop_licence(text: str) -> str:
                 while j < len(lines) and lines[j].strip() == "#":
                     j += 1
             else:
-                kept.extend(lines[i:j])
+                code_lines.extend(lines[i:j])
             i = j
             continue
         quote = re.match(r"[rRuU]?(\"\"\"|''')", lines[i]) if at_head else None
@@ -79,26 +79,26 @@ def drop_licence(text: str) -> str:
                 while j < len(lines) and quote[1] not in lines[j]:
                     j += 1
                 j = min(j + 1, len(lines))
-            kept.extend(_docstring_without_notice(lines[i:j]))
+            code_lines.extend(_docstring_without_notice(lines[i:j]))
             i = j
             continue
         at_head = at_head and not stripped
-        kept.append(lines[i])
+        code_lines.append(lines[i])
         i += 1
-    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(kept)).strip("\n") + "\n"
+    return re.sub(r"\n{4,}", "\n\n\n", "\n".join(code_lines)).strip("\n") + "\n"
 
 
 def _docstring_without_notice(lines: list[str]) -> list[str]:
     """Drop inner paragraphs that are notices; keep the first and the last line (quotes)."""
-    kept, paragraph = [], []
+    paragraphs, paragraph = [], []
     for line in lines[1:-1] + [""]:
         if line.strip():
             paragraph.append(line)
             continue
         if not _HEAD_NOTICE.search("\n".join(paragraph)):
-            kept.extend([*paragraph, line])
+            paragraphs.extend([*paragraph, line])
         paragraph = []
-    return lines[:1] + kept[:-1] + lines[1:][-1:] if len(lines) > 1 else lines
+    return lines[:1] + paragraphs[:-1] + lines[1:][-1:] if len(lines) > 1 else lines
 
 
 def is_code(path: str, text: str) -> bool:
@@ -122,7 +122,7 @@ def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
     if not root.is_dir():
         raise UserError(f"{root} is not a directory: --root must be a standard library.")
     left_out = {"unreadable": 0, "not_code": 0, "duplicate": 0}
-    files, seen = [], set()
+    files, digests = [], set()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
         if SKIP_PARTS.intersection(name.split("/")):
@@ -140,10 +140,10 @@ def read_sources(root: Path) -> tuple[list[SourceFile], dict[str, int]]:
             left_out["not_code"] += 1
             continue
         digest = hashlib.sha256(text.encode()).digest()
-        if digest in seen:
+        if digest in digests:
             left_out["duplicate"] += 1
             continue
-        seen.add(digest)
+        digests.add(digest)
         files.append(SourceFile(name, text))
     return files, left_out
 
@@ -159,12 +159,12 @@ def limit_files(files: list[SourceFile], limit_mb: float) -> list[SourceFile]:
         return files
     # A different hash than the split's; otherwise a small budget would contain only held-out files.
     order = sorted(files, key=lambda f: path_fraction("limit:" + f.path))
-    budget, chosen = limit_mb * 1e6, []
+    budget, picked = limit_mb * 1e6, []
     for file in order:
         if len(file.text) <= budget:
             budget -= len(file.text)
-            chosen.append(file)
-    return sorted(chosen, key=lambda f: f.path)
+            picked.append(file)
+    return sorted(picked, key=lambda f: f.path)
 
 
 def distinct_lines(text: str) -> set[str]:
@@ -173,37 +173,37 @@ def distinct_lines(text: str) -> set[str]:
 
 
 def split_files(
-    files: list[SourceFile], heldout: float, shared: float = 0.3
+    files: list[SourceFile], heldout: float
 ) -> tuple[list[SourceFile], list[SourceFile], list[str]]:
     """Return (train, heldout, names of files dropped as near-duplicates of a held-out one).
 
-    heldout: expected share of files. A training file is dropped if it shares more than `shared` of its
+    heldout: expected share of files. A training file is dropped if it shares more than 30% of its
     distinct lines, or of a held-out file's, with that file. Lines in more than 20 files are ignored as
     idioms.
     """
-    held = [f for f in files if path_fraction(f.path) < heldout]
+    held_out = [f for f in files if path_fraction(f.path) < heldout]
     train = [f for f in files if path_fraction(f.path) >= heldout]
-    if not held or not train:
+    if not held_out or not train:
         raise UserError(
             f"{len(files)} files are too few for a training and a held-out part: "
             "raise --limit_mb or --heldout."
         )
     lines = {f.path: distinct_lines(f.text) for f in files}
-    spread = Counter(line for own in lines.values() for line in own)
-    lines = {p: {x for x in own if spread[x] <= 20} for p, own in lines.items()}
+    n_files = Counter(line for text in lines.values() for line in text)
+    lines = {p: {x for x in text if n_files[x] <= 20} for p, text in lines.items()}
     owners: dict[str, list[str]] = {}
-    for file in held:
+    for file in held_out:
         for line in lines[file.path]:
             owners.setdefault(line, []).append(file.path)
-    kept, dropped = [], []
+    train_files, dropped = [], []
     for file in train:
-        own = lines[file.path]
-        common = Counter(p for line in own for p in owners.get(line, ()))
-        near = any(
-            n >= 5 and n > shared * min(len(own), len(lines[p])) for p, n in common.items()
+        text = lines[file.path]
+        common = Counter(p for line in text for p in owners.get(line, ()))
+        is_near = any(
+            n >= 5 and n > 0.3 * min(len(text), len(lines[p])) for p, n in common.items()
         )
-        if near:
+        if is_near:
             dropped.append(file.path)
         else:
-            kept.append(file)
-    return kept, held, dropped
+            train_files.append(file)
+    return train_files, held_out, dropped

@@ -77,7 +77,7 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
       UserError: the training ended without a result, or the existing one was trained differently.
     """
     run = Path(flags.out) / f"{name}-s{seed}"
-    done = run / "export" / "heads.safetensors"
+    export = run / "export" / "heads.safetensors"
     weights = zip(("label_weight", "teacher_weight"), LOSSES.get(name, ()))
     arguments = [
         f"--config=configs/{flags.recipe}_{name}.py", f"--workdir={run}",
@@ -92,42 +92,42 @@ def train_one(flags: Flags, extra: Sequence[str], name: str, seed: int) -> Path:
         f"--config.data.features_path={flags.out}/features",
         f"--config.train.eval_every={max(flags.steps // CURVE_POINTS, 1)}",
         f"--config.train.save_every={max(flags.steps // 2, 1)}", *extra,
-        *(f"--config.{f}" for who, _, f in (x.partition(":") for x in flags.only) if who == name),
+        *(f"--config.{f}" for drafter, _, f in (x.partition(":") for x in flags.only) if drafter == name)
     ]  # fmt: skip
-    if done.exists():
+    if export.exists():
         refuse_other(run, dataclasses.asdict(train.parse(arguments)))
-        inform(f"{name}, seed {seed}: {done} exists, not trained again")
+        inform(f"{name}, seed {seed}: {export} exists, not trained again")
         return run
     inform(f"{name}, seed {seed}: train.py {' '.join(arguments)}")
     status = train.main(arguments)
     if status == 128 + signal.SIGTERM:
         raise SystemExit(status)  # stopped: the same command resumes this training
-    if status or not done.exists():
+    if status or not export.exists():
         raise UserError(f"training {name} with seed {seed} failed; its command is above")
     return run
 
 
-def refuse_other(run: Path, asked: Json) -> None:
+def refuse_other(run: Path, config: Json) -> None:
     """Refuse a finished training whose heads, data, optimizer or losses differ from the requested ones.
 
     Raises:
       UserError: names the fields.
     """
     try:
-        found = json.loads((run / "config.json").read_text())
+        saved = json.loads((run / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{run} holds heads, but no readable config.json: {error}"
         ) from error
-    different = []
+    differences = []
     for group in ("heads", "data", "optim", "lora", "train"):
-        for name, value in asked[group].items():
-            there = found.get(group, {}).get(name, value)
-            if name not in NO_MATTER and there != value:
-                different.append(f"{group}.{name} {there} (asked: {value})")
-    if different:
+        for name, value in config[group].items():
+            saved_value = saved.get(group, {}).get(name, value)
+            if name not in NO_MATTER and saved_value != value:
+                differences.append(f"{group}.{name} {saved_value} (asked: {value})")
+    if differences:
         raise UserError(
-            f"{run} was trained with {', '.join(different)}; remove it or use another --out"
+            f"{run} was trained with {', '.join(differences)}; remove it or use another --out"
         )
 
 
@@ -142,19 +142,19 @@ def run(flags: Flags, extra: Sequence[str]) -> int:
             f"eagle predicts hidden states for the model's LM head, so it needs --lm_head shared, "
             f"not {flags.lm_head}"
         )
-    for given in flags.only:
-        if given.partition(":")[0] not in names:
-            raise UserError(f"--only {given}: the drafters are {', '.join(names)}")
+    for override in flags.only:
+        if override.partition(":")[0] not in names:
+            raise UserError(f"--only {override}: the drafters are {', '.join(names)}")
     for name in names:
         if not os.path.exists(f"configs/{flags.recipe}_{name}.py"):
             raise UserError(
                 f"there is no configs/{flags.recipe}_{name}.py for --drafters {name}"
             )
     # Train everything first, so that all measurements are taken together.
-    where = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
-    runs = {name: [measure_one(flags, path) for path in where[name]] for name in names}
-    curves = {name: [curve(path) for path in where[name]] for name in names}
-    speeds = race_first_seeds(flags, where, runs)
+    dirs = {n: [train_one(flags, extra, n, s) for s in range(flags.seeds)] for n in names}
+    runs = {name: [measure_one(flags, path) for path in dirs[name]] for name in names}
+    curves = {name: [curve(path) for path in dirs[name]] for name in names}
+    speeds = race_first_seeds(flags, dirs, runs)
     text = "\n\n".join(
         (family_table(runs, speeds), convergence(curves), orders(runs) + "\n")
     )

@@ -107,12 +107,12 @@ def measure_one(study: Study, run: Path) -> Json:
     settings = {name: getattr(study, name) for name in names}
     settings["nodes"] = ",".join(map(str, study.nodes))
     settings["heads"] = hashlib.sha256(heads).hexdigest()
-    kept = run / "measured.json"
-    if kept.exists():
-        found: Json = json.loads(kept.read_text())
-        if found["settings"] == settings:
-            inform(f"{kept} exists, not measured again")
-            return found
+    path = run / "measured.json"
+    if path.exists():
+        figures: Json = json.loads(path.read_text())
+        if figures["settings"] == settings:
+            inform(f"{path} exists, not measured again")
+            return figures
     model = load(study.model, str(run / "export"), tree="none")
     questions = read_prompts(study.prompts, study.limit)
     fitted = read_prompts(study.calibration, study.calibration_limit)
@@ -120,12 +120,12 @@ def measure_one(study: Study, run: Path) -> Json:
     options = Options(max_new_tokens=study.max_new_tokens)
     tuples_PK = growth.TextRanks.join(rank_texts(model, prompts, options)).ranks_PK
     decoded = []
-    asked = [model.encode(prompt_of(question)) for question in questions]
-    plain = ourselves(model, Tree.none(), options)
+    prompt_ids = [model.encode(prompt_of(question)) for question in questions]
+    plain_entrant = ourselves(model, Tree.none(), options)
     for size in study.nodes:
         tree = Tree.from_choices(growth.joint_growth(tuples_PK, size - 1))
         # `race_first_seeds` measures speeds, so one run is enough here.
-        row = race([plain, ourselves(model, tree, options)], asked, 1)[1]
+        row = race([plain_entrant, ourselves(model, tree, options)], prompt_ids, 1)[1]
         step = step_seconds(model, tree, prompts[0])
         draft = draft_seconds(model, tree)
         counted = ("mean_accepted_length", "divergences", "prompts")
@@ -135,7 +135,7 @@ def measure_one(study: Study, run: Path) -> Json:
             | {"step_seconds": step, "draft_seconds": draft, "draft_share": draft / step}
         )  # fmt: skip
     trained = trained_shapes(model.config, model.drafter)
-    found = {
+    figures = {
         "settings": settings,
         "drafter": model.drafter.heads.drafter,
         # In training form: decoding packs several 8-bit weights into a word.
@@ -147,17 +147,17 @@ def measure_one(study: Study, run: Path) -> Json:
         "decoded": decoded,
         "device": device_facts()["device"],
     }
-    write_json(kept, found)
-    return found
+    write_json(path, figures)
+    return figures
 
 
 def race_first_seeds(
-    study: Study, where: dict[str, list[Path]], runs: dict[str, list[Json]]
+    study: Study, runs_of: dict[str, list[Path]], runs: dict[str, list[Json]]
 ) -> dict[str, list[dict[str, float]]]:
     """Speed of every drafter's first seed per tree size, in one race (`evaluate/race.py`)."""
     options = Options(max_new_tokens=study.max_new_tokens)
     contenders: list[Contender] = []
-    for name, paths in where.items():
+    for name, paths in runs_of.items():
         model = load(study.model, str(paths[0] / "export"), tree="none")
         if not contenders:
             contenders.append(ourselves(model, Tree.none(), options))
@@ -166,9 +166,9 @@ def race_first_seeds(
             contenders.append(ourselves(model, tree, options, label=name))
     questions = read_prompts(study.prompts, study.limit)
     prompts = [model.encode(prompt_of(question)) for question in questions]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in where}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs_of}
     for row in race(contenders, prompts, max(study.repeats, 1))[1:]:
-        kept = {"nodes": row["tree_nodes"]}
-        kept |= {field: row[field] for field in ("speedup", "step_latency_ratio")}
-        found[row["label"]].append(kept)
-    return found
+        fields = {"nodes": row["tree_nodes"]}
+        fields |= {field: row[field] for field in ("speedup", "step_latency_ratio")}
+        figures[row["label"]].append(fields)
+    return figures

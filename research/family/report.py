@@ -24,16 +24,16 @@ def curve(run: Path) -> list[Json]:
 
     trained_top1 is the mean over training batches logged since the previous record.
     """
-    found, trained = [], []
+    points, trained = [], []
     for record in read_log(run / "log.jsonl"):
         if record.get("kind") == "train":
             trained.append(record["top1"])
         elif record.get("kind") == "eval":
             mean = np.mean(trained, axis=0).tolist() if trained else []
-            one = {"step": record["step"], "top1": record["top1"], "trained_top1": mean}
-            found.append(one)
+            point = {"step": record["step"], "top1": record["top1"], "trained_top1": mean}
+            points.append(point)
             trained = []
-    return found
+    return points
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -63,14 +63,14 @@ def family_table(
         for name, found in runs.items():
             rows = [f["decoded"][i] for f in found]
             keys = ("mean_accepted_length", "draft_share", "divergences", "prompts")
-            several = {key: [r[key] for r in rows] for key in keys}
+            values = {key: [r[key] for r in rows] for key in keys}
             decoded.append(
                 (
                     name,
                     rows[0]["nodes"],
-                    spread(several["mean_accepted_length"], 3),
-                    f"{spread([100 * x for x in several['draft_share']], 1)}%",
-                    f"{sum(several['divergences'])} of {sum(several['prompts'])}",
+                    spread(values["mean_accepted_length"], 3),
+                    f"{spread([100 * x for x in values['draft_share']], 1)}%",
+                    f"{sum(values['divergences'])} of {sum(values['prompts'])}",
                 )
             )
     raced = [
@@ -100,8 +100,8 @@ def convergence(curves: dict[str, list[list[Json]]]) -> str:
     seeds), and the accuracy on the last training batches, with dropout if there is any. A gain near zero
     means that more steps with this schedule would not help.
     """
-    curves = {name: [c for c in found if len(c) > 1] for name, found in curves.items()}
-    curves = {name: found for name, found in curves.items() if found}
+    curves = {name: [c for c in points if len(c) > 1] for name, points in curves.items()}
+    curves = {name: points for name, points in curves.items() if points}
     if not curves:
         return ""
     steps = [record["step"] for record in next(iter(curves.values()))[0]]
@@ -112,10 +112,10 @@ def convergence(curves: dict[str, list[list[Json]]]) -> str:
         "on training text",
     )
     cells = []
-    for name, found in curves.items():
-        top1 = [[statistics.mean(r["top1"]) for r in records] for records in found]
+    for name, points in curves.items():
+        top1 = [[statistics.mean(r["top1"]) for r in records] for records in points]
         gains = [row[-1] - row[-2] for row in top1]
-        trained = [statistics.mean(records[-1]["trained_top1"]) for records in found]
+        trained = [statistics.mean(records[-1]["trained_top1"]) for records in points]
         means = (f"{x:.3f}" for x in np.mean(top1, axis=0))
         cells.append((name, *means, spread(gains, 4), f"{statistics.mean(trained):.3f}"))
     return markdown_table(list(map(str, header)), cells)
@@ -140,8 +140,8 @@ def orders(runs: dict[str, list[Json]]) -> str:
         for i in range(len(next(iter(runs.values()))[0]["decoded"])):
             for first, second in itertools.pairwise(name for name in order if name in runs):
                 more = differences(runs, first, second, i)
-                won = sum(d > 0 for d in more)
-                verdict = {len(more): "holds", 0: "does not hold"}.get(won, "undecided")
+                n_won = sum(d > 0 for d in more)
+                verdict = {len(more): "holds", 0: "does not hold"}.get(n_won, "undecided")
                 nodes = runs[first][0]["decoded"][i]["nodes"]
                 lines.append(
                     f"- {first} < {second} with {nodes} nodes: {verdict}, {spread(more, 3)} in "
@@ -161,10 +161,10 @@ def draw(
     Accuracies are means over the seeds; lengths, speeds and curves are of the first seed.
     """
     accuracy, lengths, training = {}, {}, {}
-    for name, found in runs.items():
-        top1 = np.mean([seed["top1"] for seed in found], axis=0).tolist()
+    for name, figures in runs.items():
+        top1 = np.mean([seed["top1"] for seed in figures], axis=0).tolist()
         accuracy[name] = (list(range(1, len(top1) + 1)), top1)
-        accepted = [row["mean_accepted_length"] for row in found[0]["decoded"]]
+        accepted = [row["mean_accepted_length"] for row in figures[0]["decoded"]]
         lengths[name] = (accepted, [row["speedup"] for row in speeds[name]])
         records = curves[name][0] if curves.get(name) else []
         mean = [statistics.mean(record["top1"]) for record in records]

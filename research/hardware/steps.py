@@ -77,14 +77,14 @@ def run(record: Record) -> None:
     plan = SMALL_PLAN if record.small else PLAN
     jobs = [("step", *row) for row in rows_of(plan)]
     jobs += [("look", *row) for row in rows_of(plan) if row[0] == 1 and row[1] in READ]
-    for what, batch, name, sizes in jobs:
+    for title, batch, name, sizes in jobs:
         if record.left() < longest + 5:
             record.row("out of time", drafter=name, batch=batch)
             return
         began = time.monotonic()
-        with record.trying(what, drafter=name, batch=batch):
+        with record.trying(title, drafter=name, batch=batch):
             timed = timed_model(config, backbone, name, sizes, batch, context)
-            if what == "step":
+            if title == "step":
                 measure(record, timed, batch, context, speed)
             else:
                 look(record, timed)
@@ -132,18 +132,18 @@ def measure(record: Record, timed: Timed, batch: int, context: int, speed: float
       speed: bytes per second that this device reads.
     """
     model, engines, clock = timed
-    ready: dict[int, float] = {}
+    first_seconds: dict[int, float] = {}
     for n, engine in engines.items():
         began = time.monotonic()
         clock.seconds(engine)
-        ready[n] = time.monotonic() - began
+        first_seconds[n] = time.monotonic() - began
     rounds = [[clock.seconds(e) for e in engines.values()] for _ in range(5)]
-    medians = [statistics.median(one) for one in zip(*rounds)]
+    medians = [statistics.median(times) for times in zip(*rounds)]
     weights = bytes_per_token(model, 0)
-    needed = weights + batch * (bytes_per_token(model, context) - weights)
+    n_bytes = weights + batch * (bytes_per_token(model, context) - weights)
     heads = sum(x.nbytes for x in jax.tree.leaves(model.variables["heads"]))
     for i, n in enumerate(engines):
-        bound = (needed + heads * (n > 1)) / speed
+        bound = (n_bytes + (heads if n > 1 else 0)) / speed
         record.row(
             "step",
             drafter=drafter_of(model, n),
@@ -154,7 +154,7 @@ def measure(record: Record, timed: Timed, batch: int, context: int, speed: float
             least_ms=1e3 * min(r[i] for r in rounds),
             ratio=medians[i] / medians[0],
             share_of_bandwidth=bound / medians[i],
-            compile_seconds=ready[n],
+            compile_seconds=first_seconds[n],
         )
 
 
@@ -187,16 +187,16 @@ def loop_figures(clock: StepClock, engine: Engine) -> dict[str, float]:
         jax.block_until_ready(state)
         begin = time.perf_counter()
         out = decode_loop(engine, clock.variables, state, np.int32(clock.n_steps))
-        returned = time.perf_counter() - begin
+        dispatch = time.perf_counter() - begin
         jax.block_until_ready(out)
-        times.append((time.perf_counter() - begin, returned))
-    whole, returned = min(times[1:])
-    return {"ms": 1e3 * whole / clock.n_steps, "returned_after_share": returned / whole}
+        times.append((time.perf_counter() - begin, dispatch))
+    total, dispatch = min(times[1:])
+    return {"ms": 1e3 * total / clock.n_steps, "returned_after_share": dispatch / total}
 
 
 def program_figures(clock: StepClock, engine: Engine) -> dict[str, float]:
     """Kernels of a step and bytes that they read, in the compiled program (as `compile` counts them)."""
     state = clock.begin(engine)
     compiled = run_steps.lower(engine, clock.variables, state, np.int32(1)).compile()
-    kernels, read = kernels_of(compiled, engine.llama.config.n_layers)
-    return {"kernels": kernels, "gb_read": read / 1e9}
+    kernels, n_bytes = kernels_of(compiled, engine.llama.config.n_layers)
+    return {"kernels": kernels, "gb_read": n_bytes / 1e9}

@@ -105,21 +105,21 @@ def write_summary(out: Path) -> str:
 def sections(rows: Sequence[Json]) -> list[str]:
     """The machine, a table for each kind of figure, profiles, then errors and what had no time."""
     lines = [f"- {k}: {v}" for r in rows if r["what"] == "machine" for k, v in r.items() if k not in ("part", "at", "what")]  # fmt: skip
-    good = [r for r in rows if "error" not in r]
+    valid = [r for r in rows if "error" not in r]
 
     def section(title: str, rows: Sequence[Json], columns: Mapping[str, Cell]) -> None:
         if rows:
             lines.append(f"\n## {title}\n\n{table_of(rows, columns)}\n")
 
-    for what, (title, columns) in TABLES.items():
-        section(title, [r for r in good if r["what"] == what], columns)
-        if what == "exact":
-            stages = against_a_cpu(good)
+    for kind, (title, columns) in TABLES.items():
+        section(title, [r for r in valid if r["what"] == kind], columns)
+        if kind == "exact":
+            stages = against_a_cpu(valid)
             section("Losses of three training steps against a CPU's, tiny models", stages, {
                 "recipe": "{config}", "type": "{kind}", "attention": "{attention}",
                 "largest relative difference": "{difference:.1e}",
             })  # fmt: skip
-    for r in good:
+    for r in valid:
         if r["what"] == "profile":
             longest = [(n, f"{ms:.3f}", f"{times:.0f}") for n, ms, times in r["longest"]]
             table = markdown_table(("kernel", "ms a step", "times"), longest)
@@ -140,7 +140,7 @@ def against_a_cpu(rows: Sequence[Json]) -> list[Json]:
         base = on_cpu.get((r["config"], r["kind"]))
         if r["platform"] == "cpu" or base is None:
             continue
-        pairs = [(a, b) for own, its in zip(r["losses"], base) for a, b in zip(own, its)]
+        pairs = [(a, b) for run, its in zip(r["losses"], base) for a, b in zip(run, its)]
         difference = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
         compared.append(r | {"difference": difference})
     return compared

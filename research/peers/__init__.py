@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """What peers decode.
+    """Prompts and limits that peers decode with.
 
     Attributes:
       model: as for `--model`.

@@ -72,11 +72,11 @@ def as_float32(path: str) -> str:
 
 def _write(path: str, out: str) -> None:
     """One tensor after the other, so that the weights are never in memory together."""
-    known = read_gguf(path)  # the package's own reader below trusts what it reads
+    arrays = read_gguf(path)  # the package's own reader below trusts what it reads
     import gguf
 
     fields = gguf.GGUFReader(split_files(path)[0]).fields.values()
-    writer = gguf.GGUFWriter(out, known.text(ARCHITECTURE))
+    writer = gguf.GGUFWriter(out, arrays.text(ARCHITECTURE))
     try:
         for field in fields:
             # "GGUF." stands for the header's own numbers; the architecture is written already.
@@ -85,13 +85,13 @@ def _write(path: str, out: str) -> None:
             value = ALL_F32 if field.name == FILE_TYPE else field.contents()
             kind, *inner = field.types
             writer.add_key_value(field.name, value, kind, inner[-1] if inner else None)
-        for name, tensor in known.tensors.items():
+        for name, tensor in arrays.tensors.items():
             size = 4 * math.prod(tensor.shape)
             writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor in known.tensors.values():
+        for tensor in arrays.tensors.values():
             writer.write_tensor_data(tensor.unpacked())
     finally:
         writer.close()

@@ -1,4 +1,4 @@
-"""A peer whose package is in a folder of its own: versions of one package, which cannot share a process."""
+"""A peer with its package in a separate folder: versions of one package, which cannot share a process."""
 
 import importlib
 import multiprocessing
@@ -22,16 +22,16 @@ def contenders(peer: str, folder: str, setting: Setting) -> list[Contender]:
       UserError: the peer's own.
     """
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    given = peer, folder, setting, there
-    context.Process(target=_serve, args=given, daemon=True).start()
-    rows = here.recv()
+    parent, child = context.Pipe()
+    arguments = peer, folder, setting, child
+    context.Process(target=_serve, args=arguments, daemon=True).start()
+    rows = parent.recv()
     if isinstance(rows, UserError):
         raise rows
 
     def decode(number: int, prompt: Sequence[int]) -> Run:
-        here.send((number, prompt))
-        run: Run = here.recv()
+        parent.send((number, prompt))
+        run: Run = parent.recv()
         return run
 
     return [

@@ -51,7 +51,7 @@ def contenders(setting: Setting) -> list[Contender]:
 
     def contender(engine: str, **drafts: int) -> Contender:
         def decode(prompt: Sequence[int]) -> Run:
-            wanted = GenerationConfig(
+            config = GenerationConfig(
                 max_new_tokens=setting.new_tokens,
                 do_sample=False,
                 pad_token_id=0,
@@ -62,7 +62,7 @@ def contenders(setting: Setting) -> list[Contender]:
             mask = torch.ones_like(ids)
             with torch.inference_mode():
                 out = model.generate(
-                    ids, attention_mask=mask, generation_config=wanted, streamer=clock
+                    ids, attention_mask=mask, generation_config=config, streamer=clock
                 )
             end = time.perf_counter()
             first_at, first = clock.arrivals[1]

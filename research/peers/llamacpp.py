@@ -31,8 +31,8 @@ def contenders(setting: Setting) -> list[Contender]:
     settings = {"n_ctx": setting.context, "n_threads": threads}
     settings |= {"n_threads_batch": threads, "n_gpu_layers": 0}
     float32 = llama_cpp.GGML_TYPE_F32
-    alike = settings | {"type_k": float32, "type_v": float32}
-    engines = [_contender(llama_cpp, as_float32(path), "F32", alike, setting.new_tokens)]
+    wide = settings | {"type_k": float32, "type_v": float32}
+    engines = [_contender(llama_cpp, as_float32(path), "F32", wide, setting.new_tokens)]
     if kind != "F32":
         engines.append(_contender(llama_cpp, path, kind, settings, setting.new_tokens))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -65,8 +65,8 @@ def _contender(
         tokens = llama.generate(list(prompt), temp=0.0, repeat_penalty=1.0)
         first = next(tokens)
         middle = time.perf_counter()
-        rest = list(itertools.islice(tokens, n_tokens - 1))
-        return Run([[first, *rest]], middle - start, time.perf_counter() - middle)
+        token_ids = list(itertools.islice(tokens, n_tokens - 1))
+        return Run([[first, *token_ids]], middle - start, time.perf_counter() - middle)
 
     label = f"llama.cpp {llama_cpp.__version__}{drafts}"
     facts = {} if drafts else {"bytes": os.path.getsize(path)}

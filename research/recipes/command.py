@@ -46,9 +46,9 @@ def run_study(flags: Study) -> dict[str, list[dict[str, float]]]:
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
     names = entries(flags.variants or "") or list(variants())
-    if unknown := [n for n in names if n not in variants()]:
+    if wrong_names := [n for n in names if n not in variants()]:
         raise UserError(
-            f"unknown variant {unknown[0]!r}: there are {', '.join(variants())}"
+            f"unknown variant {wrong_names[0]!r}: there are {', '.join(variants())}"
         )
     original = load(flags.model, "none", dtype=flags.dtype, tree="none")
     layout = DataConfig(seq_len=flags.length, packing="concat")

@@ -67,8 +67,8 @@ def recipe_table(study: Study, figures: dict[str, list[dict[str, float]]]) -> st
         values = [row[column] for row in rows if column in row]
         if not values:
             return "-"
-        spread = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
-        return f"{np.mean(values):.3f}{spread}"
+        deviation = f" ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.3f}{deviation}"
 
     about = (
         f"{study.steps} steps of {study.batch_size} x {study.length} tokens per variant, {study.seeds} seeds "
@@ -90,17 +90,17 @@ def loss_curve(out: Path, variant: str, seeds: int) -> tuple[list[int], list[flo
     runs = []
     for seed in range(seeds):
         log = read_log(out / f"{variant}-{seed}" / "run0" / "log.jsonl")
-        kept = [r for r in log if r["kind"] == "train"]
-        runs.append({r["step"]: float(np.mean(r["loss"])) for r in kept})
+        records = [r for r in log if r["kind"] == "train"]
+        runs.append({r["step"]: float(np.mean(r["loss"])) for r in records})
     steps = sorted(set.intersection(*[set(run) for run in runs]))
     return steps, [float(np.mean([run[step] for run in runs])) for step in steps]
 
 
 def draw(out: Path, names: Sequence[str], seeds: int) -> None:
     """Draw curves.png: the losses of variants that train only heads on the new text."""
-    alike = [n for n in names if [r.get("share") for r in variants()[n][1]] == [1.0]]
-    alike = [n for n in alike if n.startswith("medusa1") and "self" not in n]
-    if alike:
-        lines = {name: loss_curve(out, name, seeds) for name in alike}
+    comparable = [n for n in names if [r.get("share") for r in variants()[n][1]] == [1.0]]
+    comparable = [n for n in comparable if n.startswith("medusa1") and "self" not in n]
+    if comparable:
+        lines = {name: loss_curve(out, name, seeds) for name in comparable}
         draw_lines([Chart("training loss, mean of the heads", "step", lines)],
                    path=out / "curves.png")  # fmt: skip

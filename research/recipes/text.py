@@ -44,13 +44,13 @@ def prepare_text(study: Study, model: Model, out: Path) -> list[list[int]]:
         write_tokens(out / "new", train)
     if not (out / "self" / "tokens.npy").exists():
         inform(f"the backbone continues {min(study.distill, len(train))} prompts")
-        own = []
+        texts = []
         for first in range(0, min(study.distill, len(train)), 32):
             prompts = [p[:prompt].tolist() for p in train[first : first + 32]]
             options = Options(max_new_tokens=T - prompt, temperature=0.3, seed=first)
             answers = model.generate(prompts, options, tree="none")
-            own += [np.array(p + a.token_ids, np.int32) for p, a in zip(prompts, answers)]
-        write_tokens(out / "self", own, [np.arange(len(p)) >= prompt for p in own])
+            texts += [np.array(p + a.token_ids, np.int32) for p, a in zip(prompts, answers)]
+        write_tokens(out / "self", texts, [np.arange(len(p)) >= prompt for p in texts])
     return [p[:prompt].tolist() for p in apart[: study.prompts]]
 
 

@@ -106,7 +106,7 @@ def train_variant(
     study: Study, seed: int, runs: list[Json], folder: Path, out: Path
 ) -> tuple[str, str, float]:
     """Run one variant; returns (model directory, heads directory, last mean loss of the heads)."""
-    done: list[tuple[str, str]] = []
+    exports: list[tuple[str, str]] = []
     last: Json = {}
     for number, fields in enumerate(runs):
         cfg = recipe(study, seed, out / fields.get("data", "new"))
@@ -120,7 +120,7 @@ def train_variant(
             cfg.data.cache_features = "float32"
             cfg.data.features_path = str(out / "features")
         if "heads" in fields:
-            cfg.train.heads_path = done[fields["heads"]][1]
+            cfg.train.heads_path = exports[fields["heads"]][1]
         os.makedirs(cfg.workdir, exist_ok=True)
         last = trainer.train(cfg) or last
         if last.get("stopped"):
@@ -128,7 +128,7 @@ def train_variant(
                 128 + last["stopped"]
             )  # the same command goes on with this run
         export = f"{cfg.workdir}/export"
-        both = os.path.exists(f"{export}/config.json")
-        done.append((export, f"{export}/heads") if both else (study.model, export))
+        has_config = os.path.exists(f"{export}/config.json")
+        exports.append((export, f"{export}/heads") if has_config else (study.model, export))
     loss = float(np.mean(last["loss"])) if last else float("nan")
-    return (*done[-1], loss)
+    return (*exports[-1], loss)

@@ -59,11 +59,11 @@ def step_of(
 
 
 def predict(
-    flags: Flags, roofs: roofline.Roofs, batch: int, length: int, size: int = roofline.BF16
+    flags: Flags, roofs: roofline.Roofs, batch: int, length: int
 ) -> list[roofline.Prediction]:
     """`roofline.speedups` of all trees up to --most_nodes."""
     curve = roofline.acceleration_of(flags.curve)
-    step = partial(step_of, flags, batch, length, size=size)
+    step = partial(step_of, flags, batch, length)
     return roofline.speedups(roofs, step, curve, range(1, flags.most_nodes + 1))
 
 
@@ -103,16 +103,15 @@ def best_table(what: str, rows: Sequence[dict[str, object]]) -> str:
 
 
 def run(flags: Flags) -> int:
-    """Predict and print."""
     one_of("a chip", flags.chip, CHIPS)
     chip = CHIPS[flags.chip]
     rows = predict(flags, roofline.roofs_of(chip), flags.batch, flags.length)
     if flags.json:
         print(json.dumps(dataclasses.asdict(flags) | {"sizes": rows}))
         return 0
-    what = "a whole step" if flags.whole_step else "one block"
+    subject = "a whole step" if flags.whole_step else "one block"
     print(
-        f"## {chip.title}, {flags.shape}, {what}: batch {flags.batch}, length {flags.length}\n"
+        f"## {chip.title}, {flags.shape}, {subject}: batch {flags.batch}, length {flags.length}\n"
     )
     print(size_table(rows), end="\n\n")
     by_batch = [

@@ -312,13 +312,13 @@ def compose(number: int) -> tuple[str, str]:
 
 def composed(n: int, first: int = 0) -> list[tuple[str, str]]:
     """`n` different questions, starting with question `first`, each with its follow-up."""
-    seen: dict[str, str] = {}
+    origins: dict[str, str] = {}
     number = first
-    while len(seen) < n:
+    while len(origins) < n:
         question, follow_up = compose(number)
-        seen.setdefault(question, follow_up)
+        origins.setdefault(question, follow_up)
         number += 1
-    return list(seen.items())
+    return list(origins.items())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

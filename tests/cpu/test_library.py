@@ -9,7 +9,7 @@ import pytest
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.kernels.choose import choose_kernels
-from medusa_jax.model.placing import choose_storage
+from medusa_jax.model.convert import choose_storage
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh
 

@@ -22,8 +22,8 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.convert import decoder, prepare, store
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import decoder, prepare, store
 from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import make_mesh

@@ -35,7 +35,7 @@ from trees import trees
 
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.penalties import Asked
+from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.sampling import gumbel, row_keys
 from medusa_jax.decoding.stopping import LIMIT, STOPPED, STUCK
 from medusa_jax.kernels import tpu, tpu_operations
@@ -61,9 +61,9 @@ STATIC = [
 ]
 # One row for each kind of option; the second has none.
 ASKED = [
-    Asked(presence=0.7, frequency=0.4, bias=((3, 2.0), (5, -100.0))),
-    Asked(),
-    Asked(repetition=4.0, frequency=-0.2, least=9, ends=(2, 8)),
+    PenaltyOptions(presence=0.7, frequency=0.4, bias=((3, 2.0), (5, -100.0))),
+    PenaltyOptions(),
+    PenaltyOptions(repetition=4.0, frequency=-0.2, least=9, ends=(2, 8)),
 ]
 
 

@@ -17,9 +17,9 @@ from tiny import tiny_arch
 from trees import TreeArrays, trees
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.constrained import look_ahead
+from medusa_jax.decoding.constrained import host_inputs
 from medusa_jax.decoding.masks import NO_TOKEN
-from medusa_jax.decoding.penalties import Asked, penalise, penalties_of
+from medusa_jax.decoding.penalties import PenaltyOptions, penalise, penalties_of
 from medusa_jax.decoding.repeats import bar_repeats, node_texts
 from medusa_jax.tree.tree import Tree
 
@@ -57,7 +57,8 @@ def test_bias_and_repetition_are_those_of_transformers(repetition):
     from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
     rng = np.random.default_rng(0)
-    logits, asked = rng.standard_normal(6), Asked(0, 0, repetition, ((1, 2.5), (4, -1.0)))
+    logits = rng.standard_normal(6)
+    asked = PenaltyOptions(0, 0, repetition, ((1, 2.5), (4, -1.0)))
     ids, scores = torch.tensor([[1, 1, 2, 4]]), torch.tensor(logits[None])
     bias = [[[token], value] for token, value in asked.bias]
     scores = SequenceBiasLogitsProcessor(bias)(ids, scores)
@@ -77,14 +78,14 @@ BIASES = BIAS.map(lambda bias: tuple(bias.items()))
 @given(
     TOKENS,
     TOKENS,
-    st.builds(Asked, NUMBERS, NUMBERS, REPETITION, BIASES),
+    st.builds(PenaltyOptions, NUMBERS, NUMBERS, REPETITION, BIASES),
     st.integers(0, 99),
 )
 def test_the_definitions_are_openais_and_transformers(prompt, text, asked, seed):
     logits = np.random.default_rng(seed).standard_normal(6)
     penalties = penalties_of([asked], [prompt or [0]], 6)
     if penalties is None:
-        assert asked == Asked()
+        assert asked == PenaltyOptions()
         return
     counts = np.bincount(np.array(text, int), minlength=6)[None, None]
     got = penalise(logits[None, None], penalties, jnp.array(counts), jnp.zeros(1, int))
@@ -97,9 +98,9 @@ def test_other_rules_judge_by_penalised_logits(acceptance):
     """A token that is as good as barred never comes, and one that is as good as forced does."""
     engine, variables = fresh_medusa(CONFIG, Tree.cartesian([2, 2]), acceptance)
     asked = [
-        Asked(bias=((7, 300.0),)),
-        Asked(presence=1000.0),
-        Asked(bias=tuple((i, -1e4) for i in range(V - 2))),
+        PenaltyOptions(bias=((7, 300.0),)),
+        PenaltyOptions(presence=1000.0),
+        PenaltyOptions(bias=tuple((i, -1e4) for i in range(V - 2))),
     ]
     request = loop.DecodeRequest(
         PROMPTS, [9] * 3, temperature=[1.0, 1.0, 2.0], penalties=asked
@@ -129,7 +130,7 @@ def test_guesses_after_each_node():
     engine, variables = fresh_medusa(CONFIG, tree, "sampled")
     request = loop.DecodeRequest([[4], [5]], [9, 9], temperature=[1.0, 0.5])
     state, _ = loop.begin(engine, variables, request)
-    ahead = look_ahead(engine, variables, state)
+    ahead = host_inputs(engine, variables, state)
     nodes, guesses = np.asarray(ahead.drafts.nodes_BM), np.asarray(ahead.guesses_BMK)
     for node in range(1, tree.n_nodes):
         if tree.rank_M[node] >= 0:

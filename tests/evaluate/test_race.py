@@ -9,7 +9,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Tree
-from medusa_jax.decoding.copying import REPEATS, copied_tokens
+from medusa_jax.decoding.copies import REPEATS, copied_tokens
 from medusa_jax.decoding.step import decode_step
 from medusa_jax.evaluate import step_clock
 from medusa_jax.evaluate.race import Contender, Run, figures, race

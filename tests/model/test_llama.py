@@ -18,8 +18,8 @@ from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
 from medusa_jax.model.cache import KVCache
+from medusa_jax.model.convert import prepare
 from medusa_jax.model.llama import Llama, decoding_config
-from medusa_jax.model.placing import prepare
 from medusa_jax.tree.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("x64")

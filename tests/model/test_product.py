@@ -9,8 +9,8 @@ from closeness import assert_close
 from medusa_jax.cpu import library
 from medusa_jax.kernels.cuda import PRODUCT_ROWS, CudaKernels
 from medusa_jax.kernels.one_cpu import PanelKernels
+from medusa_jax.model.convert import store
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.model.placing import store
 from medusa_jax.model.stored import Codes, Storage
 
 RNG = np.random.default_rng(0)

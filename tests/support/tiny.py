@@ -18,8 +18,8 @@ from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.kernels.cpu import CpuKernels
+from medusa_jax.model.convert import prepare
 from medusa_jax.model.llama import Llama, decoding_config, init_params
-from medusa_jax.model.placing import prepare
 
 
 def tiny_arch(**fields) -> LlamaConfig:

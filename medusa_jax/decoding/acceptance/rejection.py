@@ -113,31 +113,31 @@ def accept_rejection(
             break
         log_q_BV = parents_logits(tree, depth, draft_logits, node_B)
         if draft_ids_O is not None:
-            nothing_BV = jnp.full((B, V), -jnp.inf, log_q_BV.dtype)
-            log_q_BV = nothing_BV.at[:, draft_ids_O].set(log_q_BV)
+            no_weight_BV = jnp.full((B, V), -jnp.inf, log_q_BV.dtype)
+            log_q_BV = no_weight_BV.at[:, draft_ids_O].set(log_q_BV)
         log_q_BV = log_q_BV.astype(log_p_BV.dtype) / scale_B1.astype(log_p_BV.dtype)
         u_BC = uniform(tests.key_B, length_B + depth + 1, tree.children_MC.shape[1])
         u_BC = u_BC.astype(log_p_BV.dtype)
         children_BC = children_MC[node_B]
 
-        def test_child(j, carry, u_BC=u_BC, children_BC=children_BC, before_B=active_B):
+        def test_child(j, carry, u_BC=u_BC, children_BC=children_BC, running_B=active_B):
             log_g_BV, log_q_BV, accepted_B = carry
             child_B = jnp.take(children_BC, j, axis=1)
             x_B = nodes_BM[row_B, child_B]
             # The root is never a child, so 0 marks "no more children".
-            open_B = before_B & (accepted_B == 0) & (child_B > 0)
+            tests_B = running_B & (accepted_B == 0) & (child_B > 0)
             g_BV, h_BV = jnp.exp(log_g_BV), normalised(log_q_BV)
             h_x_B, g_x_B = h_BV[row_B, x_B], g_BV[row_B, x_B]
             u_B = jnp.take(u_BC, j, axis=1)
-            taken_B = open_B & (h_x_B > 0) & (u_B * h_x_B < g_x_B)
-            rest_BV = jnp.maximum(g_BV - h_BV, 0)
-            total_B1 = rest_BV.sum(-1, keepdims=True)
-            log_rest_BV = jnp.log(rest_BV / jnp.where(total_B1 > 0, total_B1, 1))
+            accepts_B = tests_B & (h_x_B > 0) & (u_B * h_x_B < g_x_B)
+            residual_BV = jnp.maximum(g_BV - h_BV, 0)
+            total_B1 = residual_BV.sum(-1, keepdims=True)
+            log_residual_BV = jnp.log(residual_BV / jnp.where(total_B1 > 0, total_B1, 1))
             # Skip a draw without mass in q, and the subtraction if rounding leaves no mass in g.
-            refused_B1 = (open_B & ~taken_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
-            log_g_BV = jnp.where(refused_B1, log_rest_BV, log_g_BV)
+            rejects_B1 = (tests_B & ~accepts_B & (h_x_B > 0))[:, None] & (total_B1 > 0)
+            log_g_BV = jnp.where(rejects_B1, log_residual_BV, log_g_BV)
             log_q_BV = jnp.where(token_V == x_B[:, None], -jnp.inf, log_q_BV)
-            return log_g_BV, log_q_BV, jnp.where(taken_B, child_B, accepted_B)
+            return log_g_BV, log_q_BV, jnp.where(accepts_B, child_B, accepted_B)
 
         start = (log_g_BV, log_q_BV, jnp.zeros((B,), jnp.int32))
         log_g_BV, _, accepted_B = lax.fori_loop(0, width, test_child, start)
@@ -182,8 +182,10 @@ def _rejection(kernels: Kernels, v: Verified) -> Accepted:
     drafts = v.drafts
     assert isinstance(drafts.tree, Tree)
     logits = [ranked.logits for ranked in drafts.ranked]
-    verified = (v.logits_BMV, drafts.tree, v.sampling, v.length_B)
-    return accept_rejection(kernels, drafts.nodes_BM, *verified, logits, drafts.ids_O)
+    return accept_rejection(
+        kernels, drafts.nodes_BM, v.logits_BMV, drafts.tree, v.sampling, v.length_B, logits,
+        drafts.ids_O
+    )  # fmt: skip
 
 
 # Drafts use a noise stream independent of the verifier's.

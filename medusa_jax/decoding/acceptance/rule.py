@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.heads.drafter import Ranked
 from medusa_jax.model.cache import KVCache
@@ -112,9 +112,9 @@ def walk(matched_BM: jax.Array, tree: Nodes, tie_break_BM: jax.Array | None = No
     accepted_BM = ~jnp.any(jnp.asarray(tree.mask_MM)[None] & failed_BM[:, None, :], axis=-1)
     depth_BM = jnp.where(accepted_BM, jnp.asarray(tree.depth_M)[None, :], -1)
     if tie_break_BM is None:
-        best_B = jnp.argmax(depth_BM, axis=-1)
+        node_B = jnp.argmax(depth_BM, axis=-1)
     else:
         longest_BM = depth_BM == jnp.max(depth_BM, axis=-1, keepdims=True)
-        best_B = jnp.argmax(jnp.where(longest_BM, tie_break_BM, -jnp.inf), axis=-1)
-    path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), best_B, axis=0)
-    return path_BL, jnp.take(jnp.asarray(tree.depth_M), best_B), best_B
+        node_B = jnp.argmax(jnp.where(longest_BM, tie_break_BM, -jnp.inf), axis=-1)
+    path_BL = jnp.take(jnp.asarray(tree.ancestors_ML), node_B, axis=0)
+    return path_BL, jnp.take(jnp.asarray(tree.depth_M), node_B), node_B

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.sampling import Sampling, filtered, gumbel
 from medusa_jax.model.kernels import Kernels
 
@@ -65,9 +65,9 @@ def _noise(
 
 def accept_targets(nodes_BM: jax.Array, targets_BM: jax.Array, tree: Nodes) -> Accepted:
     """Greedy and sampled acceptance: a draft must be its parent's target token."""
-    wanted_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
-    path_BL, n_B, best_B = walk(nodes_BM == wanted_BM, tree)
-    return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, best_B[:, None], 1)[:, 0])
+    target_BM = jnp.take(targets_BM, jnp.asarray(tree.parent_M), axis=1)
+    path_BL, n_B, node_B = walk(nodes_BM == target_BM, tree)
+    return Accepted(path_BL, n_B, jnp.take_along_axis(targets_BM, node_B[:, None], 1)[:, 0])
 
 
 # Nodes that agree at the depth reached [B, M], the first of them and the target token after it [B].
@@ -75,7 +75,7 @@ Walk = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def accept_down(kernels: Kernels, v: Verified) -> Accepted:
-    """As `accept_targets`, computing target tokens only down the accepted path, one depth at a time
+    """Accept like `accept_targets`, computing target tokens only down the accepted path, one depth at a time
     (`Kernels.path_only`)."""
     tree, nodes_BM = v.drafts.tree, v.drafts.nodes_BM
     parent_M, depth_M = jnp.asarray(tree.parent_M), jnp.asarray(tree.depth_M)

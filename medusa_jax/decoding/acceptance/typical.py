@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from medusa_jax.decoding.acceptance.rejection import log_target_probs
 from medusa_jax.decoding.acceptance.rule import Accepted, Rule, Verified, walk
-from medusa_jax.decoding.copying import Nodes
+from medusa_jax.decoding.copies import Nodes
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.model.kernels import Kernels
 
@@ -34,17 +34,17 @@ def accept_typical(
     parent_M = jnp.asarray(tree.parent_M)
     of_parent_BMV = jnp.take(log_p_BMV, parent_M, axis=1)
     log_p_BM = jnp.take_along_axis(of_parent_BMV, nodes_BM[..., None], axis=-1)[..., 0]
-    passed_BM = jnp.exp(log_p_BM) > jnp.take(threshold_BM, parent_M, axis=1)
+    likely_BM = jnp.exp(log_p_BM) > jnp.take(threshold_BM, parent_M, axis=1)
     # Summed log-probability of the drafts on the path to each node, without the root.
-    own_BM = jnp.where((jnp.asarray(tree.depth_M) > 0)[None, :], log_p_BM, 0)
-    own_BM = jnp.maximum(own_BM, jnp.finfo(own_BM.dtype).min / (2 * tree.path_length))
+    score_BM = jnp.where((jnp.asarray(tree.depth_M) > 0)[None, :], log_p_BM, 0)
+    score_BM = jnp.maximum(score_BM, jnp.finfo(score_BM.dtype).min / (2 * tree.path_length))
     total_BM = jnp.sum(
-        jnp.where(jnp.asarray(tree.mask_MM)[None], own_BM[:, None, :], 0), axis=-1
+        jnp.where(jnp.asarray(tree.mask_MM)[None], score_BM[:, None, :], 0), axis=-1
     )
-    path_BL, n_B, best_B = walk(passed_BM, tree, total_BM)
+    path_BL, n_B, node_B = walk(likely_BM, tree, total_BM)
     likeliest_BM = kernels.best_token(logits_BMV)
     return Accepted(
-        path_BL, n_B, jnp.take_along_axis(likeliest_BM, best_B[:, None], 1)[:, 0]
+        path_BL, n_B, jnp.take_along_axis(likeliest_BM, node_B[:, None], 1)[:, 0]
     )
 
 

@@ -25,7 +25,7 @@ from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import Source
 from medusa_jax.files.tensors import GGUF_LINK
-from medusa_jax.model.placing import abstract_params
+from medusa_jax.model.convert import abstract_params
 from medusa_jax.whole_files import Json, read_text, replacing, write_text
 
 # Names of sampling options in GGUF metadata -> in generation_config.json.

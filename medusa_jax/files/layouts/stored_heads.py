@@ -12,8 +12,8 @@ from medusa_jax.files.source import Source
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
 from medusa_jax.heads.registry import make_drafter
+from medusa_jax.model.convert import abstract_params
 from medusa_jax.model.llama import Llama
-from medusa_jax.model.placing import abstract_params
 from medusa_jax.sharding import PyTree
 from medusa_jax.whole_files import Json
 

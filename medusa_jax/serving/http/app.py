@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from medusa_jax.console import log
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.answering import Answering, Events, Gone, Limits, unless_gone
+from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
-from medusa_jax.serving.http.fields import ERRORS, Refused, refusal
+from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Busy, Stopped
@@ -35,7 +35,7 @@ from medusa_jax.whole_files import decode_text, parse_json
 
 # Escapes of surrogates in JSON, single or in pairs.
 HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
-BROKEN = Refused(500, "something broke here")  # the reason is in the log
+BROKEN = HttpError(500, "something broke here")  # the reason is in the log
 # The page loads no external resources, and no page may frame it.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; connect-src 'self'; img-src data:; "
@@ -79,7 +79,7 @@ def make_app(
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
         ],
         exception_handlers={
-            **dict.fromkeys((Refused, *ERRORS), _refused),
+            **dict.fromkeys((HttpError, *ERRORS), _refused),
             HTTPException: _not_found,
             Exception: _broken,
         },
@@ -116,7 +116,6 @@ class Port:
         self._started = int(time.time())
 
     async def page(self, request: HttpRequest) -> Response:
-        """Return the chat page."""
         return HTMLResponse(self._page, headers=PAGE_HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
@@ -134,10 +133,12 @@ class Port:
     async def models(self, request: HttpRequest) -> Response:
         """Return the one model, with the numbers that the page shows."""
         self._check_key(request)
-        asked, model = request.path_params.get("name"), self._server.model
-        if asked not in (None, self._name):
-            raise Refused(404, f"there is no model {asked!r} here", code="model_not_found")
-        one = {
+        model_name, model = request.path_params.get("name"), self._server.model
+        if model_name not in (None, self._name):
+            raise HttpError(
+                404, f"there is no model {model_name!r} here", code="model_not_found"
+            )
+        entry = {
             "id": self._name,
             "object": "model",
             "created": self._started,
@@ -151,56 +152,54 @@ class Port:
                 "chat": self._template != PLAIN,
             },
         }
-        return JSONResponse(one if asked else {"object": "list", "data": [one]})
+        return JSONResponse(entry if model_name else {"object": "list", "data": [entry]})
 
     async def completions(self, request: HttpRequest) -> ASGIApp:
-        """Answer `POST /v1/completions`."""
-        more = self._name, self._server.model, self._check_length
-        return partial(self._call, lambda body: completion_call(body, *more))
+        name, model, check = self._name, self._server.model, self._check_length
+        return partial(self._call, lambda body: completion_call(body, name, model, check))
 
     async def chat(self, request: HttpRequest) -> ASGIApp:
-        """Answer `POST /v1/chat/completions`."""
-        model, most = self._server.model, self._server.most_new
-        more = self._name, model, self._template, most, self._check_length
+        model, limit = self._server.model, self._server.most_new
+        more = self._name, model, self._template, limit, self._check_length
         return partial(self._call, lambda body: chat_call(body, *more))
 
     async def _call(
-        self, read: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
+        self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a call; count it, and log it when it has ended.
 
         Args:
-          read: makes the call of a JSON body.
+          reader: makes the call of a JSON body.
         """
         request, start = HttpRequest(scope, receive), time.perf_counter()
         events, response, error = Events(send), None, None
-        status, what = 499, "the client left"
+        status, note = 499, "the client left"
         try:
             self._check_key(request)
-            call = await asyncio.to_thread(read, await self._body(request))
+            call = await asyncio.to_thread(reader, await self._body(request))
             reply = Reply(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
-            status, what = 200, reply.counts()
-        except (Gone, ClientDisconnect):
+            status, note = 200, reply.counts()
+        except (ClientGone, ClientDisconnect):
             pass
-        except (Refused, UserError, Busy, Stopped) as refused:
+        except (HttpError, UserError, Busy, Stopped) as refused:
             error = refusal(refused)
         except asyncio.CancelledError:  # uvicorn ends, and its time to drain is over
             error = refusal(Stopped("the server is ending"))
         except Exception as broken:
-            status, what = 500, f"{type(broken).__name__}: {broken}"
-            if events.begun:
+            status, note = 500, f"{type(broken).__name__}: {broken}"
+            if events.headers_sent:
                 await events.end(BROKEN.body())
             raise
         finally:
             if error:
-                status, what = error.status, str(error)
+                status, note = error.status, str(error)
             endpoint = request.url.path.removeprefix("/v1/").removesuffix("/completions")
             self._metrics.calls.labels(endpoint, str(status)).inc()
             if self._log_all or (status >= 400 and status != 499):
-                took = time.perf_counter() - start
-                log(f"POST {request.url.path} {status}: {what}, after {took:.2f} s")
-        if error and events.begun:
+                duration = time.perf_counter() - start
+                log(f"POST {request.url.path} {status}: {note}, after {duration:.2f} s")
+        if error and events.headers_sent:
             await events.end(error.body())
         elif error:
             raise error
@@ -211,15 +210,15 @@ class Port:
         """Return the answer to a call, or send it as a stream.
 
         Raises:
-          Refused: too many choices, or no answer in time.
+          HttpError: too many choices, or no answer in time.
           UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
         """
         seconds, stream = self._limits.seconds, reply.call.stream
-        n, most = len(reply.call.requests), self._server.queue
-        if n > most:
-            message = f"a call has at most {most} choices here, this one {n}"
-            raise Refused(400, message, "n")
-        answering = Answering(self._server, reply, self._metrics)
+        n, limit = len(reply.call.requests), self._server.queue
+        if n > limit:
+            message = f"a call has at most {limit} choices here, this one {n}"
+            raise HttpError(400, message, "n")
+        answering = Answer(self._server, reply, self._metrics)
         try:
             async with asyncio.timeout(seconds), answering:
                 if stream:
@@ -233,7 +232,7 @@ class Port:
                         reply.endings[index] = delta.ending
         except TimeoutError as error:
             message = f"no answer within {seconds:g} seconds"
-            raise Refused(504, message, code="timeout") from error
+            raise HttpError(504, message, code="timeout") from error
         if not stream:
             # In a thread, since the log-probabilities of a long answer take time.
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
@@ -244,54 +243,55 @@ class Port:
 
     def _check_length(self, prompt: str | list[int]) -> None:
         """Refuse a prompt that is too long for any tokenisation; tokenising a megabyte takes 1 s."""
-        most, least = self._server.most_prompt, len(prompt)
+        limit, n_tokens = self._server.most_prompt, len(prompt)
         if isinstance(prompt, str):
-            least = self._vocabulary.least_tokens(prompt)
-        if least > most:
-            message = f"the prompt has at least {least} tokens, this server takes {most}: shorten it"
-            raise Refused(400, message, code="context_length_exceeded")
+            n_tokens = self._vocabulary.least_tokens(prompt)
+        if n_tokens > limit:
+            message = f"the prompt has at least {n_tokens} tokens, this server takes {limit}: shorten it"
+            raise HttpError(400, message, code="context_length_exceeded")
 
     def _check_key(self, request: HttpRequest) -> None:
         if not self._key:
             return
-        given = request.headers.get("authorization", "").encode("latin-1")  # as it was sent
-        if not hmac.compare_digest(given, f"Bearer {self._key}".encode()):
+        header = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(header, f"Bearer {self._key}".encode()):
             message = "the key is wrong or missing: send Authorization: Bearer KEY"
-            raise Refused(401, message, code="invalid_api_key")
+            raise HttpError(401, message, code="invalid_api_key")
 
     async def _body(self, request: HttpRequest) -> Any:
         """Return the JSON of a call.
 
         Raises:
-          Refused: the body is not JSON, is too large, or took too long.
+          HttpError: the body is not JSON, is too large, or took too long.
         """
         # Pages of other sites can send other types without a CORS preflight, but not JSON.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Refused(415, "the body should be application/json")
-        most = self._limits.body_bytes
-        too_large = Refused(413, f"the body is larger than {most} bytes", code="too_large")
+            raise HttpError(415, "the body should be application/json")
+        limit = self._limits.body_bytes
+        message = f"the body is larger than {limit} bytes"
+        too_large = HttpError(413, message, code="too_large")
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > most:
+        if not length.isdecimal() or int(length) > limit:
             raise too_large
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.read_seconds):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
+                    if len(body) > limit:
                         raise too_large
         except TimeoutError as error:
-            raise Refused(408, "the body took too long", code="timeout") from error
+            raise HttpError(408, "the body took too long", code="timeout") from error
         try:
-            found = parse_json(decode_text(body), parse_constant=_no_constant)
+            value = parse_json(decode_text(body), parse_constant=_no_constant)
             if HALF_PAIR.search(body):
                 json.dumps(
-                    found, ensure_ascii=False
+                    value, ensure_ascii=False
                 ).encode()  # raises if one half is alone
-            return found
+            return value
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"the body is not JSON: {error}") from error
+            raise HttpError(400, f"the body is not JSON: {error}") from error
 
 
 def _no_constant(name: str) -> None:
@@ -308,7 +308,7 @@ async def _refused(request: HttpRequest, error: Exception) -> Response:
 
 async def _not_found(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    refused = Refused(
+    refused = HttpError(
         error.status_code, f"{request.method} {request.url.path}: {error.detail}"
     )
     return JSONResponse(refused.body(), error.status_code, error.headers)

@@ -11,7 +11,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
-from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, Refused, Values
+from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
 from medusa_jax.serving.http.messages import read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
@@ -83,32 +83,32 @@ def completion_call(
       check: raises if a prompt is too long to be tokenised.
 
     Raises:
-      Refused: a field that is not understood.
+      HttpError: a field that is not understood.
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (True,)})
     echo = fields.flag("echo")
-    most = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
-    options = _options(fields, name, most)
+    limit = fields.whole("max_tokens", COMPLETION_TOKENS, int(not echo), 2**31 - 1)
+    options = _options(fields, name, limit)
     logprobs = fields.whole("logprobs", None, 0, MOST_BEST)
     options = dataclasses.replace(options, logprobs=logprobs)
     problem = "text, token ids, or a list of one of these"
     prompt = fields.take("prompt", (str, list), problem, "")
-    single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
-    prompts = [prompt] if single else prompt
-    for one in prompts:
-        ids = isinstance(one, list) and all(type(i) is int for i in one)
-        if not (ids or isinstance(one, str)):
+    is_single = isinstance(prompt, str) or (prompt and type(prompt[0]) is int)
+    prompts = [prompt] if is_single else prompt
+    for text in prompts:
+        is_ids = isinstance(text, list) and all(type(i) is int for i in text)
+        if not (is_ids or isinstance(text, str)):
             raise fields.refused("prompt", f"should be {problem}")
-        check(one)
+        check(text)
     if not prompts:
         raise fields.refused("prompt", "is an empty list")
     with fields.blamed("prompt"):
-        tokens = [model.encode(one) for one in prompts]  # once, not for each choice
-    call = _call(fields, model, tokens, options, chat=False, empty=most == 0)
+        tokens = [model.encode(text) for text in prompts]  # once, not for each choice
+    call = _call(fields, model, tokens, options, chat=False, empty=limit == 0)
     texts = []
-    for given, read in zip(prompts, tokens) if echo else ():
-        check(read)  # it is scored before the server checks its length
-        text = given if isinstance(given, str) else model.tokenizer.decode(read)
+    for text, ids in zip(prompts, tokens) if echo else ():
+        check(ids)  # it is scored before the server checks its length
+        text = text if isinstance(text, str) else model.tokenizer.decode(ids)
         texts += [text] * (len(call.requests) // len(prompts))
     return dataclasses.replace(call, echo=texts)
 
@@ -131,20 +131,20 @@ def chat_call(
       check: as for `completion_call`.
 
     Raises:
-      Refused: a field that is not understood, or a conversation that the template refuses.
+      HttpError: a field that is not understood, or a conversation that the template refuses.
     """
     fields = BodyFields(body, {**NEUTRAL, "add_special_tokens": (False,)})
     names = ("max_completion_tokens", "max_tokens")
     limits = [fields.whole(name, None, 1, 2**31 - 1) for name in names]
-    most = next((n for n in limits if n is not None), most_new)
-    options = _options(fields, name, most, _response_format(fields))
+    limit = next((n for n in limits if n is not None), most_new)
+    options = _options(fields, name, limit, _response_format(fields))
     best = fields.whole("top_logprobs", 0, 0, MOST_BEST)
     if fields.flag("logprobs"):
         options = dataclasses.replace(options, logprobs=best)
     elif best:
-        raise Refused(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
+        raise HttpError(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
     turns, tools, form = read_messages(fields), asked_tools(fields), None
-    tokenizer, more = model.tokenizer, _variables(fields, model, template, bool(tools))
+    tokenizer, variables = model.tokenizer, _variables(fields, model, template, bool(tools))
     with fields.blamed("messages"):
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
             options, form = _with_tools(fields, options, tools, model, template)
@@ -153,32 +153,34 @@ def chat_call(
             check(text)
             prompt = model.encode(literal_text(tokenizer).encode(text))
         else:
-            more |= {"tools": tools.given} if tools else {}
-            prompt = encode_turns(tokenizer, turns, more, template, check)
+            variables |= {"tools": tools.given} if tools else {}
+            prompt = encode_turns(tokenizer, turns, variables, template, check)
             options = ending_turns(tokenizer, model.eos_ids, options, template)
     calls = (form, list(tools.callable)) if form and tools else None
     return _call(fields, model, [prompt], options, chat=True, calls=calls)
 
 
 def _options(
-    fields: BodyFields, name: str, most: int, constraint: tuple[str, Json] | None = None
+    fields: BodyFields, name: str, limit: int, constraint: tuple[str, Json] | None = None
 ) -> Options:
     """Read the options of both endpoints.
 
     Args:
-      most: maximum number of new tokens.
+      limit: maximum number of new tokens.
       constraint: the constraint in `response_format`.
     """
-    asked = fields.text("model", name)
-    if asked != name:
-        raise Refused(404, f"there is no model {asked!r} here", "model", "model_not_found")
+    model = fields.text("model", name)
+    if model != name:
+        raise HttpError(
+            404, f"there is no model {model!r} here", "model", "model_not_found"
+        )
     options: Json = {
         name: float(fields.number(name, getattr(DEFAULTS, name), *bounds))
         for name, bounds in NUMBERS.items()
     }
     seed = fields.take("seed", (int,), "a whole number", None)
     options |= {
-        "max_new_tokens": max(1, most),
+        "max_new_tokens": max(1, limit),
         "top_k": max(0, fields.whole("top_k", 0, -1, 2**31 - 1)),  # vLLM: -1 keeps all
         "seed": secrets.randbits(32) if seed is None else seed % 2**32,
         "stop": _stops(fields),
@@ -191,17 +193,17 @@ def _options(
 
 
 def _call(
-    fields: BodyFields, model: Model, prompts: list[Any], options: Options, **more: Any
+    fields: BodyFields, model: Model, prompts: list[Any], options: Options, **settings: Any
 ) -> Call:
     """Read the remaining fields; every prompt gets `n` choices."""
     n = fields.whole("n", 1, 1, MOST_CHOICES)
     if len(prompts) * n > MOST_CHOICES:
-        raise Refused(400, f"a call has at most {MOST_CHOICES} choices", "n")
+        raise HttpError(400, f"a call has at most {MOST_CHOICES} choices", "n")
     size, problem = model.config.vocab_size, "token ids of the vocabulary"
     stop_ids = fields.take("stop_token_ids", (list,), problem, [])
     if not all(type(i) is int and 0 <= i < size for i in stop_ids):
         raise fields.refused("stop_token_ids", f"should be {problem} 0..{size - 1}")
-    asked: Json = {
+    request_fields: Json = {
         "drafts": fields.flag("drafts", True),
         "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
         "stop_ids": frozenset(stop_ids),
@@ -216,8 +218,8 @@ def _call(
     usage = streaming.flag("include_usage")
     streaming.flag("include_obfuscation")
     fields.finish()
-    requests = [Request(p, options, i, **asked) for p in prompts for i in range(n)]
-    return Call(requests, stream, usage, options.seed, **more)
+    requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
+    return Call(requests, stream, usage, options.seed, **settings)
 
 
 def _stops(fields: BodyFields) -> tuple[str, ...]:
@@ -230,54 +232,54 @@ def _stops(fields: BodyFields) -> tuple[str, ...]:
 
 def _biases(fields: BodyFields) -> tuple[tuple[int, float], ...]:
     with fields.blamed("logit_bias"):
-        given = fields.take("logit_bias", (dict,), "numbers by token id", {})
-        biases = Options(logit_bias=given).penalties.bias
+        weights = fields.take("logit_bias", (dict,), "numbers by token id", {})
+        biases = Options(logit_bias=weights).penalties.bias
     if any(not -100 <= bias <= 100 for _, bias in biases):
         raise fields.refused("logit_bias", "should be numbers from -100 to 100")
     return biases
 
 
-def _constraint(fields: BodyFields, asked: tuple[str, Json] | None) -> Constraint | None:
+def _constraint(fields: BodyFields, tools: tuple[str, Json] | None) -> Constraint | None:
     """Read vLLM's constraints.
 
     Args:
-      asked: name and value of a constraint already read.
+      tools: name and value of a constraint already read.
 
     Raises:
-      Refused: a constraint that cannot be served, or two of them.
+      HttpError: a constraint that cannot be served, or two of them.
     """
-    found = [asked] if asked else []
+    forms = [tools] if tools else []
     for name, kind in GUIDED.items():
         value = fields.take(f"guided_{name}", ANYTHING, "a constraint", None)
         if value is not None:
-            found.append((f"guided_{name}", {kind: value}))
-    inside = fields.inside("structured_outputs", STRUCTURED)
+            forms.append((f"guided_{name}", {kind: value}))
+    structured = fields.inside("structured_outputs", STRUCTURED)
     for name, kind in {**GUIDED, "json_object": "json_object"}.items():
-        value = inside.take(name, ANYTHING, "a constraint", None)
+        value = structured.take(name, ANYTHING, "a constraint", None)
         if value is not None and value is not False:
-            found.append(("structured_outputs", {kind: value}))
-    if len(found) > 1:
-        names = " and ".join(repr(name) for name, _ in found)
-        raise Refused(400, f"an answer has one constraint, not {names}", found[1][0])
-    for name, given in found:
+            forms.append(("structured_outputs", {kind: value}))
+    if len(forms) > 1:
+        names = " and ".join(repr(name) for name, _ in forms)
+        raise HttpError(400, f"an answer has one constraint, not {names}", forms[1][0])
+    for name, form in forms:
         with fields.blamed(name):
-            return constraint_of(given)
+            return constraint_of(form)
     return None
 
 
 def _response_format(fields: BodyFields) -> tuple[str, Json] | None:
     """Read OpenAI's forms; also a `schema` next to the type, as llama.cpp and Together have it."""
     name = "response_format"
-    given = fields.inside(name)
-    kind = given.take("type", ANYTHING, "a type", "text")
+    schema_format = fields.inside(name)
+    kind = schema_format.take("type", ANYTHING, "a type", "text")
     if kind not in ("text", "json_object", "json_schema"):
         problem = "should be of type text, json_object, or json_schema with a 'json_schema'"
         raise fields.refused(name, problem)
     if kind == "text":
         return None
-    holder = given
-    if kind == "json_schema" and "schema" not in given.body:
-        holder = given.inside("json_schema")
+    holder = schema_format
+    if kind == "json_schema" and "schema" not in schema_format.body:
+        holder = schema_format.inside("json_schema")
         holder.text("name"), holder.text("description"), holder.flag("strict")
     schema = holder.take("schema", ANYTHING, "a JSON schema", None)
     if kind == "json_object" and schema in (None, {}, True):
@@ -290,14 +292,14 @@ def _response_format(fields: BodyFields) -> tuple[str, Json] | None:
 def _variables(fields: BodyFields, model: Model, template: str, tools: bool) -> Json:
     """Read the variables of the chat template, such as Qwen's `enable_thinking`."""
     name = "chat_template_kwargs"
-    given = fields.take(name, (dict,), "an object", {})
-    plain = template == PLAIN or not given
-    source = "" if plain else template_source(model.tokenizer, template, tools)
-    known = set(re.findall(r"[^\W\d]\w*", source)) - RESERVED
-    if unknown := next((one for one in given if one not in known), None):
+    variables = fields.take(name, (dict,), "an object", {})
+    ignored = template == PLAIN or not variables
+    source = "" if ignored else template_source(model.tokenizer, template, tools)
+    names = set(re.findall(r"[^\W\d]\w*", source)) - RESERVED
+    if unknown := next((key for key in variables if key not in names), None):
         problem = f"the chat template has no variable {unknown!r} to be set"
-        raise Refused(400, f"{name!r}: {problem}", name)
-    return dict(given)
+        raise HttpError(400, f"{name!r}: {problem}", name)
+    return dict(variables)
 
 
 def _with_tools(
@@ -306,14 +308,14 @@ def _with_tools(
     """Return options whose text may call these tools, and the form of the calls.
 
     Raises:
-      Refused: the template knows no tools, or the text has another constraint.
+      HttpError: the template knows no tools, or the text has another constraint.
     """
     if template == PLAIN:
-        raise Refused(400, "tools need the model's chat template (serve --chat)", "tools")
+        raise HttpError(400, "tools need the model's chat template (serve --chat)", "tools")
     with fields.blamed("tools"):
         form = call_form(model.tokenizer, template)
     if tools is None:
         return options, None
     if options.constraint is not None:
-        raise Refused(400, "an answer has tools or a constraint, not both", "tools")
+        raise HttpError(400, "an answer has tools or a constraint, not both", "tools")
     return dataclasses.replace(options, constraint=tools.constraint(form)), form

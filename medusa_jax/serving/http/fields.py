@@ -39,7 +39,7 @@ NEUTRAL: Values = {
 }
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A call that gets an error instead of an answer.
 
     Attributes:
@@ -80,14 +80,14 @@ ERRORS: dict[type[Exception], tuple[int, str | None, int]] = {
 }
 
 
-def refusal(error: Exception) -> Refused:
+def refusal(error: Exception) -> HttpError:
     """Return the refusal that tells a client of an error in `ERRORS`."""
-    if isinstance(error, Refused):
+    if isinstance(error, HttpError):
         return error
-    status, code, wait = next(
+    status, code, seconds = next(
         row for kind, row in ERRORS.items() if isinstance(error, kind)
     )
-    return Refused(status, str(error), code=code, retry_after=wait)
+    return HttpError(status, str(error), code=code, retry_after=seconds)
 
 
 class BodyFields:
@@ -98,18 +98,18 @@ class BodyFields:
       where: path of the object in the call, for messages; "" is the call itself.
 
     Raises:
-      Refused: the body is not an object.
+      HttpError: the body is not an object.
     """
 
-    def __init__(self, body: Any, neutral: Values, where: str = "") -> None:
+    def __init__(self, body: Any, neutral: Values, path: str = "") -> None:
         if not isinstance(body, dict):
-            what = repr(where) if where else "the body"
-            raise Refused(400, f"{what} should be a JSON object", where or None)
-        self.body, self._where, self._neutral = body, where, neutral
-        self._place = f" in {where!r}" if where else ""
-        self._read, self._inside = set() if where else {*IGNORED}, list[BodyFields]()
+            subject = repr(path) if path else "the body"
+            raise HttpError(400, f"{subject} should be a JSON object", path or None)
+        self.body, self._where, self._neutral = body, path, neutral
+        self._place = f" in {path!r}" if path else ""
+        self._read, self._inside = set() if path else {*IGNORED}, list[BodyFields]()
 
-    def take(self, name: str, kinds: tuple[type, ...], what: str, default: Any) -> Any:
+    def take(self, name: str, kinds: tuple[type, ...], meaning: str, default: Any) -> Any:
         """Return a field's value; the default if it is null or absent."""
         self._read.add(name)
         value = self.body.get(name)
@@ -117,23 +117,20 @@ class BodyFields:
             return default
         wrong_bool = isinstance(value, bool) and bool not in kinds
         if wrong_bool or not isinstance(value, kinds):
-            raise self.refused(name, f"should be {what}")
+            raise self.refused(name, f"should be {meaning}")
         return value
 
     def text(self, name: str, default: Any = "") -> Any:
-        """Return a string."""
         return self.take(name, (str,), "text", default)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Return true or false."""
         return self.take(name, (bool,), "true or false", default)
 
     def number(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
-        """Return a number from `low` to `high`."""
         value = self.take(name, (int, float), "a number", default)
         if value is not None and not low <= value <= high:
-            most = f"from {low} to {high}" if high < math.inf else f"at least {low}"
-            raise self.refused(name, f"should be {most}, not {str(value)[:40]}")
+            bounds = f"from {low} to {high}" if high < math.inf else f"at least {low}"
+            raise self.refused(name, f"should be {bounds}, not {str(value)[:40]}")
         return value
 
     def whole(self, name: str, default: Any, low: float, high: float = math.inf) -> Any:
@@ -147,17 +144,17 @@ class BodyFields:
 
     def each(self, name: str, what: str, neutral: Values = NOTHING) -> list["BodyFields"]:
         """Return the fields of each object of a list; [] if it is absent."""
-        found = enumerate(self.take(name, (list,), what, []))
-        return [self._inner(value, f"{name}[{i}]", neutral) for i, value in found]
+        items = enumerate(self.take(name, (list,), what, []))
+        return [self._inner(value, f"{name}[{i}]", neutral) for i, value in items]
 
     def _inner(self, value: Any, name: str, neutral: Values) -> "BodyFields":
-        where = f"{self._where}.{name}".lstrip(".")
-        self._inside.append(BodyFields(value, neutral, where))
+        path = f"{self._where}.{name}".lstrip(".")
+        self._inside.append(BodyFields(value, neutral, path))
         return self._inside[-1]
 
-    def refused(self, name: str, problem: str) -> Refused:
+    def refused(self, name: str, problem: str) -> HttpError:
         """Return the error of a field."""
-        return Refused(400, f"{name!r}{self._place} {problem}", name)
+        return HttpError(400, f"{name!r}{self._place} {problem}", name)
 
     @contextmanager
     def blamed(self, name: str) -> Iterator[None]:
@@ -165,19 +162,19 @@ class BodyFields:
         try:
             yield
         except UserError as error:
-            raise Refused(400, str(error), name) from error
+            raise HttpError(400, str(error), name) from error
 
     def finish(self) -> None:
         """Refuse unknown fields, and unsupported ones with other than neutral values."""
-        for one in self._inside:
-            one.finish()
+        for inner in self._inside:
+            inner.finish()
         for name, value in self.body.items():
             if name in self._read:
                 continue
             if name not in self._neutral:
-                near = did_you_mean(name, {*self._read, *self._neutral})
-                message = f"unknown field {name!r}{self._place}{near}"
-                raise Refused(400, message, name, "unknown_field")
-            same = [isinstance(x, bool) for x in self._neutral[name] if x == value]
-            if value is not None and isinstance(value, bool) not in same:  # 0 is not false
+                hint = did_you_mean(name, {*self._read, *self._neutral})
+                message = f"unknown field {name!r}{self._place}{hint}"
+                raise HttpError(400, message, name, "unknown_field")
+            kinds = [isinstance(x, bool) for x in self._neutral[name] if x == value]
+            if value is not None and isinstance(value, bool) not in kinds:  # 0 is not false
                 raise self.refused(name, "is not supported here")

@@ -17,9 +17,9 @@ def read_messages(fields: BodyFields) -> list[Json]:
     """Return the turns of a body; content is text, and arguments of tool calls are objects.
 
     Raises:
-      Refused: no turns, or content other than text.
+      HttpError: no turns, or content other than text.
     """
-    turns = [_turn(one) for one in fields.each("messages", "a list of turns", NEUTRAL)]
+    turns = [_turn(turn) for turn in fields.each("messages", "a list of turns", NEUTRAL)]
     if not turns or turns[-1]["role"] not in ("user", "tool"):
         problem = "should be a list of turns, the last one the user's or a tool's"
         raise fields.refused("messages", problem)
@@ -32,7 +32,7 @@ def _turn(fields: BodyFields) -> Json:
         raise fields.refused("role", f"is unknown: {role!r}")
     calls = []
     if role == "assistant":
-        calls = [_call(one) for one in fields.each("tool_calls", "a list of calls")]
+        calls = [_call(call) for call in fields.each("tool_calls", "a list of calls")]
     content = fields.take("content", (str, list), "text, or parts of text", None)
     if content is None and not calls:
         raise fields.refused("content", "is missing")

@@ -19,14 +19,14 @@ class Metrics:
         self.registry = CollectorRegistry()
         prometheus_client.disable_created_metrics()  # a `_created` series for each
 
-        def count(name: str, what: str, *labels: str) -> Counter:
-            return Counter(name, what, labels, registry=self.registry)
+        def count(name: str, doc: str, *labels: str) -> Counter:
+            return Counter(name, doc, labels, registry=self.registry)
 
-        def watch(name: str, what: str) -> Histogram:
-            return Histogram(name, what, buckets=SECONDS, registry=self.registry)
+        def watch(name: str, doc: str) -> Histogram:
+            return Histogram(name, doc, buckets=SECONDS, registry=self.registry)
 
-        def show(name: str, what: str, read: Callable[[], float]) -> None:
-            Gauge(name, what, registry=self.registry).set_function(read)
+        def show(name: str, doc: str, value: Callable[[], float]) -> None:
+            Gauge(name, doc, registry=self.registry).set_function(value)
 
         spec = "vllm:spec_decode_num_"
         self.calls = count("medusa_calls", "by endpoint and status", "endpoint", "status")
@@ -51,16 +51,15 @@ class Metrics:
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
 
     def ended(self, ending: Ending) -> None:
-        """Count a choice that has ended."""
-        result, waited = ending.result, ending.waited_seconds
-        first = waited + result.prefill_seconds
+        result, seconds = ending.result, ending.waited_seconds
+        first = seconds + result.prefill_seconds
         self._prompt.inc(result.prompt_tokens)
         self._reused.inc(ending.reused_tokens)
         self._written.inc(result.new_tokens)
         self._drafts.inc(result.steps if ending.tree_nodes > 1 else 0)
         self._drafted.inc(ending.drafted)
         self._accepted.inc(ending.accepted_drafts)
-        self._queue.observe(waited)
+        self._queue.observe(seconds)
         self._first.observe(first)
         self._whole.observe(first + result.decode_seconds)
         if result.new_tokens > 1:

@@ -24,11 +24,11 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        spelled = TokenBytes(tokenizer)
-        self.least_tokens = spelled.least_tokens
+        token_bytes = TokenBytes(tokenizer)
+        self.least_tokens = token_bytes.least_tokens
 
         def name(token_id: int) -> tuple[str, list[int]]:
-            spelling = spelled.of(token_id)
+            spelling = token_bytes.of(token_id)
             return spelling.decode(errors="replace"), list(spelling)
 
         # Text and bytes of a token; the text is U+FFFD for part of a character.
@@ -40,14 +40,14 @@ class Vocabulary:
 
         Otherwise, and for parts of characters, OpenAI's form "bytes:\\xf0\\x9f".
         """
-        found: dict[int, str] = {}
+        names: dict[int, str] = {}
         for token_id in token_ids:
             text, spelling = self.name(token_id)
             forms = [text] if text.encode() == bytes(spelling) else []
             forms.append("bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling))
-            free = (form for form in forms if form not in found.values())
-            found[token_id] = next(free, f"token_id:{token_id}")
-        return found
+            unused = (form for form in forms if form not in names.values())
+            names[token_id] = next(unused, f"token_id:{token_id}")
+        return names
 
     def dropped(self, token_ids: Iterable[int]) -> str:
         """Return the space that decoding drops at the beginning of a text with these tokens, or ""."""
@@ -108,16 +108,16 @@ class Reply:
 
     def _choice(self, index: int, ending: Ending) -> Json:
         result, echo = ending.result, self.echoes.get(index)
-        said: Json = {"text": result.text}
+        content: Json = {"text": result.text}
         if self.call.chat:
-            said = {"message": self._message(index, result)}
+            content = {"message": self._message(index, result)}
         if echo:
             space = self.vocabulary.dropped(result.token_ids)
-            said = {"text": echo.text + space + result.text}
+            content = {"text": echo.text + space + result.text}
         logprobs = self._logprobs(index, *([echo] if echo else []), result)
         reason = self._finish_reason(index, ending)
-        ended = {"logprobs": logprobs, "finish_reason": reason}
-        return {"index": index} | said | ended | {"medusa": self._stats(ending)}
+        end = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index} | content | end | {"medusa": self._stats(ending)}
 
     def first(self) -> list[Json]:
         """Return the beginning of a stream: the role of each choice of a chat, or the prompts."""
@@ -129,21 +129,20 @@ class Reply:
         ]
 
     def piece(self, index: int, delta: Delta) -> Json:
-        """Return the event of a delta."""
-        said: Json = {"text": delta.text}
+        content: Json = {"text": delta.text}
         if self.call.chat:
-            said = {"delta": self._delta(index, delta)}
+            content = {"delta": self._delta(index, delta)}
         elif delta.token_ids and index in self.echoes:
             del self.echoes[index]  # only the first delta follows the prompt
-            said = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
-        piece = self._piece(index, said, self._logprobs(index, delta))
-        own: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
+            content = {"text": self.vocabulary.dropped(delta.token_ids) + delta.text}
+        piece = self._piece(index, content, self._logprobs(index, delta))
+        extension: Json = {"parts": delta.parts, "tokens": len(delta.token_ids)}
         [choice] = piece["choices"]
         if delta.ending:
             self.endings[index] = delta.ending
             choice["finish_reason"] = self._finish_reason(index, delta.ending)
-            own |= self._stats(delta.ending)
-        choice["medusa"] = own
+            extension |= self._stats(delta.ending)
+        choice["medusa"] = extension
         return piece
 
     def last(self) -> list[Json]:
@@ -157,13 +156,13 @@ class Reply:
         endings = self.endings.values()
         # Choices are numbered from 0 for each prompt (`calls._call`).
         firsts = [self.endings[i] for i, r in enumerate(self.call.requests) if r.id == 0]
-        read = sum(ending.result.prompt_tokens for ending in firsts)
-        made = sum(ending.result.new_tokens for ending in endings)
+        prompt_tokens = sum(ending.result.prompt_tokens for ending in firsts)
+        new_tokens = sum(ending.result.new_tokens for ending in endings)
         reused = sum(ending.reused_tokens for ending in firsts)
         return {
-            "prompt_tokens": read,
-            "completion_tokens": made,
-            "total_tokens": read + made,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": reused},
             # Those of the call's own `prediction`, which is not supported.
             "completion_tokens_details": {
@@ -175,14 +174,13 @@ class Reply:
     def counts(self) -> str:
         """Return the counts of tokens in one line, for the log."""
         usage, endings = self.usage(), self.endings.values()
-        waited = max(
+        seconds = max(
             (e.waited_seconds + e.result.prefill_seconds for e in endings), default=0
         )
-        read, made = usage["prompt_tokens"], usage["completion_tokens"]
-        return f"{read} + {made} tokens, the first of them after {waited:.2f} s"
+        prompt_tokens, new_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        return f"{prompt_tokens} + {new_tokens} tokens, the first of them after {seconds:.2f} s"
 
     def _message(self, index: int, result: Result) -> Json:
-        """Return the message of a whole choice."""
         text, calls = result.text, []
         if self.readers:
             cut = result.finish_reason != "stop"
@@ -193,7 +191,6 @@ class Reply:
         return message | ({"tool_calls": calls} if calls else {})
 
     def _delta(self, index: int, delta: Delta) -> Json:
-        """Return the new part of the message."""
         text, calls, ending = delta.text, list[Json](), delta.ending
         if self.readers:
             cut = bool(ending and ending.result.finish_reason != "stop")
@@ -207,10 +204,10 @@ class Reply:
             return "length"
         return "tool_calls" if self.readers and self.readers[index].calls else "stop"
 
-    def _piece(self, index: int, said: Json, logprobs: Json | None) -> Json:
-        choice = {"index": index} | said | {"logprobs": logprobs, "finish_reason": None}
-        more = {"usage": None} if self.call.usage else {}  # the last one has the counts
-        return self._event([choice]) | more
+    def _piece(self, index: int, content: Json, logprobs: Json | None) -> Json:
+        choice = {"index": index} | content | {"logprobs": logprobs, "finish_reason": None}
+        usage = {"usage": None} if self.call.usage else {}  # the last one has the counts
+        return self._event([choice]) | usage
 
     def _event(self, choices: list[Json]) -> Json:
         part = {"object": "chat.completion.chunk"} if self.call.chat else {}
@@ -245,7 +242,7 @@ class Reply:
         if self.call.chat:
             return {
                 "content": [
-                    self._entry(i, p) | {"top_logprobs": [self._entry(*one) for one in top]}
+                    self._entry(i, p) | {"top_logprobs": [self._entry(*x) for x in top]}
                     for i, p, top in tokens
                 ],
                 "refusal": None,
@@ -254,9 +251,9 @@ class Reply:
         for token_id, logprob, top in tokens:
             # The token itself comes last if it is not among the likeliest.
             by_id = {**dict(top or ()), token_id: logprob}
-            named = self.vocabulary.names(by_id)
-            names.append(named[token_id])
-            best = {named[i]: p for i, p in by_id.items()}
+            token_names = self.vocabulary.names(by_id)
+            names.append(token_names[token_id])
+            best = {token_names[i]: p for i, p in by_id.items()}
             likeliest.append(None if top is None else best)
         return {
             "tokens": names,

@@ -12,7 +12,7 @@ from medusa_jax.constraints import Constraint
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.schemas import served_schema
 from medusa_jax.errors import UserError
-from medusa_jax.serving.http.fields import BodyFields, Refused
+from medusa_jax.serving.http.fields import BodyFields, HttpError
 from medusa_jax.text.tool_chat import CallForm
 from medusa_jax.whole_files import Json
 
@@ -54,26 +54,26 @@ class Tools:
         rules = [f"call: {json.dumps(form.begin)} tool {json.dumps(form.end)}"]
         if not form.begin:
             rules = ["call: tool"]
-        more = self.many and form.between is not None
+        repeats = self.many and form.between is not None
         if self.must:
-            after = f" ({json.dumps(form.between)} call)*" if more else ""
-            start = f"start: call{after}"
+            more_calls = f" ({json.dumps(form.between)} call)*" if repeats else ""
+            start = f"start: call{more_calls}"
         elif form.begin:
             mark = form.begin.rstrip("\n")
-            rest = form.begin[len(mark) :]
+            opening = form.begin[len(mark) :]
             rules = [
                 f"lead[lazy]: FREE {json.dumps(mark)}",
-                f"call: lead {json.dumps(rest)} tool {json.dumps(form.end)}",
+                f"call: lead {json.dumps(opening)} tool {json.dumps(form.end)}",
                 r"FREE: /(.|\n)*/",
             ]
-            start = "start: call* FREE" if more else "start: FREE | call"
+            start = "start: call* FREE" if repeats else "start: FREE | call"
         else:
             rules.append(r"FREE: /([^{ \n](.|\n)*)?/")
             start = "start: FREE | call"
         rules.append("tool: " + " | ".join(names))
         for name, (function, schema) in zip(names, self.callable.items()):
-            before = f'{{"name": "{function}", "{form.arguments}": '
-            rules.append(f'{name}: {json.dumps(before)} args_{name} "}}"')
+            prefix = f'{{"name": "{function}", "{form.arguments}": '
+            rules.append(f'{name}: {json.dumps(prefix)} args_{name} "}}"')
             bounded = {**schema, "x-guidance": {"whitespace_pattern": BLANKS}}
             rules.append(f"args_{name}: %json {json.dumps(bounded)}")
         return Constraint("tools", "\n".join([start, *rules, ""]))
@@ -83,19 +83,19 @@ def asked_tools(fields: BodyFields) -> Tools | None:
     """Read the tools of a body; None if none may be called.
 
     Raises:
-      Refused: tools or a choice of another form.
+      HttpError: tools or a choice of another form.
     """
     tools = fields.each("tools", "a list of functions")
     schemas = dict(map(_tool, tools))
     if len(schemas) < len(tools):
         raise fields.refused("tools", "has two functions of one name")
-    many = fields.flag("parallel_tool_calls", True)
+    parallel = fields.flag("parallel_tool_calls", True)
     problem = "should be none, auto, required, a function of 'tools', or 'allowed_tools'"
     choice, names = fields.take("tool_choice", (str, dict), problem, "auto"), list(schemas)
     if isinstance(choice, dict):
         choice, names = _chosen(fields.inside("tool_choice"))
-        if missing := [name for name in names or [""] if name not in schemas]:
-            raise fields.refused("tool_choice", f"names no tool: {missing[0]!r}")
+        if unknown := [name for name in names or [""] if name not in schemas]:
+            raise fields.refused("tool_choice", f"names no tool: {unknown[0]!r}")
     if choice not in ("none", "auto", "required", "function"):
         raise fields.refused("tool_choice", problem)
     if choice == "required" and not tools:
@@ -103,35 +103,35 @@ def asked_tools(fields: BodyFields) -> Tools | None:
     if choice == "none" or not tools:
         return None
     callable_ = {name: schemas[name] for name in names}
-    given = [tool.body for tool in tools]
-    return Tools(given, callable_, choice != "auto", many and choice != "function")
+    bodies = [tool.body for tool in tools]
+    return Tools(bodies, callable_, choice != "auto", parallel and choice != "function")
 
 
 def _name(tool: BodyFields) -> tuple[BodyFields, str]:
     """Return the function of a tool, and its name.
 
     Raises:
-      Refused: not a function, or no proper name.
+      HttpError: not a function, or no proper name.
     """
     function = tool.inside("function")
     name = function.text("name")
     if tool.text("type", "function") != "function" or not NAME.fullmatch(name):
         problem = "should be functions, each with a 'name' of letters, digits, _ and -"
-        raise Refused(400, f"'tools' {problem}", "tools")
+        raise HttpError(400, f"'tools' {problem}", "tools")
     return function, name
 
 
 def _tool(tool: BodyFields) -> tuple[str, Any]:
     """Return the name of a tool and the schema of its arguments."""
     function, name = _name(tool)
-    what = f"a JSON schema (the 'parameters' of {name!r})"
-    schema = function.take("parameters", (dict,), what, {}) or NO_ARGUMENTS
+    subject = f"a JSON schema (the 'parameters' of {name!r})"
+    schema = function.take("parameters", (dict,), subject, {}) or NO_ARGUMENTS
     try:
         schema = served_schema(schema)
     except (UserError, TypeError, ValueError, RecursionError) as error:
-        raise Refused(400, f"'parameters' of {name!r}: {error}", "tools") from error
+        raise HttpError(400, f"'parameters' of {name!r}: {error}", "tools") from error
     function.text("description"), function.flag("strict")
-    function.take("return", (dict,), what, {})  # transformers' `get_json_schema`
+    function.take("return", (dict,), subject, {})  # transformers' `get_json_schema`
     return name, schema
 
 
@@ -181,13 +181,13 @@ class CallReader:
           cut: the answer reached its limit, so its last characters may begin a call.
         """
         self._held += text
-        said, before = "", len(self.calls)
-        more: str | None = ""
-        while more is not None:
-            more = self._call(ended, cut) if self._mark else self._text(ended, cut)
-            said += more or ""
-        calls = enumerate(self.calls[before:], before)
-        return said, [{"index": index, **call} for index, call in calls]
+        plain, n_calls = "", len(self.calls)
+        piece: str | None = ""
+        while piece is not None:
+            piece = self._call(ended, cut) if self._mark else self._text(ended, cut)
+            plain += piece or ""
+        calls = enumerate(self.calls[n_calls:], n_calls)
+        return plain, [{"index": index, **call} for index, call in calls]
 
     def _text(self, ended: bool, cut: bool) -> str | None:
         """Take the text before the next mark; None if more has to come first."""
@@ -197,67 +197,67 @@ class CallReader:
             return ""
         if self._fresh and not start and (not ended or self.calls):
             return None  # perhaps a call comes
-        found = [(self._held.find(mark.begin), mark) for mark in self._marks]
+        places = [(self._held.find(mark.begin), mark) for mark in self._marks]
         at, mark = min(
-            ((n, m) for n, m in found if n >= 0), default=(len(self._held), None)
+            ((n, m) for n, m in places if n >= 0), default=(len(self._held), None)
         )
         if mark:
-            said, self._mark = self._held[:at], mark
+            plain, self._mark = self._held[:at], mark
             self._held = self._held[at + len(mark.begin) :]
         else:
-            begun = self._marks
+            marks = self._marks
             if ended:
-                begun = [self._own] if cut else []
-            held = max((_shared_end(self._held, m.begin) for m in begun), default=0)
-            said = self._held[: len(self._held) - held]
-            self._held = self._held[len(said) :]
-        if self._fresh and self.calls and not said.strip():
+                marks = [self._own] if cut else []
+            length = max((_shared_end(self._held, m.begin) for m in marks), default=0)
+            plain = self._held[: len(self._held) - length]
+            self._held = self._held[len(plain) :]
+        if self._fresh and self.calls and not plain.strip():
             return "" if mark else None  # blanks between two calls are not text
-        self._fresh = self._fresh and not said.strip()
-        return said if mark or said else None
+        self._fresh = self._fresh and not plain.strip()
+        return plain if mark or plain else None
 
     def _call(self, ended: bool, cut: bool) -> str | None:
         """Take a call, or text that only looked like one; None if more has to come first."""
         assert self._mark
         begin, end = self._mark
-        own, head = self._mark == self._own, HEAD.match(self._held)
+        is_own, head = self._mark == self._own, HEAD.match(self._held)
         closed = bool(end) and end in self._held
         if (
             head
             and head[2] in (self.form.arguments, "arguments")
-            and (own or head[1] in self.names)
+            and (is_own or head[1] in self.names)
         ):
-            arguments, rest, closed = self._held[head.end() :], "", False
+            arguments, tail, closed = self._held[head.end() :], "", False
             with suppress(ValueError, RecursionError):
                 _, size = json.JSONDecoder().raw_decode(arguments)
-                arguments, rest = arguments[:size], arguments[size:]
-                closed = (end or "}") in rest
+                arguments, tail = arguments[:size], arguments[size:]
+                closed = (end or "}") in tail
             if not (closed or ended):
                 return None
             function = {"name": head[1], "arguments": arguments}
             number = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": number, "type": "function", "function": function})
-            self._held, self._mark, self._fresh = rest.partition(end or "}")[2], None, True
+            self._held, self._mark, self._fresh = tail.partition(end or "}")[2], None, True
             return ""
-        if not head and self._may_become_head() and (own or not ended):
+        if not head and self._may_become_head() and (is_own or not ended):
             return None
-        if own and end and not (closed or ended):
+        if is_own and end and not (closed or ended):
             return None
-        said = begin
-        if own and end:
+        raw = begin
+        if is_own and end:
             text, mark, self._held = self._held.partition(end)
-            said += text + mark
+            raw += text + mark
         self._mark, self._fresh = None, False
-        return said
+        return raw
 
     def _may_become_head(self) -> bool:
         """Whether the held text is the beginning of a head."""
         text, start = "".join(self._held.split()), '{"name":"'
         name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
         assert name
-        rest = text[len(start) + name.end() :]
+        tail = text[len(start) + name.end() :]
         key = f'","{self.form.arguments}":'
-        return start.startswith(text[: len(start)]) and key.startswith(rest)
+        return start.startswith(text[: len(start)]) and key.startswith(tail)
 
 
 def _shared_end(text: str, mark: str) -> int:

@@ -36,7 +36,6 @@ class RecordEncoder(TextEncoder):
             chat.template_source(self.tokenizer, pack.chat_template)
 
     def encode(self, record: object) -> Encoded:
-        """Encode a parsed sample."""
         fields = record if isinstance(record, dict) else {}
         if field := FIELDS.get(self.pack.format):
             if not isinstance(fields.get(field), list):
@@ -103,11 +102,11 @@ def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
     return form, turns
 
 
-def _as_turns(role: str, said: object) -> list[object]:
+def _as_turns(role: str, content: object) -> list[object]:
     """A list of turns as it is, a text as the one turn of `role`, none of None."""
-    if isinstance(said, list):
-        return said
-    return [] if said is None else [{"role": role, "content": said}]
+    if isinstance(content, list):
+        return content
+    return [] if content is None else [{"role": role, "content": content}]
 
 
 def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:

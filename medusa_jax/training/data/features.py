@@ -83,16 +83,16 @@ class CachedRows(Rows):
     @property
     def missing(self) -> list[int]:
         """Shards without a file, as seen by process 0."""
-        absent = np.array([not os.path.exists(self.path(s)) for s in self.shards])
-        return np.flatnonzero(hosts.broadcast_from_first(absent)).tolist()
+        is_missing = np.array([not os.path.exists(self.path(s)) for s in self.shards])
+        return np.flatnonzero(hosts.broadcast_from_first(is_missing)).tolist()
 
     def counts(self, vocab_size: int) -> np.ndarray:
         return self.source.counts(vocab_size)
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
         """`TokenRows.row` with the row's hidden states."""
-        shard, inside = divmod(number, self.shard_rows)
-        row = np.asarray(self._open(shard)[inside])
+        shard, offset = divmod(number, self.shard_rows)
+        row = np.asarray(self._open(shard)[offset])
         hidden = row.view(jnp.bfloat16) if self.kind == "bfloat16" else row
         return self.source.row(number, epoch) | {"hidden": hidden}
 
@@ -112,13 +112,13 @@ class CachedRows(Rows):
         """
         shape = self.shape_of(shard)
         header = {"descr": self.stored.str, "fortran_order": False, "shape": shape}
-        left = shape[0]
+        n_rows = shape[0]
         with replacing(self.path(shard)) as new, open(new, "wb") as file:
             np.lib.format.write_array_header_1_0(file, header)
             for hidden in batches:
-                file.write(np.ascontiguousarray(hidden[:left]).view(self.stored).data)
-                left -= len(hidden[:left])
-        assert not left
+                file.write(np.ascontiguousarray(hidden[:n_rows]).view(self.stored).data)
+                n_rows -= len(hidden[:n_rows])
+        assert not n_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +159,8 @@ class Cache:
             if hosts.first():
                 inform(f"hidden states: {byte_size(cached.bytes)} read from {directory}")
             return cached
-        waiting = f"hidden states: another run is writing {directory}, waiting for it"
-        with hosts.locked(directory, waiting):
+        notice = f"hidden states: another run is writing {directory}, waiting for it"
+        with hosts.locked(directory, notice):
             missing = cached.missing  # another run may have written them
             if missing and hosts.first():
                 announce(cached, missing)
@@ -181,8 +181,8 @@ class Cache:
 
     def compute(self, cached: CachedRows, missing: list[int], size: int) -> None:
         """Run the backbone over the rows of the missing shards, `size` at a time."""
-        done = (len(cached.shards) - len(missing)) * cached.shard_rows
-        with ProgressBar("hidden states", cached.rows, "row", done, hosts.first()) as bar:
+        start = (len(cached.shards) - len(missing)) * cached.shard_rows
+        with ProgressBar("hidden states", cached.rows, "row", start, hosts.first()) as bar:
             for shard in missing:
                 batches = self.states(cached, shard, size, bar)
                 if hosts.first():
@@ -202,9 +202,9 @@ class Cache:
             numbers = np.minimum(at + local, cached.rows - 1)
             rows = [cached.source.row(int(i)) for i in numbers]
             batch = {name: np.stack([row[name] for row in rows]) for name in INPUTS}
-            placed = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
+            microbatch = jax.tree.map(lambda x: x[0], microbatches(self.mesh, batch, 1))
             with jax.set_mesh(self.mesh):  # attention is split over it
-                states = self.encoded(self.frozen, placed)
+                states = self.encoded(self.frozen, microbatch)
             # The device computes this pass while the host writes the one before.
             if pending is not None:
                 yield hosts.on_host(pending)
@@ -231,16 +231,16 @@ def announce(cached: CachedRows, missing: list[int]) -> None:
     """Say what will be written, before it is; refuse if the disk cannot hold it."""
     T, W = cached.shape
     need = cached.bytes * len(missing) // len(cached.shards)
-    free = shutil.disk_usage(cached.directory).free
-    done = len(cached.shards) - len(missing)
-    present = f", {done} of {len(cached.shards)} files are there" if done else ""
+    free_bytes = shutil.disk_usage(cached.directory).free
+    n_done = len(cached.shards) - len(missing)
+    progress = f", {n_done} of {len(cached.shards)} files are there" if n_done else ""
     inform(
         f"hidden states, computed once: {cached.rows} rows x {T} x {W} in {cached.kind} = "
-        f"{byte_size(cached.bytes)} in {cached.directory} ({byte_size(free)} free{present})"
+        f"{byte_size(cached.bytes)} in {cached.directory} ({byte_size(free_bytes)} free{progress})"
     )
-    if need + SPARE_BYTES > free:
+    if need + SPARE_BYTES > free_bytes:
         raise UserError(
             f"data.cache_features needs {byte_size(need)} in {cached.directory}, where "
-            f"{byte_size(free)} are free: use fewer bits, fewer samples "
+            f"{byte_size(free_bytes)} are free: use fewer bits, fewer samples "
             "(data.max_samples), another data.features_path, or no cache"
         )

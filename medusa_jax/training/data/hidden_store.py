@@ -37,12 +37,12 @@ def encode(kind: str, hidden_BTE: jax.Array, D: int) -> jax.Array:
     return jnp.concatenate([scales, codes], axis=-1).reshape(B, T, -1)
 
 
-def decode(stored: jax.Array, D: int, dtype: DTypeLike) -> jax.Array:
+def decode(array: jax.Array, D: int, dtype: DTypeLike) -> jax.Array:
     """The hidden states [B, T, E] of a batch."""
-    if stored.dtype != jnp.uint8:
-        return stored.astype(dtype)
-    B, T, W = stored.shape
-    bytes_BTAW = stored.reshape(B, T, W // (D + 4), D + 4)
+    if array.dtype != jnp.uint8:
+        return array.astype(dtype)
+    B, T, W = array.shape
+    bytes_BTAW = array.reshape(B, T, W // (D + 4), D + 4)
     scale_BTA = lax.bitcast_convert_type(bytes_BTAW[..., :4], jnp.float32)
     codes = lax.bitcast_convert_type(bytes_BTAW[..., 4:], FLOAT8)
     values = codes.astype(at_least_f32(dtype)) * scale_BTA[..., None]

@@ -33,8 +33,8 @@ class TextEncoder:
             return Encoded(str(error))
         if sample.problem:
             return sample
-        kept = [piece for piece in sample.pieces if not self.too_repetitive(*piece)]
-        return Encoded("" if kept else "repeats itself", kept, sample.form)
+        pieces = [piece for piece in sample.pieces if not self.too_repetitive(*piece)]
+        return Encoded("" if pieces else "repeats itself", pieces, sample.form)
 
     def encode(self, record: object) -> Encoded:
         """Encode a parsed sample: a text, or a dictionary with one."""

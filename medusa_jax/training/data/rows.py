@@ -88,8 +88,8 @@ class MixedRows(Rows):
         self.texts = texts
         self.firsts = np.cumsum([0, *(text.rows for text in texts)])
         self.rows = int(self.firsts[-1])
-        within = np.concatenate([np.arange(text.rows) for text in texts])
-        self.turns = np.argsort(within, kind="stable")
+        row_numbers = np.concatenate([np.arange(text.rows) for text in texts])
+        self.turns = np.argsort(row_numbers, kind="stable")
         self.crc = zlib.crc32(repr([text.crc for text in texts]).encode())
 
     def row(self, number: int, epoch: int = 0) -> dict[str, np.ndarray]:
@@ -148,8 +148,8 @@ class TokenRows(Rows):
         if cfg.packing == "first_fit":
             self.lengths = np.minimum(np.diff(self.starts, append=size), cfg.seq_len)
             if part:
-                held = held_out(self.starts.size, cfg.held_out)
-                self.lengths[held if part == "train" else ~held] = 0
+                is_held_out = held_out(self.starts.size, cfg.held_out)
+                self.lengths[is_held_out if part == "train" else ~is_held_out] = 0
             # The same rows for every seed; `data.seed` only changes their order.
             order = np.random.default_rng(0).permutation(self.starts.size)
             self.packed = first_fit(self.lengths[order], cfg.seq_len, OPEN_ROWS)
@@ -202,9 +202,9 @@ def held_out(n: int, share: float) -> np.ndarray:
 
     Example: 6 samples and a share of 1/3: the second and the fifth.
     """
-    held, count = np.zeros(n, bool), min(math.ceil(share * n), n - 1)
-    held[(2 * np.arange(count) + 1) * n // (2 * max(count, 1))] = True
-    return held
+    mask, count = np.zeros(n, bool), min(math.ceil(share * n), n - 1)
+    mask[(2 * np.arange(count) + 1) * n // (2 * max(count, 1))] = True
+    return mask
 
 
 def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.ndarray]:
@@ -214,24 +214,24 @@ def first_fit(lengths: np.ndarray, capacity: int, open_rows: int) -> list[np.nda
 
     Example: lengths 5 3 4 2, capacity 8 -> rows [0, 1], [2, 3].
     """
-    done: list[np.ndarray] = []
+    full_rows: list[np.ndarray] = []
     rows: list[list[int]] = []
     room: list[int] = []
     for i, length in enumerate(lengths.tolist()):
         if not 0 < length <= capacity:
             continue
-        j = next((j for j, free in enumerate(room) if free >= length), len(rows))
+        j = next((j for j, space in enumerate(room) if space >= length), len(rows))
         if j == len(rows):
             if j == open_rows:
-                full = room.index(min(room))
-                done.append(np.array(rows.pop(full)))
-                room.pop(full)
+                fullest = room.index(min(room))
+                full_rows.append(np.array(rows.pop(fullest)))
+                room.pop(fullest)
                 j -= 1
             rows.append([])
             room.append(capacity)
         rows[j].append(i)
         room[j] -= length
-    return done + [np.array(row) for row in rows]
+    return full_rows + [np.array(row) for row in rows]
 
 
 def token_arrays(directory: str) -> tuple[dict[str, np.ndarray], int]:

@@ -74,11 +74,11 @@ def check_exists(source: str) -> bool:
     Raises:
       UserError: it can be neither.
     """
-    here = os.path.exists(source)
+    exists = os.path.exists(source)
     is_path = source.startswith((".", "/")) or source.lower().endswith(DATA_FILES)
-    if not here and (is_path or source.count("/") > 1):
+    if not exists and (is_path or source.count("/") > 1):
         raise UserError(f"no file or token directory {source}")
-    return here
+    return exists
 
 
 def files_in(directory: str) -> list[Path]:
@@ -96,20 +96,20 @@ def _json_records(source: str) -> Sequence[object]:
         raise UserError(f"cannot read {source}: {error.strerror}") from error
     lines = [Line(n, line) for n, line in enumerate(data.splitlines(), 1) if line.strip()]
     try:
-        whole = json.loads(decode_text(data))
+        value = json.loads(decode_text(data))
     except (ValueError, RecursionError) as error:
         first = data.lstrip(b"\xef\xbb\xbf\r\n\t ")[:1]
         if first == b"[" and source.lower().endswith(".json"):
             raise UserError(f"{source} cannot be read: {error}") from error
         return lines
-    if isinstance(whole, list):
-        return whole
-    return lines if len(lines) == 1 else [whole]
+    if isinstance(value, list):
+        return value
+    return lines if len(lines) == 1 else [value]
 
 
 def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
     """A parquet file, a directory of them, or a Hugging Face dataset by id."""
-    here = check_exists(source)
+    exists = check_exists(source)
     import datasets
 
     try:
@@ -118,7 +118,7 @@ def _dataset(source: str, pack: DataConfig) -> Sequence[object]:
         else:
             records = datasets.load_dataset(source, split=pack.split)
     except Exception as error:  # the library raises many types for missing, gated, offline
-        if here:
+        if exists:
             raise UserError(f"{source} cannot be read: {first_line(error)}") from error
         raise UserError(
             f"{source} is neither a file nor a dataset that can be loaded ({first_line(error)}); give a "
@@ -147,7 +147,7 @@ def parse(record: object) -> object:
 
 def reasons(problems: dict[int, str], records: Sequence[object]) -> str:
     """ "2 x broken JSON, first in line 3" of the problems by number of sample, ascending."""
-    first = {why: i for i, why in reversed(list(problems.items()))}
+    first = {reason: i for i, reason in reversed(list(problems.items()))}
 
     def place(i: int) -> str:
         record = records[i]
@@ -156,6 +156,6 @@ def reasons(problems: dict[int, str], records: Sequence[object]) -> str:
         return str(record) if isinstance(record, Path) else f"sample {i + 1}"
 
     return "; ".join(
-        f"{n} x {why}, first in {place(first[why])}"
-        for why, n in collections.Counter(problems.values()).most_common()
+        f"{n} x {reason}, first in {place(first[reason])}"
+        for reason, n in collections.Counter(problems.values()).most_common()
     )

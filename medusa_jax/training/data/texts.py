@@ -76,8 +76,8 @@ def token_directory(source: str, tokenizer: str, pack: DataConfig, workdir: str)
     ]  # fmt: skip
     digest = hashlib.sha256(json.dumps(key).encode()).digest()[:6]
     # Copies of the files on several machines have other times.
-    shared = hosts.broadcast_from_first(np.frombuffer(digest, np.uint8))
-    name = shared.astype(np.uint8).tobytes().hex()
+    first_digest = hosts.broadcast_from_first(np.frombuffer(digest, np.uint8))
+    name = first_digest.astype(np.uint8).tobytes().hex()
     directory = os.path.join(workdir, "tokens", name)
     if jax.process_index() == 0 and not os.path.isdir(directory):
         ids, counted, report = tokenise(source, tokenizer, pack)

@@ -80,7 +80,7 @@ def tokenizer_for(source: str, path: str) -> Tokenizer:
 def encoder_for(
     samples: Sequence[object], tokenizer: Tokenizer, pack: DataConfig
 ) -> TextEncoder:
-    """What encodes these samples, which are plain text or may hold conversations."""
+    """Return the encoder of these samples: plain text, or text that may hold conversations."""
     files = isinstance(next(iter(samples), None), Path)
     if pack.format == "text" or (files and pack.format == "auto"):
         return TextEncoder(tokenizer, pack)

@@ -67,29 +67,29 @@ def induction_sum(
       q_BTNH, k_BGTH: queries and keys of a layer, rotated.
       pairs_BT: rows that count.
     """
-    N, wide = q_BTNH.shape[2], at_least_f32(q_BTNH.dtype)
+    N, dtype = q_BTNH.shape[2], at_least_f32(q_BTNH.dtype)
     tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
     # Keys are float32, to accumulate their gradient; products use the queries' type.
-    q_BGTRH, k_BGTH, given_BT, wanted_BT, pairs_BT, mask = whole_blocks(
-        group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(wide),
+    q_BGTRH, k_BGTH, source_BT, label_BT, pairs_BT, mask = whole_blocks(
+        group_queries(q_BTNH, k_BGTH.shape[1]), k_BGTH.astype(dtype),
         shift_left(tokens_BT, 1), shift_left(tokens_BT, 2), pairs_BT, CausalMask(segment_ids_BT),
     )  # fmt: skip
-    T = given_BT.shape[1]
+    T = source_BT.shape[1]
 
     @jax.checkpoint
     def block_sum(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
         visible_BQS = mask.visible(i * BLOCK, BLOCK, 0, T)
-        wanted_BQ, pairs_BQ = (
+        label_BQ, pairs_BQ = (
             lax.dynamic_slice_in_dim(x, i * BLOCK, BLOCK, axis=1)
-            for x in (wanted_BT, pairs_BT)
+            for x in (label_BT, pairs_BT)
         )
-        right_BQS = wanted_BQ[:, :, None] == given_BT[:, None, :]
-        right_BQS &= visible_BQS & pairs_BQ[:, :, None]
+        match_BQS = label_BQ[:, :, None] == source_BT[:, None, :]
+        match_BQS &= visible_BQS & pairs_BQ[:, :, None]
         score_BGQRS = scores(block(q_BGTRH, i), k_BGTH, visible_BQS)
         no = jnp.finfo(score_BGQRS.dtype).min
-        right_BGQRS = jnp.where(right_BQS[:, None, :, None], score_BGQRS, no)
-        log_BGQR = jax.nn.logsumexp(right_BGQRS, -1) - jax.nn.logsumexp(score_BGQRS, -1)
+        match_BGQRS = jnp.where(match_BQS[:, None, :, None], score_BGQRS, no)
+        log_BGQR = jax.nn.logsumexp(match_BGQRS, -1) - jax.nn.logsumexp(score_BGQRS, -1)
         log_BQ = jax.nn.logsumexp(log_BGQR, axis=(1, 3)) - math.log(N)
-        return total - jnp.sum(jnp.where(jnp.any(right_BQS, -1), log_BQ, 0.0)), None
+        return total - jnp.sum(jnp.where(jnp.any(match_BQS, -1), log_BQ, 0.0)), None
 
-    return lax.scan(block_sum, jnp.zeros((), wide), jnp.arange(T // BLOCK))[0]
+    return lax.scan(block_sum, jnp.zeros((), dtype), jnp.arange(T // BLOCK))[0]

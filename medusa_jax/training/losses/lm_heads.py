@@ -35,14 +35,14 @@ class HeadReads(NamedTuple):
     @classmethod
     def of_backbone(cls, backbone: Backbone, heads: Params | None = None) -> "HeadReads":
         """The backbone's LM head, and these entries of the heads."""
-        small = backbone.only_lm_head
-        return cls(heads or {}, small.params, small.lora, small.ids_O)
+        lm_head = backbone.only_lm_head
+        return cls(heads or {}, lm_head.params, lm_head.lora, lm_head.ids_O)
 
     @classmethod
     def of_head(
         cls, drafter: Drafter, params: Params, backbone: Backbone, k: int
     ) -> "HeadReads":
-        """What head k reads."""
+        """The parameters that head k reads."""
         heads = drafter.head_params(params, k)
         if drafter.heads.lm_head == "shared":
             return cls.of_backbone(backbone, heads)
@@ -148,8 +148,8 @@ class HeadArrays:
         return Head(logits, jax.tree.unflatten(treedef, places), trained)
 
     def _place(self, array: jax.Array) -> int:
-        for place, known in enumerate(self.arrays):
-            if known is array:
+        for place, present in enumerate(self.arrays):
+            if present is array:
                 return place
         self.arrays.append(array)
         return len(self.arrays) - 1

@@ -60,8 +60,8 @@ def next_token_loss(
     if original is not None:
         teacher = teacher_of(original, arrays)
         weights = TermWeights(label=0.0, teacher=1.0)
-        done = lax.stop_gradient(hidden_BTD)
-        params = regather(original.params, done, original.llama.mesh)
+        computed = lax.stop_gradient(hidden_BTD)
+        params = regather(original.params, computed, original.llama.mesh)
         forward = dataclasses.replace(original, params=params).forward(*rows(batch))
         teacher_BTD = split_rows(mesh, lax.stop_gradient(forward))
     targets = Rows(
@@ -77,15 +77,14 @@ def next_token_loss(
 
 
 def next_token_mean(loss: jax.Array, entropy: jax.Array, count: jax.Array) -> jax.Array:
-    """L_LM from its sums."""
     return (loss - entropy) / jnp.maximum(count, 1.0)
 
 
 def teacher_of(backbone: Backbone, arrays: HeadArrays) -> Head:
     """The LM head of a teacher, without gradient."""
     reads: HeadReads = lax.stop_gradient(HeadReads.of_backbone(backbone))
-    fixed = HeadArrays((), arrays.arrays)
-    return fixed.add(BackboneLMHead(backbone.llama), reads)
+    frozen_arrays = HeadArrays((), arrays.arrays)
+    return frozen_arrays.add(BackboneLMHead(backbone.llama), reads)
 
 
 def mesh_to_split(backbone: Backbone) -> Mesh | None:
@@ -133,11 +132,11 @@ def heads_loss(
     Returns: the loss, and the sums per head, each [K].
     """
     batch, dropout_key = inputs.batch, inputs.dropout_key
-    read_BTE = hidden_BTE
+    input_BTE = hidden_BTE
     if train.hidden_noise and dropout_key is not None:
         dropout_key, noise_key = jax.random.split(dropout_key)
-        read_BTE += hidden_noise(noise_key, hidden_BTE, train.hidden_noise)
-    text = TextRows(read_BTE, *rows(batch), dropout_key)
+        input_BTE += hidden_noise(noise_key, hidden_BTE, train.hidden_noise)
+    text = TextRows(input_BTE, *rows(batch), dropout_key)
     targets = head_targets(drafter, params, backbone, text, hidden_BTE, batch)
     lambda_K = [train.lambda_decay ** (k + 1) for k in range(drafter.n_heads)]
     count_K = jnp.maximum(inputs.counts_K, 1.0).astype(at_least_f32(hidden_BTE.dtype))
@@ -181,9 +180,9 @@ def feature_sums(targets: HeadTargets) -> jax.Array:
     """Smooth L1 between features and hidden states: mean over D, summed over pairs, for each head [K]."""
     sums, D = [], targets.before_BTD.shape[-1]
     for features, pairs_BT in zip(targets.features_K, targets.pairs_K, strict=True):
-        wide = at_least_f32(features.dtype)
+        dtype = at_least_f32(features.dtype)
         features_BTD, before_BTD = (
-            x.astype(wide) for x in (features[..., :D], targets.before_BTD)
+            x.astype(dtype) for x in (features[..., :D], targets.before_BTD)
         )
         loss_BTD = optax.losses.huber_loss(features_BTD, before_BTD)
         sums.append(masked_sum(jnp.mean(loss_BTD, axis=-1), pairs_BT))

@@ -135,8 +135,8 @@ class RowSplit(NamedTuple):
     def each(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Map fn(shared, *arguments of a shard) over the shards."""
 
-        def over_shards(shared: PyTree, *rows: PyTree) -> PyTree:
-            return jax.vmap(fn, in_axes=(None, *[0] * len(rows)))(shared, *rows)
+        def over_shards(common: PyTree, *rows: PyTree) -> PyTree:
+            return jax.vmap(fn, in_axes=(None, *[0] * len(rows)))(common, *rows)
 
         return fn if self.mesh is None else over_shards
 

@@ -134,7 +134,7 @@ def add_block(
         teacher = TeacherProbs.of_logits(logits_BTV)
     d_params, d_features, sums_K = dict(d_params), [], []
     # Serialise the heads; otherwise XLA keeps the logits of all at once.
-    done: jax.Array | None = None
+    completion: jax.Array | None = None
     for k, head in enumerate(plan.heads):
         head_loss = partial(
             chunk_loss,
@@ -151,11 +151,11 @@ def add_block(
         if not gradients:
             sums_K.append(head_loss(trained, features_BTD)[1])
             continue
-        if done is not None:
-            features_BTD = depend_on(features_BTD, done)
+        if completion is not None:
+            features_BTD = depend_on(features_BTD, completion)
         gradient = jax.value_and_grad(head_loss, argnums=(0, 1), has_aux=True)
         (_, sums_k), (d_trained, d_features_k) = gradient(trained, features_BTD)
-        done = completion_of(d_trained, d_features_k, sums_k)
+        completion = completion_of(d_trained, d_features_k, sums_k)
         for place, d in d_trained.items():
             d_params[place] += d
         d_features.append(d_features_k)

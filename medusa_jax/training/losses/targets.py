@@ -1,4 +1,4 @@
-"""What each draft head predicts where: its features, labels and masks, from whole rows or from drawn anchors."""
+"""Features, labels and masks of each draft head, from whole rows or from drawn anchors."""
 
 from typing import NamedTuple
 
@@ -74,7 +74,7 @@ def head_targets(
     ]
     if "anchors" not in batch:
         features_KBTD = drafter.features(params, backbone, text)
-        whole = HeadTargets(
+        of_rows = HeadTargets(
             heads=list(range(drafter.n_heads)),
             features_K=[delay(x, k + 2) for k, x in enumerate(features_KBTD)],
             labels_BT=labels_BT,
@@ -82,7 +82,7 @@ def head_targets(
             pairs_K=[delay(pairs_BT, k + 2) for k, pairs_BT in enumerate(pairs_K)],
             before_BTD=before_BTD,
         )
-        return [whole]
+        return [of_rows]
 
     if not isinstance(drafter, SupportsAnchors):
         raise UserError(f"{drafter.name} does not train at anchors")

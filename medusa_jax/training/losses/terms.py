@@ -87,7 +87,6 @@ class Guesses:
 
 
 def label_term(guesses: Guesses) -> jax.Array:
-    """Cross-entropy with the text [B, T]."""
     return guesses.nll_BT
 
 

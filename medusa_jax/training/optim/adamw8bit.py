@@ -83,9 +83,9 @@ def nearest_rank(x: jax.Array, signed: bool) -> jax.Array:
     rank = (intervals + lax.clamp(0.0, interval, intervals - 1)).astype(jnp.int32) - first
     # Only a neighbour across the end of a decade can be nearer than the middle of the interval.
     level = magnitude(rank, signed)
-    other = rank + jnp.sign(x - level).astype(jnp.int32)
-    nearer = jnp.abs(magnitude(other, signed) - x) < jnp.abs(level - x)
-    return lax.select(nearer, other, rank)
+    neighbour = rank + jnp.sign(x - level).astype(jnp.int32)
+    nearer = jnp.abs(magnitude(neighbour, signed) - x) < jnp.abs(level - x)
+    return lax.select(nearer, neighbour, rank)
 
 
 def pack(x: jax.Array, signed: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -192,7 +192,7 @@ def in_pieces(f: Callable[..., PyTree], *row: PyTree) -> PyTree:
     def body(i: jax.Array, out: PyTree) -> PyTree:
         # Written in place: stacked results would need a transpose, a whole copy.
         return jax.tree.map(
-            lambda whole, x: lax.dynamic_update_index_in_dim(whole, x, i, 1), out, piece(i)
+            lambda leaf, x: lax.dynamic_update_index_in_dim(leaf, x, i, 1), out, piece(i)
         )
 
     empty = jax.tree.map(

@@ -27,8 +27,8 @@ def endless(guidance: Any, text: str) -> str:
         letters = "".join(f"\\x{byte:02x}" for byte in range(128) if first >> byte & 1)
         # Text that ends with a letter of the other, and is not the whole of the one.
         if letters and not first >> 128:
-            left = f"({one} /[{letters}]/) & ~({one})"
-            if not _first(guidance, text, left):
+            overlap = f"({one} /[{letters}]/) & ~({one})"
+            if not _first(guidance, text, overlap):
                 return (
                     f"{one} takes its longest match, so {other} never follows it: "
                     "write both as one terminal"
@@ -55,14 +55,14 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 def _first(guidance: Any, text: str, terminal: str) -> int:
     """Return the bytes that a terminal may begin with, as bits; -1 if it cannot be read."""
-    others = re.sub(r"\bstart\b", "start_", text)
+    renamed = re.sub(r"\bstart\b", "start_", text)
     matcher = guidance.LLMatcher
     try:
-        lark = matcher.grammar_from_lark(f"start: WHOLE\nWHOLE: {terminal}\n{others}")
-        made = matcher(guidance.LLTokenizer("byte"), lark, log_level=0)
-        bits = int.from_bytes(made.compute_bitmask(), "little") & (1 << 256) - 1
+        lark = matcher.grammar_from_lark(f"start: WHOLE\nWHOLE: {terminal}\n{renamed}")
+        rule_matcher = matcher(guidance.LLTokenizer("byte"), lark, log_level=0)
+        bits = int.from_bytes(rule_matcher.compute_bitmask(), "little") & (1 << 256) - 1
     except Exception:  # parsers raise their own types
         return -1
-    if made.is_error():
-        return 0 if made.get_error().startswith("NoExtension") else -1
+    if rule_matcher.is_error():
+        return 0 if rule_matcher.get_error().startswith("NoExtension") else -1
     return bits

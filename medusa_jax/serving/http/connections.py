@@ -8,7 +8,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from medusa_jax.serving.http.answering import Limits
+from medusa_jax.serving.http.answer import Limits
 
 # Connections accepted in one go, before any of them is counted.
 BACKLOG = 128
@@ -42,8 +42,8 @@ class Connection(H11Protocol):
     that waits for its client is closed, so that the newest is answered.
     """
 
-    def __init__(self, *args: Any, limits: Limits, **more: Any) -> None:
-        super().__init__(*args, **more)
+    def __init__(self, *args: Any, limits: Limits, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._limits = limits
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -53,10 +53,10 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)  # `pause_writing` with the first unsent byte
         self._watch_head()
-        others: list[Any] = [c for c in self.connections if not c.transport.is_closing()]
-        if len(others) > self._limits.connections:
-            others = [c for c in others if c is not self and not c.answers]
-            oldest = min(others, key=lambda c: (c.called, c._since), default=self)
+        idle: list[Any] = [c for c in self.connections if not c.transport.is_closing()]
+        if len(idle) > self._limits.connections:
+            idle = [c for c in idle if c is not self and not c.answers]
+            oldest = min(idle, key=lambda c: (c.called, c._since), default=self)
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -96,10 +96,10 @@ class Connection(H11Protocol):
         if self._unread:
             self._unread.cancel()
 
-    def _watch_unread(self, before: int | None) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if before is not None and unsent >= before:
+    def _watch_unread(self, previous: int | None) -> None:
+        size = self.transport.get_write_buffer_size()
+        if previous is not None and size >= previous:
             self.transport.abort()  # `close` would wait for the client
         else:
             seconds = self._limits.read_seconds
-            self._unread = self.loop.call_later(seconds, self._watch_unread, unsent)
+            self._unread = self.loop.call_later(seconds, self._watch_unread, size)

@@ -33,7 +33,7 @@ class Constraint:
     text: str
 
 
-def constraint_of(given: Any) -> Constraint:
+def constraint_of(asked: Any) -> Constraint:
     """Return the constraint of {kind: value}.
 
     Example: {"choice": ["yes", "no"]}.
@@ -41,14 +41,14 @@ def constraint_of(given: Any) -> Constraint:
     Raises:
       UserError: another kind, a value of another form, or a schema that cannot be served.
     """
-    if isinstance(given, Constraint):
-        return given
-    if not isinstance(given, Mapping) or len(given) != 1:
+    if isinstance(asked, Constraint):
+        return asked
+    if not isinstance(asked, Mapping) or len(asked) != 1:
         raise UserError(
             f"a constraint is one of {', '.join(KINDS)} with its value, such as "
-            f'{{"choice": ["yes", "no"]}}, not {_shown(given)}'
+            f'{{"choice": ["yes", "no"]}}, not {_shown(asked)}'
         )
-    [(kind, value)] = given.items()
+    [(kind, value)] = asked.items()
     one_of("a constraint", kind, KINDS)
     text = _text(kind, value)
     if text is None:

@@ -10,7 +10,7 @@ from planted import drafted, plain_texts, planted, random_model
 from tiny import tiny_arch
 
 from medusa_jax.decoding import generate as loop
-from medusa_jax.decoding.copying import NGRAM, copied_tokens, with_copies
+from medusa_jax.decoding.copies import NGRAM, copied_tokens, with_copies
 from medusa_jax.decoding.state import Engine
 from medusa_jax.evaluate.ranks import copied_lengths
 from medusa_jax.heads.drafter import Proposal

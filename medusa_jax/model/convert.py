@@ -49,8 +49,8 @@ def choose_storage(
     one_of("the type of draft weights", draft_weights or WEIGHTS[1], DRAFT_WEIGHTS)
     if "int8" in (weights, draft_weights) and mesh.size > 1:
         raise UserError("int8 weights are read on one device: use --mesh 1,1,1")
-    same = weights in (None, jnp.dtype(dtype).name)
-    weights = "" if same else weights or ""
+    is_default = weights in (None, jnp.dtype(dtype).name)
+    weights = "" if is_default else weights or ""
     return Storage(kernels.panel, weights, draft_weights or "", activations)
 
 
@@ -81,18 +81,18 @@ def place_part(
     Waits for the device, so that the caller can free the original.
     """
     [(name, inner)] = part.items()
-    blocks, rest = split_blocks(inner)
+    blocks, plain = split_blocks(inner)
     if blocks:
-        others = {name: rest}
-        if rest:
+        others = {name: plain}
+        if plain:
             others = place_part(config, others, dtype, mesh, storage, kernels)
         return kernels.read_blocks(config, part, blocks, others, storage)
     # One program places every layer; the sharding table needs only one layer's name.
-    known = "layers_0" if name.startswith("layers_") else name
+    entry_name = "layers_0" if name.startswith("layers_") else name
     out = jax.block_until_ready(
-        _prepared({known: inner}, config, dtype, mesh, storage, kernels)
+        _prepared({entry_name: inner}, config, dtype, mesh, storage, kernels)
     )
-    return {name if entry == known else entry: value for entry, value in out.items()}
+    return {name if entry == entry_name else entry: value for entry, value in out.items()}
 
 
 def place_head(part: Params, form: Storage, kernels: Kernels) -> Params:
@@ -190,9 +190,9 @@ def prepare(
 @lru_cache(maxsize=16)
 def abstract_params(config: LlamaConfig) -> Params:
     """Shapes of a backbone's parameters; traces one layer only."""
-    one = dataclasses.replace(config, n_layers=1)
+    one_layer = dataclasses.replace(config, n_layers=1)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_params, one), key)
+    shapes = jax.eval_shape(partial(init_params, one_layer), key)
     layer = shapes.pop("layers_0")
     shapes |= {f"layers_{i}": layer for i in range(config.n_layers)}
     return dict(sorted(shapes.items()))

@@ -7,54 +7,54 @@ from medusa_jax.serving.chunks import Chunks
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs
 from medusa_jax.serving.programs import NotCompiled
-from medusa_jax.serving.prompts import Begun
+from medusa_jax.serving.prompts import RowPrompt
 from medusa_jax.serving.room import Room
 
 
-class Parking:
+class Preemption:
     """Grows the batch for long texts, or takes their rows out until larger programs exist."""
 
     def __init__(self, batch: Batch, jobs: Jobs, room: Room, chunks: Chunks) -> None:
         self._batch, self._jobs, self._room, self._chunks = batch, jobs, room, chunks
 
-    def make_room(self, begun: Begun | None) -> None:
+    def make_room(self, row_prompt: RowPrompt | None) -> None:
         """Grow to the slots that the longest text needs; shrink after a while.
 
         Args:
-          begun: the request whose prompt is being read.
+          row_prompt: the request whose prompt is being read.
         """
         batch, jobs = self._batch, self._jobs
-        full = {
+        full_jobs = {
             at: job
             for at, job in jobs.running.items()
             if batch.slots_for(job.length) > batch.slots
         }
-        if full:
-            self._grow(full)
+        if full_jobs:
+            self._grow(full_jobs)
         lengths = {at: job.length for at, job in jobs.running.items()}
-        if begun:
-            lengths[begun.at] = len(begun.job.prompt)
+        if row_prompt:
+            lengths[row_prompt.at] = len(row_prompt.job.prompt)
         if lengths:
             self._room.shrink(lengths, self._chunks.unseen_tokens)
 
-    def _grow(self, full: Mapping[int, Job]) -> None:
+    def _grow(self, jobs: Mapping[int, Job]) -> None:
         """Grow the batch for these rows, or park them until it can."""
         batch = self._batch
-        slots = max(batch.slots_for(job.length) for job in full.values())
-        groups = {job.group for job in full.values()}
+        slots = max(batch.slots_for(job.length) for job in jobs.values())
+        groups = {job.group for job in jobs.values()}
         try:
-            ready = [self._room.ready(group, batch.rows, slots) for group in groups]
+            compiled = [self._room.ready(group, batch.rows, slots) for group in groups]
         except NotCompiled as error:
-            self._jobs.refuse(full.values(), error)
+            self._jobs.refuse(jobs.values(), error)
             return
-        if all(ready):
+        if all(compiled):
             self._room.fit(batch.rows, slots)
         else:
-            self._park(full)
+            self._park(jobs)
 
-    def _park(self, full: Mapping[int, Job]) -> None:
+    def _park(self, jobs: Mapping[int, Job]) -> None:
         """Take these rows out of the batch, so that others can step."""
-        for at, job in full.items():
+        for at, job in jobs.items():
             self._jobs.parked.append((job, self._batch.take(at, job.group)))
             self._jobs.free(job, self._batch.slots)
 

@@ -46,8 +46,8 @@ class TreeArrays(NamedTuple):
     @classmethod
     def of(cls, tree: Tree, path_length: int) -> "TreeArrays":
         """Constants of a tree, its paths padded to `path_length` with their last node."""
-        more = path_length - tree.path_length
-        ancestors_ML = np.pad(tree.ancestors_ML, ((0, 0), (0, more)), mode="edge")
+        padding = path_length - tree.path_length
+        ancestors_ML = np.pad(tree.ancestors_ML, ((0, 0), (0, padding)), mode="edge")
         arrays = tree.parent_M, tree.depth_M, tree.mask_MM, ancestors_ML, tree.copied_M
         return cls(*map(jnp.asarray, arrays))
 
@@ -65,25 +65,25 @@ Nodes = Tree | TreeArrays
 
 
 def copied_tokens(
-    text_BS: jax.Array, last_B: jax.Array, n: int
+    text_BS: jax.Array, root_at_B: jax.Array, n: int
 ) -> tuple[jax.Array, jax.Array]:
     """The n tokens after the best earlier match for the end of each text [B, n], and its length [B].
 
     Example:  a b c a b  gives c a b c ... and 2.
 
     Args:
-      last_B: index of the last valid token, which is repeated if nothing matches.
+      root_at_B: index of the last valid token, which is repeated if nothing matches.
     """
-    found_BL, length_B = continuations(text_BS, last_B, NGRAM, n, latest=True)
-    last_B1 = jnp.take_along_axis(text_BS, last_B[:, None], axis=1)
-    return jnp.where((length_B > 0)[:, None], found_BL, last_B1), length_B
+    copies_BL, length_B = continuations(text_BS, root_at_B, NGRAM, n, latest=True)
+    root_B1 = jnp.take_along_axis(text_BS, root_at_B[:, None], axis=1)
+    return jnp.where((length_B > 0)[:, None], copies_BL, root_B1), length_B
 
 
 def with_copies(
     tree: Tree,
     propose: Callable[[Tree], Proposal],
     text_BS: jax.Array,
-    last_B: jax.Array,
+    root_at_B: jax.Array,
     running_B: jax.Array,
 ) -> tuple[Proposal, Nodes]:
     """Fill a tree with drafted and copied tokens; also returns the tree that they fill.
@@ -96,7 +96,7 @@ def with_copies(
         they belong to one of two trees, and rules that read them use no spares.
       running_B: the rows that decide whether spares are used.
     """
-    copied_BC, length_B = copied_tokens(text_BS, last_B, len(tree.copied_C))
+    copied_BC, length_B = copied_tokens(text_BS, root_at_B, len(tree.copied_C))
     drafted = Tree(tree.choices).drafted
     place = {path: node for node, path in enumerate(((), *drafted.choices))}
     place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}

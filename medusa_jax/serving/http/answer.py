@@ -53,11 +53,11 @@ class Limits:
     connections: int = 1000
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client has closed the connection."""
 
 
-class Answering:
+class Answer:
     """The requests of one call, submitted together. Exiting the context cancels unfinished ones.
 
     Args:
@@ -72,7 +72,7 @@ class Answering:
         self._left = False
         self._handles: list[Handle] = []
 
-    async def __aenter__(self) -> "Answering":
+    async def __aenter__(self) -> "Answer":
         """Submit the requests.
 
         Raises:
@@ -111,14 +111,15 @@ class Answering:
     def _submit(self, delivers: list[Callable[[Delta | Stopped], None]]) -> None:
         echoes, call = self._reply.echoes, self._reply.call
         for i, (text, request) in enumerate(zip(call.echo, self._requests)):
-            asked = self._server.model, text, request.prompt, request.options.logprobs
             # Choices of one prompt share its scores.
-            echoes[i] = echoes.get(i - request.id) or echo_of(*asked)
+            echoes[i] = echoes.get(i - request.id) or echo_of(
+                self._server.model, text, request.prompt, request.options.logprobs
+            )
         if call.empty:
             for deliver, request in zip(delivers, self._requests):
                 n = len(request.prompt)
-                none = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
-                deliver(Delta("", [], [], [], [], Ending(none, 0.0, 0, 1)))
+                empty = Result("", [], [], "length", n, 0, [], 0.0, 0.0, 0.0)
+                deliver(Delta("", [], [], [], [], Ending(empty, 0.0, 0, 1)))
         elif not self._left:
             self._handles = self._server.submit_all(self._requests, delivers)
             if self._left:
@@ -150,7 +151,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Return the result of `work`, which is cancelled when the client leaves.
 
     Raises:
-      Gone: the client left.
+      ClientGone: the client left.
     """
 
     async def gone() -> None:
@@ -161,7 +162,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Gone
+            raise ClientGone
         return working.result()
     finally:
         for task in (working, leaving):
@@ -173,15 +174,15 @@ class Events:
     """Server-sent events over one connection.
 
     Attributes:
-      begun: whether the status has been sent, so that an error can only be an event.
+      headers_sent: whether the status has been sent, so that an error can only be an event.
     """
 
     def __init__(self, send: Send) -> None:
-        self._send, self.begun = send, False
+        self._send, self.headers_sent = send, False
 
     async def begin(self) -> None:
         """Send the status and the headers."""
-        self.begun = True
+        self.headers_sent = True
         await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
 
     async def push(self, data: Json | str) -> None:
@@ -191,6 +192,5 @@ class Events:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, last: Json | str) -> None:
-        """Send the last event, and end the response."""
         await self.push(last)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
