@@ -152,15 +152,11 @@ def test_no_circle_inside_a_room():
         visit(name)
 
 
-# Lines that a reader of a module cannot avoid: of all files that it reaches by imports.
-CLOSURES = {
-    ("decoding.generate",): 5_075,
-    ("training.trainer",): 9_270,
-    ("commands.decode",): 11_280,
-    ("commands.decode", "training.trainer"): 15_395,
-}
-# Lines of the package's and the tests' Python, words of the site's pages.
-PACKAGE_LINES, TEST_LINES, SITE_WORDS = 35_630, 26_000, 14_000
+# Budgets with 3% of slack, set when a large change ends. Lines of all files that decoding reaches by imports, with plain
+# kernels; of the package and research together lines and characters; of the tests lines; of the site words.
+GENERATE_LINES = 6_110
+LINES, CHARACTERS = 45_050, 1_825_000
+TEST_LINES, SITE_WORDS = 27_400, 15_500
 # Files that import by name, and what the name is.
 BY_NAME = {
     "__init__.py": "a public name, on its first use",
@@ -186,22 +182,18 @@ def closure(modules):
     return reached
 
 
-@pytest.mark.parametrize("modules", CLOSURES, ids=" and ".join)
-def test_what_a_reader_cannot_avoid(modules):
+def test_what_a_reader_of_decoding_cannot_avoid():
     rooms = Counter()
-    for file in closure(modules):
+    for file in closure(["decoding.generate"]):
         rooms[file.relative_to(PACKAGE).parts[0]] += lines_of(file)
-    assert rooms.total() <= CLOSURES[modules], (
-        f"{' and '.join(modules)} reach {rooms.total()} lines, at most {CLOSURES[modules]}: "
-        + ", ".join(f"{room} {n}" for room, n in rooms.most_common())
-    )
+    assert 1_000 < rooms.total() <= GENERATE_LINES, rooms.most_common()
 
 
 # Lines of the package that a command has loaded when it ends.
 LOADED = {
-    "decode.py --prompt hi --max_new_tokens 2": 10_500,
-    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 10_500,
-    "train.py --config=configs/demo_medusa.py --config.dry_run": 10_500,
+    "decode.py --prompt hi --max_new_tokens 2": 14_450,
+    "decode.py --model smollm2 --prompt hi --max_new_tokens 2": 15_450,
+    "train.py --config=configs/demo_medusa.py --config.dry_run": 11_620,
 }
 COUNT_LOADED = """
 import atexit, runpy, sys
@@ -241,14 +233,13 @@ def test_only_registries_import_by_name():
 
 
 def test_sizes():
-    lines = sum(map(lines_of, PACKAGE.rglob("*.py")))
-    tests = sum(map(lines_of, (PACKAGE.parent / "tests").rglob("*.py")))
-    pages = (PACKAGE.parent / "docs").glob("*.md")
-    words = sum(len(page.read_text().split()) for page in pages)
-    assert lines <= PACKAGE_LINES and tests <= TEST_LINES and words <= SITE_WORDS, (
-        f"package {lines} of {PACKAGE_LINES} lines, tests {tests} of {TEST_LINES}, "
-        f"site {words} of {SITE_WORDS} words"
-    )
+    root = PACKAGE.parent
+    files = [*PACKAGE.rglob("*.py"), *(root / "research").rglob("*.py")]
+    lines, characters = sum(map(lines_of, files)), sum(len(f.read_text()) for f in files)
+    tests = sum(map(lines_of, (root / "tests").rglob("*.py")))
+    words = sum(len(page.read_text().split()) for page in (root / "docs").glob("*.md"))
+    assert lines <= LINES and characters <= CHARACTERS, (lines, characters)
+    assert tests <= TEST_LINES and words <= SITE_WORDS, (tests, words)
 
 
 def test_files_that_are_not_python_come_with_the_package():

@@ -476,7 +476,7 @@ class Model:
         logprobs = max((o.logprobs for o in rows if o.logprobs is not None), default=None)
         make = partial(self.engine, sampled=sampled, logprobs=logprobs)
         request = self.request(prompts, rows, ids)
-        if engine_options.get("tree") not in (None, "auto"):
+        if not self.drafts or engine_options.get("tree") not in (None, "auto"):
             return rows, make(**engine_options), request
         engine = make(**engine_options | {"tree": self.tree_at(len(rows))})
         if self.chooses and text_is_free(engine, rows, self.dtype):
