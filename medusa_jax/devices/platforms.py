@@ -55,7 +55,8 @@ def platform_of(mesh: Mesh | AbstractMesh) -> str:
         if isinstance(mesh, Mesh)
         else mesh.abstract_device
     )
-    assert device is not None
+    if device is None:  # a mesh of sizes alone
+        return platform()
     if device.platform != "gpu":
         return str(device.platform)
     return "rocm" if device.device_kind.startswith("AMD") else "cuda"

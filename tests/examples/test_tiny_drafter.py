@@ -47,6 +47,8 @@ def test_the_commands_from_top_to_bottom(tmp_path, capsys, monkeypatch):
     pytest_call, *blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.S)
     assert pytest_call == f"pytest tests/heads/test_contract.py --drafter {NAME}\n"
     for block in blocks:
+        if "configs/demo_medusa.py" in block:  # the same on the demo, in minutes
+            continue
         block = block.replace("path/to/model", str(model)).replace("work/tiny", str(place))
         block = block.replace("messages.jsonl", str(text)).replace("\\\n", "")
         _, *words = shlex.split(block)
