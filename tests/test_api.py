@@ -333,6 +333,19 @@ def test_only_the_heads_of_the_tree_are_read_when_asked(directory):
     assert len(every.variables["heads"]) == 3 and every.tree == Tree.chain(2)
 
 
+def test_text_whose_token_has_no_embedding_is_refused():
+    """As its id is: the lookup would clip it to another token's row."""
+
+    class OneTokenMore:
+        bos_id = None
+
+        def encode(self, text, add_bos=False):
+            return [3, 40]
+
+    with pytest.raises(UserError, match=r"prompt id 40 is outside the vocabulary 0\.\.39"):
+        prompt_ids(OneTokenMore(), "a new word", 40)
+
+
 SAID = {"role": "user", "content": "in"}
 NO_PROMPT = "a prompt is text or a list of token ids, not"
 TALK = r"these are messages: call model\.chat\("

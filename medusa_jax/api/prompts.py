@@ -49,7 +49,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
 
     Raises:
       UserError: not text or token ids, nothing to start from (an empty prompt and no BOS), or ids out
-        of range.
+        of range, of text too: a tokenizer may have tokens without a row in the embedding.
     """
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_bos=True)
@@ -64,8 +64,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
         except WRONG:
             shown = f"a prompt is text or a list of token ids, not {prompt!r:.80}"
             raise UserError(shown) from None
-        if any(not 0 <= i < vocab_size for i in ids):
-            raise UserError(f"a prompt id is outside the vocabulary 0..{vocab_size - 1}")
+    if outside := [i for i in ids if not 0 <= i < vocab_size]:
+        raise UserError(
+            f"prompt id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}: the model has no embedding for it"
+        )
     if ids:
         return ids
     if tokenizer.bos_id is None:
