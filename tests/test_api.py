@@ -15,6 +15,7 @@ from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.api.prompts import prompt_ids
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.compare import compare
 
