@@ -64,7 +64,10 @@ def load(directory, drafter="", **more):
         "prompt_lookup",
         "draft_model:{directory}",
         pytest.param("{directory}/own", marks=pytest.mark.wide),
-        pytest.param("lookahead:window=3:ngram=3:guesses=2", marks=pytest.mark.wide),
+        pytest.param(
+            "examples.lookahead:Lookahead:window=3:ngram=3:guesses=2",
+            marks=pytest.mark.wide,
+        ),
     ],
 )
 def test_text_does_not_depend_on_the_sizes(directory, drafter, free, monkeypatch):

@@ -135,17 +135,20 @@ def open_drafts(
     tokenizer: Tokenizer,
     form: Form,
     mesh: Mesh,
-    allow_other_base: bool,
+    expected: str | None,
 ) -> Drafts:
     """Open the drafter of `source`.
 
+    Args:
+      expected: fingerprint of the backbone that heads must have been trained on; None: any of the same sizes.
+
     Raises:
-      UserError: the heads were made for another model; `allow_other_base` accepts those of equal sizes.
+      UserError: the heads were made for another model.
     """
     if source is None:
         return Drafts(make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config))
     if isinstance(source, StoredHeads):
-        check_base(source, base.config, base.fingerprint(), allow_other_base)
+        check_base(source, base.config, expected, allow_other=expected is None)
         drafter = make_drafter(source.heads, base.config)
         return DraftHeads(
             drafter,

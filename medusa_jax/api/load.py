@@ -104,9 +104,11 @@ def load(
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
     )
+    fingerprint = files.base.fingerprint()
     drafts = open_drafts(
-        source, files.base, files.tokenizer, form, devices, allow_other_base
-    )
+        source, files.base, files.tokenizer, form, devices,
+        expected=None if allow_other_base else fingerprint,
+    )  # fmt: skip
     choice = choose_tree(tree, drafts, batch, form, devices)
     backbone = read_backbone(files.base, form, devices)
     drafts = drafts.read(None if all_heads else choice.levels)
@@ -126,7 +128,7 @@ def load(
         mark=choice.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
-        fingerprint=files.base.fingerprint(),
+        fingerprint=fingerprint,
         read_wide=drafts.read_wide,
     )
 

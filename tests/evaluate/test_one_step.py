@@ -6,7 +6,6 @@ from tiny import write_model
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.api import Model
-from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.one_step import take_steps
 from medusa_jax.heads.registry import drafter_class, make_drafter
 
@@ -15,9 +14,9 @@ from medusa_jax.heads.registry import drafter_class, make_drafter
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_step_beyond_the_first_cache(tmp_path, monkeypatch, temperature):
     """Step 9 is the one that decoding takes, though the cache of the prompt is full long before."""
-    monkeypatch.setattr(loop, "MIN_SLOTS", 16)
     write_model(tmp_path)
     model = medusa_jax.load(str(tmp_path), str(tmp_path / "heads"), tree="chain:2")
+    monkeypatch.setattr(type(model.llama.kernels), "least_slots", 16)
     found = take_steps(model, "the cat", 9, temperature, seed=3)
     options = Options(max_new_tokens=40, temperature=temperature, seed=3)
     [result] = model.generate(["the cat"], options)

@@ -16,7 +16,7 @@ from training_setup import tiny_config, training_arch
 from medusa_jax.config import OptimConfig
 from medusa_jax.model.llama import init_params
 from medusa_jax.sharding import make_mesh, param_shardings, path_string
-from medusa_jax.training import dry, trainer
+from medusa_jax.training import dry, step
 from medusa_jax.training.optim import adamw8bit as adamw8bit_module
 from medusa_jax.training.optim.adamw8bit import adamw8bit, magnitude
 from medusa_jax.training.optim.optimizer import (
@@ -140,7 +140,7 @@ def test_moments_are_unpacked_when_their_gradients_are_there(monkeypatch):
     cfg.heads.n_heads, cfg.optim.name, cfg.data.seq_len = 2, "adamw8bit", 512
     heads = 2 * 2048 * 128 * 4  # float32 bytes of the LM heads
     waits = step_temporaries(cfg)
-    monkeypatch.setattr(trainer, "depend_on", lambda tree, done: tree)
+    monkeypatch.setattr(step, "depend_on", lambda tree, done: tree)
     early = step_temporaries(cfg)
     assert early - waits > 0.5 * 2 * heads, (early, waits)
 
