@@ -93,7 +93,7 @@ def in_family(cfg: Config, family: str, fields: Mapping[str, object]) -> Config:
 
 
 def complete(cfg: Config, names: frozenset[str]) -> Config:
-    """Sizes by the model, the family and the device, for all fields but those of the command line, `names`.
+    """Choose sizes by model, family and device, for all fields that the command line (`names`) does not set.
 
     Raises:
       UserError: no model, no data, or an unknown family.
