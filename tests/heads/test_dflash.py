@@ -27,44 +27,61 @@ DFLASH = DFlashConfig(n_heads=4, n_layers=2, mask_token=3, lm_head="low_rank", r
 DSPARK = DSparkConfig(
     n_heads=4, tap_layers="0,2", kv_heads=1, d_ff=20, markov_rank=6, rope_theta=50.0
 )
+# Windows as speculators and SpecForge count them; a mixture of layers; another epsilon.
+AT_ROOT = replace(DSPARK, sliding_layers="0,1", causal_layers="0,1", window=2, window_at_root=True)
+AT_SLOT = replace(DFLASH, sliding_layers="1", causal_layers="1", window=3, rms_eps=0.1)
+MIXED = replace(AT_ROOT, sliding_layers="0", causal_layers="1", window=1)
+KINDS = [DFLASH, DSPARK, AT_ROOT, AT_SLOT, MIXED]
+NAMES = ["dflash", "dspark", "at the root", "at the slot", "mixed"]
 
 
 def numpy_block(drafter, params, backbone, hidden_TE, root):
     """Inputs of the LM head [K, D] for the guesses after a text and its root."""
     mine, c, h = params["heads_0"], drafter.shape, drafter.heads
     N, G, H, T = c.n_heads, c.n_kv_heads, c.head_dim, len(hidden_TE)
+    eps = h.rms_eps or 1e-5
 
     def turned(x, weight, norm, first):
         """Normed and rotated heads of rows whose first is at position `first`."""
         y = (x @ weight["kernel"]).reshape(len(x), -1, H)
-        y = numpy_norm(norm["scale"], y)
+        y = numpy_norm(norm["scale"], y, eps)
         before = np.zeros((first, *y.shape[1:]))
         return rope(np.concatenate([before, y]), c.rope_theta)[first:]
 
     fused = hidden_TE[:, D:] @ mine["fc"]["kernel"]
-    text = numpy_norm(mine["hidden_norm"]["scale"], fused)
+    text = numpy_norm(mine["hidden_norm"]["scale"], fused, eps)
     n_slots = 4 if h.root_guesses else 5
     tokens = [root] + [h.mask_token % family.V] * (n_slots - 1)
     x = np.asarray(backbone.params["embed_tokens"]["embedding"])[tokens]
+    # speculators' create_anchor_block_mask_mod: positions from root - window on, for every slot. SpecForge's
+    # create_dflash_sdpa_mask: from root + slot - (window - 1) on; slots of causal layers see those up to themselves.
+    slot, first = np.arange(n_slots)[:, None], T - h.window
+    if not h.window_at_root:
+        first = T + slot - (h.window - 1)
     for j in range(h.n_layers):
+        seen = np.ones((n_slots, T + n_slots), bool)
+        if str(j) in h.sliding_layers.split(","):
+            seen[:, :T] = np.arange(T)[None] >= first
+        if str(j) in h.causal_layers.split(","):
+            seen[:, T:] = slot.T <= slot
         layer = mine[f"layers_{j}"]
         a, mlp = layer["self_attn"], layer["mlp"]
-        read = numpy_norm(layer["input_layernorm"]["scale"], x)
+        read = numpy_norm(layer["input_layernorm"]["scale"], x, eps)
         q = turned(read, a["q_proj"], a["q_norm"], T)
         both = np.concatenate([text, read])
         k = turned(both, a["k_proj"], a["k_norm"], 0).repeat(N // G, 1)
         v = (both @ a["v_proj"]["kernel"]).reshape(len(both), G, H).repeat(N // G, 1)
-        score = np.exp(np.einsum("qnh,snh->nqs", q, k) / np.sqrt(H))
+        score = np.exp(np.einsum("qnh,snh->nqs", q, k) / np.sqrt(H)) * seen
         score /= score.sum(-1, keepdims=True)
         out = np.einsum("nqs,snh->qnh", score, v).reshape(n_slots, -1)
         x = x + out @ a["o_proj"]["kernel"]
-        read = numpy_norm(layer["post_attention_layernorm"]["scale"], x)
+        read = numpy_norm(layer["post_attention_layernorm"]["scale"], x, eps)
         gated = silu(read @ mlp["gate_proj"]["kernel"]) * (read @ mlp["up_proj"]["kernel"])
         x = x + gated @ mlp["down_proj"]["kernel"]
-    return numpy_norm(mine["norm"]["scale"], x)[-4:]
+    return numpy_norm(mine["norm"]["scale"], x, eps)[-4:]
 
 
-@pytest.mark.parametrize("heads", [DFLASH, DSPARK], ids=lambda h: h.drafter)
+@pytest.mark.parametrize("heads", KINDS, ids=NAMES)
 def test_a_block_after_every_text(heads, monkeypatch):
     """In training, three blocks at a time; logits with the bias of the token before."""
     monkeypatch.setattr(dflash, "BLOCKS", 3)
@@ -84,9 +101,10 @@ def test_a_block_after_every_text(heads, monkeypatch):
             assert_close(logits[k][0, t], score)
 
 
-def test_a_level_of_a_tree_is_ranked_after_its_parents():
+@pytest.mark.parametrize("heads", [DSPARK, AT_ROOT, MIXED], ids=str)
+def test_a_level_of_a_tree_is_ranked_after_its_parents(heads):
     """The slot's logits plus the bias of each parent."""
-    backbone, drafter, params = problem(DSPARK)
+    backbone, drafter, params = problem(heads)
     rng, E = np.random.default_rng(1), family.width(drafter)
     rows = hidden, *_ = family.random_rows(rng, 1, 9, E)
     state, root = family.committed(drafter, backbone, params, rows, [7]), 5
