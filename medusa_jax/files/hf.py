@@ -28,7 +28,7 @@ from medusa_jax.files.hf_keys import (
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.source import Source, flatten
-from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
+from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows, read_whole
 from medusa_jax.files.tensors import open_checkpoint, weights_file
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
@@ -103,9 +103,21 @@ class BaseFiles(Source):
 
     def lm_head_columns(self, ids_O: np.ndarray) -> np.ndarray:
         """Columns [D, O] of the LM head's kernel, for these tokens."""
+        return read_rows(self.tensors[self._lm_head_key], ids_O).T
+
+    def has_lm_head(self, copy: Tensor, ids_O: np.ndarray | None) -> bool:
+        """Whether a stored matrix [O, D] is the LM head for these tokens, None: for all."""
+        mine = self.tensors[self._lm_head_key]
+        if ids_O is None:
+            return _are_equal(mine, copy)
+        return copy.shape == (len(ids_O), mine.shape[1]) and np.array_equal(
+            read_whole(copy), read_rows(mine, ids_O)
+        )
+
+    @property
+    def _lm_head_key(self) -> str:
         entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"
-        key, _ = self.locate(entry)
-        return read_rows(self.tensors[key], ids_O).T
+        return self.locate(entry)[0]
 
     def fingerprint(self) -> str:
         """The `Fingerprint` of the model, from a sample of the weights in its files."""

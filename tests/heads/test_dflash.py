@@ -28,11 +28,14 @@ DSPARK = DSparkConfig(
     n_heads=4, tap_layers="0,2", kv_heads=1, d_ff=20, markov_rank=6, rope_theta=50.0
 )
 # Windows as speculators and SpecForge count them; a mixture of layers; another epsilon.
-AT_ROOT = replace(DSPARK, sliding_layers="0,1", causal_layers="0,1", window=2, window_at_root=True)
+AT_ROOT = replace(
+    DSPARK, sliding_layers="0,1", causal_layers="0,1", window=2, window_at_root=True
+)
 AT_SLOT = replace(DFLASH, sliding_layers="1", causal_layers="1", window=3, rms_eps=0.1)
 MIXED = replace(AT_ROOT, sliding_layers="0", causal_layers="1", window=1)
-KINDS = [DFLASH, DSPARK, AT_ROOT, AT_SLOT, MIXED]
-NAMES = ["dflash", "dspark", "at the root", "at the slot", "mixed"]
+RANK_0 = replace(DSPARK, markov_rank=0)
+KINDS = [DFLASH, DSPARK, AT_ROOT, AT_SLOT, MIXED, RANK_0]
+NAMES = ["dflash", "dspark", "at the root", "at the slot", "mixed", "rank 0"]
 
 
 def numpy_block(drafter, params, backbone, hidden_TE, root):
@@ -63,7 +66,7 @@ def numpy_block(drafter, params, backbone, hidden_TE, root):
         if str(j) in h.sliding_layers.split(","):
             seen[:, :T] = np.arange(T)[None] >= first
         if str(j) in h.causal_layers.split(","):
-            seen[:, T:] = slot.T <= slot
+            seen[:, T:] = slot >= slot.T
         layer = mine[f"layers_{j}"]
         a, mlp = layer["self_attn"], layer["mlp"]
         read = numpy_norm(layer["input_layernorm"]["scale"], x, eps)
@@ -101,7 +104,7 @@ def test_a_block_after_every_text(heads, monkeypatch):
             assert_close(logits[k][0, t], score)
 
 
-@pytest.mark.parametrize("heads", [DSPARK, AT_ROOT, MIXED], ids=str)
+@pytest.mark.parametrize("heads", [DSPARK, AT_ROOT, MIXED], ids=["full", "root", "mixed"])
 def test_a_level_of_a_tree_is_ranked_after_its_parents(heads):
     """The slot's logits plus the bias of each parent."""
     backbone, drafter, params = problem(heads)

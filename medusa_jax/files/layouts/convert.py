@@ -6,6 +6,7 @@ and known pitfalls.
 """
 
 import os
+from dataclasses import replace
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import optional_json
@@ -30,6 +31,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
         unreadable or unwritable files.
     """
+    export = replace(export, stored=export.stored.sharing(export.base))
     stored, base = export.stored, export.base.config
     layout = layout_of(target, stored.heads.drafter)
     if not out or (os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out))):
@@ -42,7 +44,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
         raise UserError(f"{stored.source}: {reason}")
     tree = optional_json(os.path.join(stored.directory, "tree.json"))
     name = os.path.basename(os.path.normpath(out))
-    card = model_card(export, layout.loading, name, tree)
+    card = model_card(export, layout.loading_of(stored.heads), name, tree)
     with replacing(out) as folder:
         layout.write(export, folder)
         write_text(os.path.join(folder, "README.md"), card)

@@ -2,22 +2,23 @@
 
   fc.weight                                [D, A D] for A streams, lowest first; hidden_norm.weight, norm.weight
   layers.{j}.*                             as in a Qwen3 model
-  markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark)
+  markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark); early SpecForge has `logit_head.` before them
   confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
   embed_tokens.weight                      a copy of the backbone's, not read
-  lm_head.weight                           [O, D], if the heads have one of their own
+  lm_head.weight                           [O, D], if the heads have one of their own, or a copy of the backbone's
   d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `tapped_files.py` (speculators)
 
 `config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
 head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
-embedding), one less than in `heads.tap_layers`. A block of DSpark has `block_size` guesses, one of DFlash
-a guess less, since its first slot is the root's. speculators has the layers' fields in a table
-(`speculators_config.py`), numbers layers by their inputs, and says `sample_from_anchor` where the root's slot guesses.
+embedding), one less than in `heads.tap_layers`. Architecture and fields say whether the root's slot guesses
+(`_root_guesses`): then a block has `block_size` guesses, else one less. speculators has the layers' fields in a table
+(`speculators_config.py`) and numbers layers by their inputs.
 """
 
 import re
 from dataclasses import replace
 
+from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -25,15 +26,17 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.layouts.other_fields import check_others
+from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
     take_ids,
     verifier,
     vocabulary_arrays,
 )
-from medusa_jax.files.tensor import Tensors
+from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
+from medusa_jax.heads.tapped import numbers
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -41,6 +44,7 @@ _CONFIDENCE = "confidence_head.proj.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
 _TABLE, _TAPS = "dflash_config", "target_layer_ids"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 # The tapped layers of speculators, and its other fields that are read here.
 _INPUTS = "aux_hidden_state_layer_ids"
 SPECULATORS_FIELDS = {
@@ -50,9 +54,13 @@ SPECULATORS_FIELDS = {
 # Values that the computation here has; others would change it.
 EXPECTED = {
     "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
-    "attention_mode": ("gqa",), "attention_bias": (False,), "use_sliding_window": (False,),
-    "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
-    "final_logit_softcapping": (0, 0.0), "causal": (False,), "is_causal": (False,),
+    "attention_bias": (False,), "input_embedding_scale": (1, 1.0),
+    "output_multiplier": (1, 1.0), "final_logit_softcapping": (0, 0.0),
+}  # fmt: skip
+# Further fields that are read here or by `parse_config`.
+KNOWN = {
+    "mask_token_id", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
+    "use_sliding_window", "max_window_layers", "sliding_window_non_causal", "is_causal", "causal",
 }  # fmt: skip
 
 
@@ -76,8 +84,8 @@ class DFlashFiles(Layout):
         Raises:
           UserError: missing or unsupported fields.
         """
-        source, tensors = files.source, files.tensors
-        file, config = files.config_file, files.config
+        source, file, config = files.source, files.config_file, files.config
+        tensors = rename(files.tensors, lambda key: key.removeprefix("logit_head."))
         if speculators_config.TYPE in config:
             values = _of_speculators(file, config)
         else:
@@ -89,25 +97,25 @@ class DFlashFiles(Layout):
                     )
             values = config | table
         values = {k: x for k, x in values.items() if x is not None}
-        config_fields, layer = Fields(file, values), parse_config(file, values)
+        check_others(file, values, KNOWN | EXPECTED.keys())
+        config_fields = Fields(file, values)
         config_fields.expect(EXPECTED)
+        # Windows are of the layers here, and may be of any of them.
+        layer = parse_config(file, values | {"use_sliding_window": False})
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"
             )
-        shape, sizes = shape_of(config_fields, layer)
-        dspark = _W1 in tensors
-        if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
-            raise UserError(f"{file}: projector_type contradicts the keys of {source}")
-        kind = DSparkConfig if dspark else DFlashConfig
-        taps = config_fields.items(_TAPS, int)
-        if sorted(set(taps)) != taps or min(taps, default=-2) < -1:
+        shape, sizes = shape_of(layer)
+        rank = config_fields.count("markov_rank", 0, least=0)
+        dflash = values.get("projector_type") == "dflash"
+        if bool(rank) != (_W1 in tensors) or (rank and dflash):
             raise UserError(
-                f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
+                f"{file}: markov_rank {rank} or projector_type contradicts the keys of {source}"
             )
-        root_guesses = dspark
-        if "sample_from_anchor" in values:
-            root_guesses = config_fields.switch("sample_from_anchor")
+        kind = DSparkConfig if rank else DFlashConfig
+        taps = _taps(config_fields, layer.n_layers)
+        root_guesses = _root_guesses(config_fields, rank)
         # Without inputs next to the slot's output the confidence is not read.
         confidence = (
             _CONFIDENCE in tensors and sum(tensors[_CONFIDENCE].shape[1:]) > layer.d_model
@@ -126,10 +134,11 @@ class DFlashFiles(Layout):
             mask_token=config_fields.count("mask_token_id", least=0),
             tap_layers=",".join(str(i + 1) for i in taps),
             **sizes,
-            markov_rank=config_fields.count("markov_rank") if dspark else 0,
+            markov_rank=rank,
             root_guesses=root_guesses,
             draft_vocab=0 if ids is None else len(ids),
             confidence=confidence,
+            **_sight(config_fields, layer.n_layers),
         )
         depth = values.get("num_target_layers")
         shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
@@ -148,21 +157,33 @@ class DFlashFiles(Layout):
             meta=config,
             layers=shape,
             ids=ids,
+            copied_lm_head=LM_HEAD if LM_HEAD in tensors else "",
         )
 
+    def loading_of(self, heads: HeadsConfig) -> str:
+        assert isinstance(heads, DFlashConfig)
+        if heads.root_guesses and not heads.markov_rank:
+            return "DeepSpec: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
+        return self.loading
+
     def write(self, export: Export, out: str) -> None:
-        """Write in the form of z-lab and SpecForge."""
+        """Write in the form of z-lab and SpecForge, or where the root guesses of DeepSpec."""
         drafter, layers, markov = _description(export)
         heads, config = drafter.heads, export.base.config
         table: Json = {
             "mask_token_id": heads.mask_token % config.vocab_size,
             _TAPS: [tap - 1 for tap in drafter.taps],
         }
-        if markov:
+        arrays, name = export.arrays(_locate), "DFlashDraftModel"
+        if heads.root_guesses:
             # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
             markov |= table | {"num_anchors": 512}
             table = {"projector_type": "dspark"} | markov
-        name = "Qwen3DSparkModel" if heads.markov_rank else "DFlashDraftModel"
+            # DeepSpec draws both at random if a file lacks them.
+            arrays |= _copies(export)
+            name = "Qwen3DSparkModel"
+        if heads.causal_layers != heads.sliding_layers:
+            layers["is_causal"] = bool(heads.causal_layers)
         raw = layers | markov | {
             "architectures": [name],
             "block_size": drafter.n_slots,
@@ -170,7 +191,7 @@ class DFlashFiles(Layout):
             "torch_dtype": export.kind.name,
             _TABLE: table,
         }  # fmt: skip
-        export.write(out, "model.safetensors", export.arrays(_locate), raw)
+        export.write(out, "model.safetensors", arrays, raw)
 
 
 class SpeculatorsDFlash(DFlashFiles):
@@ -188,7 +209,7 @@ class SpeculatorsDFlash(DFlashFiles):
             "block_size": drafter.n_slots,
             "mask_token_id": heads.mask_token % vocab_size,
             "sample_from_anchor": heads.root_guesses,
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": heads.causal_layers != heads.sliding_layers,
             "torch_dtype": export.kind.name,
         }
         raw = speculators_config.write(
@@ -200,12 +221,8 @@ class SpeculatorsDFlash(DFlashFiles):
             tokens=drafter.n_heads,
             verifier=verifier(export),
         )
-        # speculators computes with NaN where a file has neither of these.
-        copies = {EMBEDDING_COPY: export.embedding()}
-        if heads.lm_head == "shared":
-            lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
-            copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
-        arrays = export.arrays(_locate) | vocabulary_arrays(export) | copies
+        # speculators computes with NaN where a file has no embedding and LM head.
+        arrays = export.arrays(_locate) | vocabulary_arrays(export) | _copies(export)
         export.write(out, "model.safetensors", arrays, raw)
 
 
@@ -221,8 +238,77 @@ def _of_speculators(file: str, config: Json) -> Json:
         values[_TAPS] = [i - 1 for i in taps]
     dspark = config[speculators_config.TYPE] == "dspark"
     values.setdefault("sample_from_anchor", dspark)
-    rank = values.setdefault("markov_rank", 256 if dspark else 0)
-    return values | {"projector_type": "dspark" if rank else "dflash"}
+    values.setdefault("markov_rank", 256 if dspark else 0)
+    values.setdefault("sliding_window_non_causal", False)
+    return values
+
+
+def _taps(fields: Fields, n_layers: int) -> list[int]:
+    """`target_layer_ids`; where a file lacks them as many as it has layers, as z-lab's code distributes them."""
+    if _TAPS in fields.values:
+        taps = fields.items(_TAPS, int)
+        if sorted(taps) != taps or min(taps, default=-2) < -1:
+            raise UserError(
+                f"{fields.file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
+            )
+        return taps
+    depth = fields.count("num_target_layers")
+    if n_layers == 1:
+        return [depth // 2]
+    return [round(1 + i * (depth - 4) / (n_layers - 1)) for i in range(n_layers)]
+
+
+def _root_guesses(fields: Fields, rank: int) -> bool:
+    """Whether the root's slot guesses, as in DSpark and all that DeepSpec trains, DFlash of rank 0 included."""
+    if "sample_from_anchor" in fields.values:
+        return fields.switch("sample_from_anchor")
+    names = " ".join(fields.items("architectures", str, []))
+    if rank or "DSpark" in names or fields.values.get("projector_type") == "dspark":
+        return True
+    return "num_anchors" in fields.values and "DFlash" not in names
+
+
+def _sight(fields: Fields, n_layers: int) -> Json:
+    """What slots see in each layer: fields of `heads/dflash.py`.
+
+    Sliding layers are causal if no field says otherwise. speculators counts the window from the root.
+    """
+    file, at_root = fields.file, "sliding_window_non_causal" in fields.values
+    uses, first = (
+        fields.switch("use_sliding_window"),
+        fields.count("max_window_layers", 28, 0),
+    )
+    kinds = fields.items("layer_types", str, [])
+    if not kinds:
+        kinds = [_SLIDING if uses and j >= first else _FULL for j in range(n_layers)]
+    sliding = [j for j, kind in enumerate(kinds) if kind == _SLIDING]
+    if len(kinds) != n_layers or not set(kinds) <= {_SLIDING, _FULL}:
+        raise UserError(
+            f"{file}: layer_types {kinds} are not supported for {n_layers} layers"
+        )
+    if sliding and not uses:
+        raise UserError(
+            f"{file}: layer_types has {_SLIDING}, so use_sliding_window should be true"
+        )
+    causal = [] if fields.switch("sliding_window_non_causal") else sliding
+    for name in ("causal", "is_causal"):  # the second wins in vLLM
+        if name in fields.values:
+            causal = list(range(n_layers)) if fields.switch(name) else []
+    return {
+        "sliding_layers": ",".join(map(str, sliding)),
+        "window": fields.count("sliding_window", 4096) if sliding else 0,
+        "window_at_root": at_root and bool(sliding),
+        "causal_layers": ",".join(map(str, causal)),
+    }
+
+
+def _copies(export: Export) -> Arrays:
+    """The backbone's embedding, and its LM head if the heads share it."""
+    copies = {EMBEDDING_COPY: export.embedding()}
+    if export.stored.heads.lm_head == "shared":
+        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
+        copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
+    return copies
 
 
 def _locate(path: str) -> tuple[str, bool]:
@@ -241,12 +327,17 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
         drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
     )
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
-    if not heads.markov_rank:
+    if heads.window:
+        sliding = numbers(heads.sliding_layers)
+        kinds = [_SLIDING if j in sliding else _FULL for j in range(heads.n_layers)]
+        layers |= {"layer_types": kinds, "sliding_window": heads.window}
+        layers["use_sliding_window"] = True
+    if not heads.root_guesses and not heads.markov_rank:
         return drafter, layers, {}
-    markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
-    markov |= {"enable_confidence_head": heads.confidence}
-    return (
-        drafter,
-        layers,
-        markov | ({"confidence_head_with_markov": True} if heads.confidence else {}),
-    )
+    # DSpark of rank 0 is DFlash whose root guesses.
+    markov = {"markov_rank": heads.markov_rank, "enable_confidence_head": heads.confidence}
+    if heads.markov_rank:
+        markov["markov_head_type"] = "vanilla"
+    if heads.confidence:
+        markov["confidence_head_with_markov"] = True
+    return drafter, layers, markov

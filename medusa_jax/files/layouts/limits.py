@@ -114,16 +114,22 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
             "other engines score all tokens by the model's LM head, these heads have LM head "
             f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
         )
-    if heads.root_guesses != bool(heads.markov_rank):
-        return (
-            "DSpark's root guesses and it has a Markov head, DFlash's has neither; these have "
-            f"root_guesses {heads.root_guesses} and markov_rank {heads.markov_rank}"
-        )
+    if heads.markov_rank and not heads.root_guesses:
+        return "--to dflash has no field that says that the root's slot of DSpark does not guess: --to speculators"
+    if heads.window and heads.window_at_root:
+        return "--to dflash counts windows from each slot, these heads from the root: --to speculators"
+    every = ",".join(map(str, range(heads.n_layers)))
+    if heads.causal_layers not in ("", heads.sliding_layers, every):
+        return f"--to dflash cannot say that only layers {heads.causal_layers} are causal"
     return ""
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
-    """Any but low-rank LM heads."""
+    """Any but low-rank LM heads; only windows from the root."""
     if heads.lm_head == "low_rank":
         return "--to speculators cannot store low-rank LM heads"
+    if heads.window and not heads.window_at_root:
+        return "speculators counts windows from the root, these heads from each slot: --to dflash"
+    if heads.causal_layers not in ("", heads.sliding_layers):
+        return f"--to speculators cannot say that layers {heads.causal_layers} are causal"
     return ""

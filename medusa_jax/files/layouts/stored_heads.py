@@ -1,6 +1,6 @@
 """Draft heads that are described but not read yet."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.source import Source
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
@@ -32,6 +33,7 @@ class StoredHeads(Source):
       base: width, vocabulary and fingerprint of their backbone, as far as known.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
+      copied_lm_head: the key of an LM head that may be a copy of the backbone's; "" if there is none.
     """
 
     directory: str
@@ -41,6 +43,16 @@ class StoredHeads(Source):
     base: Json = field(default_factory=dict)
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
+    copied_lm_head: str = ""
+
+    def sharing(self, base: BaseFiles) -> "StoredHeads":
+        """These heads with the backbone's LM head, if theirs is a copy of it."""
+        key = self.copied_lm_head
+        if not key or not base.has_lm_head(self.tensors[key], self.ids):
+            return self
+        tensors = {name: x for name, x in self.tensors.items() if name != key}
+        heads = replace(self.heads, lm_head="shared")
+        return replace(self, heads=heads, tensors=tensors, copied_lm_head="")
 
     def read(self, llama: LlamaConfig) -> Arrays:
         """Read all parameters to the host by path, in their stored type.
