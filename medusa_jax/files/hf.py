@@ -28,7 +28,7 @@ from medusa_jax.files.hf_keys import (
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.source import Source, flatten
-from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows, read_whole
+from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
@@ -105,14 +105,9 @@ class BaseFiles(Source):
         """Columns [D, O] of the LM head's kernel, for these tokens."""
         return read_rows(self.tensors[self._lm_head_key], ids_O).T
 
-    def has_lm_head(self, copy: Tensor, ids_O: np.ndarray | None) -> bool:
-        """Whether a stored matrix [O, D] is the LM head for these tokens, None: for all."""
-        mine = self.tensors[self._lm_head_key]
-        if ids_O is None:
-            return _are_equal(mine, copy)
-        return copy.shape == (len(ids_O), mine.shape[1]) and np.array_equal(
-            read_whole(copy), read_rows(mine, ids_O)
-        )
+    def has_lm_head(self, copy: Tensor) -> bool:
+        """Whether a stored matrix [V, D] is the LM head."""
+        return _are_equal(self.tensors[self._lm_head_key], copy)
 
     @property
     def _lm_head_key(self) -> str:

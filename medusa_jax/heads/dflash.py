@@ -14,8 +14,8 @@ keys and values of c.
 W2 W1[token before] to the logits of a slot. In a tree, the token before is the parent's, so
 one pass gives the guesses of all levels.
 
-*Sliding layers* (SpecForge, speculators' default) see the last `window` positions of the text, and slots of *causal*
-layers only themselves and the slots before them.
+In *sliding layers* (SpecForge; speculators' default) a slot sees the last `window` positions of the text, itself, and
+the slots before it.
 
 In training every position of a text is the root of a block; slots of row t attend to c up
 to t.
@@ -33,7 +33,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.bounds import AtLeast
+from medusa_jax.bounds import AtLeast, OneOf
 from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import (
     Backbone,
@@ -87,8 +87,8 @@ class DFlashConfig(HeadsConfig):
     sliding_layers: str = ""
     window: int = 0
     window_at_root: bool = False
-    # Layers in which a slot does not see the slots after it; empty: none.
-    causal_layers: str = ""
+    # Layers in which a slot does not see the slots after it.
+    causal: Annotated[str, OneOf(("sliding", "all", "none"))] = "sliding"
     # The root's slot guesses the first token after the root.
     root_guesses: bool = False
     # Rank of the Markov head; 0: none.
@@ -114,8 +114,7 @@ class DFlash(TappedDrafter):
         if not h.tap_layers:
             between("heads.n_taps", h.n_taps, 1, MOST_DEEP)
         between("heads.markov_rank", h.markov_rank, int(h.confidence), 2**20)
-        for name in ("sliding_layers", "causal_layers"):
-            numbers_to(f"heads.{name}", getattr(h, name), h.n_layers - 1)
+        numbers_to("heads.sliding_layers", h.sliding_layers, h.n_layers - 1)
         if bool(h.sliding_layers) != bool(h.window):
             raise UserError("heads.sliding_layers and heads.window need each other")
 
@@ -205,7 +204,7 @@ class DFlash(TappedDrafter):
 
     def caches(
         self, text: Sequence[Pair], root_BA: jax.Array, visible_BAS: jax.Array
-    ) -> list[LayerCache]:
+    ) -> list[BlockCache]:
         """By layer, what the blocks of A roots see.
 
         Args:
@@ -218,15 +217,13 @@ class DFlash(TappedDrafter):
         end_K = np.full(K, -1) if h.window_at_root else np.arange(K)
         end_BQ = (root_BA[:, :, None] + end_K[None, None]).reshape(len(root_BA), -1)
         near_BQS = end_BQ[..., None] - jnp.arange(S)[None, None] < h.window
-        sliding, causal = numbers(h.sliding_layers), numbers(h.causal_layers)
-        return [
-            BlockCache(
-                pair,
-                visible_BQS & near_BQS if j in sliding else visible_BQS,
-                jnp.asarray(np.tri(K, k=0 if j in causal else K, dtype=bool)),
-            )
-            for j, pair in enumerate(text)
-        ]
+        sliding, caches = numbers(h.sliding_layers), []
+        for j, pair in enumerate(text):
+            causal = h.causal == "all" or (h.causal == "sliding" and j in sliding)
+            mask_KK = jnp.asarray(np.tri(K, k=0 if causal else K, dtype=bool))
+            seen_BQS = visible_BQS & near_BQS if j in sliding else visible_BQS
+            caches.append(BlockCache(pair, seen_BQS, mask_KK))
+        return caches
 
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
@@ -365,9 +362,9 @@ class DFlash(TappedDrafter):
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         length_B, texts = state.length_B, state.cache.layers
-        plain = not (self.heads.sliding_layers or self.heads.causal_layers)
+        plain = not self.heads.sliding_layers and self.heads.causal != "all"
         fused = plain and backbone.fuses(self.shape)
-        caches: list[LayerCache]
+        caches: Sequence[LayerCache]
         if fused:
             padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
             caches = [(jnp.pad(k, padding), jnp.pad(v, padding)) for k, v in texts]

@@ -16,6 +16,7 @@ from medusa_jax.config import HeadsConfig, TrainConfig
 from medusa_jax.errors import UserError
 from medusa_jax.heads import dflash
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
+from medusa_jax.heads.drafter import TextRows
 from medusa_jax.heads.registry import make_drafter
 from medusa_jax.training import losses
 from medusa_jax.training.functions import HeadFunctions
@@ -28,14 +29,13 @@ DSPARK = DSparkConfig(
     n_heads=4, tap_layers="0,2", kv_heads=1, d_ff=20, markov_rank=6, rope_theta=50.0
 )
 # Windows as speculators and SpecForge count them; a mixture of layers; another epsilon.
-AT_ROOT = replace(
-    DSPARK, sliding_layers="0,1", causal_layers="0,1", window=2, window_at_root=True
-)
-AT_SLOT = replace(DFLASH, sliding_layers="1", causal_layers="1", window=3, rms_eps=0.1)
-MIXED = replace(AT_ROOT, sliding_layers="0", causal_layers="1", window=1)
+AT_ROOT = replace(DSPARK, sliding_layers="0,1", window=2, window_at_root=True)
+AT_SLOT = replace(DFLASH, sliding_layers="1", window=3, rms_eps=0.1)
+MIXED = replace(AT_ROOT, sliding_layers="0", causal="all", window=1)
+FREE = replace(AT_SLOT, causal="none")
 RANK_0 = replace(DSPARK, markov_rank=0)
-KINDS = [DFLASH, DSPARK, AT_ROOT, AT_SLOT, MIXED, RANK_0]
-NAMES = ["dflash", "dspark", "at the root", "at the slot", "mixed", "rank 0"]
+KINDS = [DFLASH, DSPARK, AT_ROOT, AT_SLOT, MIXED, FREE, RANK_0]
+NAMES = ["dflash", "dspark", "at the root", "at the slot", "mixed", "free", "rank 0"]
 
 
 def numpy_block(drafter, params, backbone, hidden_TE, root):
@@ -65,7 +65,8 @@ def numpy_block(drafter, params, backbone, hidden_TE, root):
         seen = np.ones((n_slots, T + n_slots), bool)
         if str(j) in h.sliding_layers.split(","):
             seen[:, :T] = np.arange(T)[None] >= first
-        if str(j) in h.causal_layers.split(","):
+        sliding = str(j) in h.sliding_layers.split(",")
+        if {"all": True, "sliding": sliding, "none": False}[h.causal]:
             seen[:, T:] = slot >= slot.T
         layer = mine[f"layers_{j}"]
         a, mlp = layer["self_attn"], layer["mlp"]
@@ -144,7 +145,7 @@ def test_the_text_of_a_block_is_not_written():
 
 def test_the_loss_at_drawn_anchors():
     """0.1 CE + 0.9 L1 + BCE of the confidence with 1 - L1 / 2 + 0.2 smooth L1 of the features, in NumPy; only the
-    head of the confidence learns it."""
+    head of the confidence learns it, or as in DeepSpec block and Markov head too."""
     backbone, drafter, params = problem(replace(DSPARK, confidence=True))
     rng = np.random.default_rng(3)
     T, E = 11, family.width(drafter)
@@ -158,15 +159,16 @@ def test_the_loss_at_drawn_anchors():
     first, second = map(set, batch["anchors"])
     assert len(first) == 4 and first <= set(range(2, 9)) and set(range(6, 9)) <= second
 
-    def loss(params, weight):
+    def loss(params, weight, through=False):
         train = TrainConfig(
             label_weight=0.1, distance_weight=0.9, confidence_weight=weight, lambda_decay=0.7,
-            loss_chunk=3, feature_weight=0.2,
+            loss_chunk=3, feature_weight=0.2, confidence_gradient=through,
         )  # fmt: skip
         inputs = losses.StepInputs(batch, losses.pair_counts(batch, (2, 3, 4, 5)))
         return heads_loss(drafter, params, backbone, hidden, train, inputs)[0]
 
     mine, total = jax.tree.map(np.asarray, params["heads_0"]), np.zeros((4, 2))
+    targets = []  # head, row, position, share of accepted drafts
     for b, t in ((i, t) for i in range(2) for t in batch["anchors"][i]):
         block = numpy_block(drafter, params, backbone, hidden[b, : t + 1], tokens[b, t + 1])
         for k in range(4):
@@ -180,13 +182,28 @@ def test_the_loss_at_drawn_anchors():
             say = (both @ mine["confidence"]["kernel"])[0] + mine["confidence"]["bias"][0]
             apart = np.abs(p - q).sum()
             right = 1 - apart / 2
+            targets.append((k, b, t, right))
             wrong = right * np.log(1 + np.exp(-say)) + (1 - right) * np.log(1 + np.exp(say))
             off = np.abs(block[k] - hidden[b, t + k + 1, :D])
             near = np.where(off < 1, off**2 / 2, off - 0.5).mean()
             of_text = -0.1 * np.log(q[tokens[b, t + k + 2]])
             total[k] += of_text + 0.9 * apart + wrong + 0.2 * near, 1
+
+    def bce(params):
+        """The confidence's term, of the features of whole rows."""
+        text = TextRows(hidden, tokens, positions, segments)
+        features, parts = drafter.features(params, backbone, text), []
+        for k, b, t, right in targets:
+            say = (
+                features[k, b, t] @ mine["confidence"]["kernel"][:, 0]
+                + mine["confidence"]["bias"][0]
+            )
+            off = right * jax.nn.softplus(-say) + (1 - right) * jax.nn.softplus(say)
+            parts.append(0.7 ** (k + 1) / total[k, 1] * off)
+        return sum(parts)
+
     expected = sum(0.7 ** (k + 1) * total[k, 0] / total[k, 1] for k in range(4))
-    both = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    both = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
     value, gradient = both(params, 1.0)
     assert_close(value, expected)
     _, without = both(params, 0.0)
@@ -194,6 +211,16 @@ def test_the_loss_at_drawn_anchors():
     assert np.abs(learnt["kernel"]).max() > 0
     assert np.abs(without["heads_0"].pop("confidence")["kernel"]).max() == 0
     jax.tree.map(assert_close, gradient, without)
+    # The same value; what W1 and the block learn is the slope of the BCE, whose target is fixed.
+    value, through = both(params, 1.0, True)
+    assert_close(value, expected)
+    more = jax.tree.map(
+        np.subtract, through["heads_0"], without["heads_0"] | {"confidence": learnt}
+    )
+    wanted = jax.grad(bce)(params)["heads_0"]
+    for name in ("fc", "hidden_norm", "layers_0", "layers_1", "norm", "markov_w1"):
+        assert max(np.abs(x).max() for x in jax.tree.leaves(more[name])) > 0
+        jax.tree.map(assert_close, more[name], wanted[name])
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class DFlashFiles(Layout):
             meta=config,
             layers=shape,
             ids=ids,
-            copied_lm_head=LM_HEAD if LM_HEAD in tensors else "",
+            copied_lm_head=LM_HEAD,
         )
 
     def loading_of(self, heads: HeadsConfig) -> str:
@@ -182,8 +182,8 @@ class DFlashFiles(Layout):
             # DeepSpec draws both at random if a file lacks them.
             arrays |= _copies(export)
             name = "Qwen3DSparkModel"
-        if heads.causal_layers != heads.sliding_layers:
-            layers["is_causal"] = bool(heads.causal_layers)
+        if heads.causal != "sliding":
+            layers["is_causal"] = heads.causal == "all"
         raw = layers | markov | {
             "architectures": [name],
             "block_size": drafter.n_slots,
@@ -209,7 +209,7 @@ class SpeculatorsDFlash(DFlashFiles):
             "block_size": drafter.n_slots,
             "mask_token_id": heads.mask_token % vocab_size,
             "sample_from_anchor": heads.root_guesses,
-            "sliding_window_non_causal": heads.causal_layers != heads.sliding_layers,
+            "sliding_window_non_causal": heads.causal == "none",
             "torch_dtype": export.kind.name,
         }
         raw = speculators_config.write(
@@ -269,36 +269,31 @@ def _root_guesses(fields: Fields, rank: int) -> bool:
 
 
 def _sight(fields: Fields, n_layers: int) -> Json:
-    """What slots see in each layer: fields of `heads/dflash.py`.
-
-    Sliding layers are causal if no field says otherwise. speculators counts the window from the root.
-    """
-    file, at_root = fields.file, "sliding_window_non_causal" in fields.values
-    uses, first = (
-        fields.switch("use_sliding_window"),
-        fields.count("max_window_layers", 28, 0),
-    )
-    kinds = fields.items("layer_types", str, [])
-    if not kinds:
-        kinds = [_SLIDING if uses and j >= first else _FULL for j in range(n_layers)]
-    sliding = [j for j, kind in enumerate(kinds) if kind == _SLIDING]
-    if len(kinds) != n_layers or not set(kinds) <= {_SLIDING, _FULL}:
+    """What slots see in each layer: fields of `heads/dflash.py`. speculators counts windows from the root."""
+    uses = fields.switch("use_sliding_window")
+    first = fields.count("max_window_layers", 28, least=0) if uses else n_layers
+    full = min(first, n_layers)
+    layout = [_FULL] * full + [_SLIDING] * (n_layers - full)
+    kinds = fields.items("layer_types", str, layout)
+    sliding = [str(j) for j, kind in enumerate(kinds) if kind == _SLIDING]
+    if (
+        len(kinds) != n_layers
+        or not {*kinds} <= {_SLIDING, _FULL}
+        or (sliding and not uses)
+    ):
         raise UserError(
-            f"{file}: layer_types {kinds} are not supported for {n_layers} layers"
+            f"{fields.file}: layer_types {kinds} are not supported for {n_layers} layers with "
+            f"use_sliding_window {uses}"
         )
-    if sliding and not uses:
-        raise UserError(
-            f"{file}: layer_types has {_SLIDING}, so use_sliding_window should be true"
-        )
-    causal = [] if fields.switch("sliding_window_non_causal") else sliding
-    for name in ("causal", "is_causal"):  # the second wins in vLLM
+    causal = "none" if fields.switch("sliding_window_non_causal") else "sliding"
+    for name in ("causal", "is_causal"):  # of all layers; the second wins in vLLM
         if name in fields.values:
-            causal = list(range(n_layers)) if fields.switch(name) else []
+            causal = "all" if fields.switch(name) else "none"
     return {
-        "sliding_layers": ",".join(map(str, sliding)),
+        "sliding_layers": ",".join(sliding),
         "window": fields.count("sliding_window", 4096) if sliding else 0,
-        "window_at_root": at_root and bool(sliding),
-        "causal_layers": ",".join(map(str, causal)),
+        "window_at_root": bool(sliding) and "sliding_window_non_causal" in fields.values,
+        "causal": causal,
     }
 
 

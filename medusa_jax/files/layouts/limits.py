@@ -115,21 +115,18 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
             f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
         )
     if heads.markov_rank and not heads.root_guesses:
-        return "--to dflash has no field that says that the root's slot of DSpark does not guess: --to speculators"
+        return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
     if heads.window and heads.window_at_root:
-        return "--to dflash counts windows from each slot, these heads from the root: --to speculators"
-    every = ",".join(map(str, range(heads.n_layers)))
-    if heads.causal_layers not in ("", heads.sliding_layers, every):
-        return f"--to dflash cannot say that only layers {heads.causal_layers} are causal"
+        return "--to dflash counts windows from each slot, these are from the root: --to speculators"
     return ""
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
-    """Any but low-rank LM heads; only windows from the root."""
+    """Any but low-rank LM heads, windows from each slot and causal layers without a window."""
     if heads.lm_head == "low_rank":
         return "--to speculators cannot store low-rank LM heads"
-    if heads.window and not heads.window_at_root:
-        return "speculators counts windows from the root, these heads from each slot: --to dflash"
-    if heads.causal_layers not in ("", heads.sliding_layers):
-        return f"--to speculators cannot say that layers {heads.causal_layers} are causal"
+    if heads.causal == "all" or (heads.window and not heads.window_at_root):
+        return (
+            "in speculators only layers with a window from the root are causal: --to dflash"
+        )
     return ""

@@ -2,7 +2,7 @@
 
 import os
 import re
-from functools import partial, reduce
+from functools import partial
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_keys import EMBEDDING, WRAPPER
@@ -49,25 +49,21 @@ def open_published(path_or_id: str) -> StoredHeads:
     config = optional_json(os.path.join(folder, "config.json"))
     tensors = rename(open_weights(file), lambda key: WRAPPER.sub("", key))
     for prefix in ("", *_prefixes(tensors)):
-        for names in ((prefix,), (prefix, "model.")):
-            named = rename(tensors, partial(_without, names))
-            for layout in readers():
-                if layout.fits(named):
-                    return layout.open(HeadFiles(file, folder, named, config))
+        named = rename(tensors, partial(re.sub, prefix, ""))
+        for layout in readers():
+            if layout.fits(named):
+                return layout.open(HeadFiles(file, folder, named, config))
     raise _no_heads(path_or_id, folder, tensors)
 
 
 def _prefixes(tensors: Tensors) -> list[str]:
-    """What keys begin with, such as "draft_model." and "model.eagle3.": names of modules that heads may be inside."""
+    """Patterns of what keys begin with, such as "draft_model." and "eagle3.model.": modules that heads may be in."""
     found = set()
     for key in tensors:
         names = key.split(".")[:-1]
         found |= {".".join(names[:n]) + "." for n in range(1, min(len(names), 3) + 1)}
-    return sorted((x for x in found if not re.search(r"\b\d+\.", x)), key=len)
-
-
-def _without(prefixes: tuple[str, ...], key: str) -> str:
-    return reduce(str.removeprefix, prefixes, key)
+    outer = sorted((x for x in found if not re.search(r"\b\d+\.", x)), key=len)
+    return [rf"^{re.escape(prefix)}(?:model\.)?" for prefix in outer]
 
 
 def _downloaded(repository: str) -> str:

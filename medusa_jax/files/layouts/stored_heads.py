@@ -33,7 +33,7 @@ class StoredHeads(Source):
       base: width, vocabulary and fingerprint of their backbone, as far as known.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
-      copied_lm_head: the key of an LM head that may be a copy of the backbone's; "" if there is none.
+      copied_lm_head: the key of an LM head that may be a copy of the backbone's.
     """
 
     directory: str
@@ -47,12 +47,12 @@ class StoredHeads(Source):
 
     def sharing(self, base: BaseFiles) -> "StoredHeads":
         """These heads with the backbone's LM head, if theirs is a copy of it."""
-        key = self.copied_lm_head
-        if not key or not base.has_lm_head(self.tensors[key], self.ids):
+        tensors = dict(self.tensors)
+        copy = tensors.pop(self.copied_lm_head, None)
+        if copy is None or not base.has_lm_head(copy):
             return self
-        tensors = {name: x for name, x in self.tensors.items() if name != key}
         heads = replace(self.heads, lm_head="shared")
-        return replace(self, heads=heads, tensors=tensors, copied_lm_head="")
+        return replace(self, heads=heads, tensors=tensors)
 
     def read(self, llama: LlamaConfig) -> Arrays:
         """Read all parameters to the host by path, in their stored type.

@@ -166,11 +166,9 @@ def test_written_for_speculators(heads, base, tmp_path):
 
 # DFlash as DeepSpec trains it; DSpark with windows as SpecForge and speculators have them.
 ROOT = replace(DFLASH, n_heads=4, root_guesses=True)
-AT_SLOT = replace(DSPARK, sliding_layers="1", causal_layers="1", window=3)
-AT_ROOT = replace(
-    DSPARK, sliding_layers="0,1", causal_layers="0,1", window=2, window_at_root=True
-)
-FREE = replace(AT_ROOT, causal_layers="")
+AT_SLOT = replace(DSPARK, sliding_layers="1", window=3)
+AT_ROOT = replace(DSPARK, sliding_layers="0,1", window=2, window_at_root=True)
+FREE = replace(AT_ROOT, causal="none")
 # Fields that `Qwen3DSparkModel` of DeepSpec requires.
 REQUIRED = {
     "target_layer_ids", "mask_token_id", "num_anchors", "enable_confidence_head", "markov_rank",
@@ -191,7 +189,7 @@ def test_written_and_read_back(heads, targets, base, tmp_path):
     """The same tensors; every number that an engine reads; what cannot be said is refused."""
     stored = write_heads(tmp_path / "own", base, heads)
     names = ("drafter", "n_heads", "n_layers", "lm_head", "root_guesses", "markov_rank",
-             "sliding_layers", "causal_layers", "window", "window_at_root")  # fmt: skip
+             "sliding_layers", "causal", "window", "window_at_root")  # fmt: skip
     for target in ("dflash", "speculators"):
         if target not in targets:
             with refused("window"):
@@ -283,21 +281,21 @@ def windowed(layers, **fields):
 @pytest.mark.parametrize(
     ("config", "sliding", "causal", "at_root"),
     [
-        (windowed(BOTH), "0,1", "0,1", True),
-        (windowed(SECOND), "1", "1", True),
-        (windowed(BOTH, sliding_window_non_causal=True), "0,1", "", True),
-        (SPECFORGE | SECOND, "1", "1", False),
-        (SPECFORGE | BOTH | {"is_causal": False}, "0,1", "", False),
-        (SPECFORGE | SECOND | {"is_causal": True}, "1", "0,1", False),
-        (SPECFORGE | SLIDING | {"layer_types": None, "max_window_layers": 1}, "1", "1", False),
-        (SPECFORGE | {"is_causal": False, "dflash_config": PARTS | {"causal": False}}, "", "", False),
+        (windowed(BOTH), "0,1", "sliding", True),
+        (windowed(SECOND), "1", "sliding", True),
+        (windowed(BOTH, sliding_window_non_causal=True), "0,1", "none", True),
+        (SPECFORGE | SECOND, "1", "sliding", False),
+        (SPECFORGE | BOTH | {"is_causal": False}, "0,1", "none", False),
+        (SPECFORGE | SECOND | {"is_causal": True}, "1", "all", False),
+        (SPECFORGE | SLIDING | {"layer_types": None, "max_window_layers": 1}, "1", "sliding", False),
+        (SPECFORGE | {"is_causal": False, "dflash_config": PARTS | {"causal": False}}, "", "none", False),
     ],
 )  # fmt: skip
 def test_windows(config, sliding, causal, at_root, tmp_path):
     """As speculators' `create_anchor_block_mask_mod`, SpecForge's layer types and vLLM's `is_causal` have them."""
     tensors = speculators_state() if "draft_vocab_size" in config else state()
     heads = open_heads(str(write(tmp_path, tensors, "model.safetensors", config))).heads
-    assert (heads.sliding_layers, heads.causal_layers) == (sliding, causal)
+    assert (heads.sliding_layers, heads.causal) == (sliding, causal)
     assert (heads.window, heads.window_at_root) == (7 if sliding else 0, at_root)
 
 
@@ -325,7 +323,7 @@ def tabled(**change):
         (tabled(target_layer_ids=[1, 0]), "ascending numbers"),
         (tabled(mask_token_id=None), "does not say mask_token_id"),
         (tabled(block_size=5), "block_size is 4, and 5 in dflash_config"),
-        (SPECFORGE | {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window should be"),
+        (SPECFORGE | {"layer_types": ["sliding_attention"] * 2}, "with use_sliding_window False"),
         (SPECFORGE | {"layer_types": ["chunked_attention"] * 2}, "chunked.* are not supported"),
         (SPECFORGE | {"logit_scale": 0.5}, "logit_scale 0.5 is not supported"),
         (SPECFORGE | {"shift_label": True}, "shift_label True is not supported"),
