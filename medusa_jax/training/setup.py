@@ -137,7 +137,7 @@ def first_heads(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
     stored = open_heads(path)
-    stored = stored.sharing(hf.BaseFiles.open(base)) if base else stored
+    stored = stored.fitted(hf.BaseFiles.open(base)) if base else stored
     heads, params, described = load_heads(
         stored, backbone.arch, mesh, fingerprint=backbone.base["fingerprint"]
     )

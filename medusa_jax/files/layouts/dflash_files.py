@@ -8,11 +8,7 @@
   lm_head.weight                           [O, D], if the heads have one of their own, or a copy of the backbone's
   d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `tapped_files.py` (speculators)
 
-`config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
-head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
-embedding), one less than in `heads.tap_layers`. Architecture and fields say whether the root's slot guesses
-(`_root_guesses`): then a block has `block_size` guesses, else one less. speculators has the layers' fields in a table
-(`speculators_config.py`) and numbers layers by their inputs.
+`config.json`: see `dflash_config.py`.
 """
 
 import re
@@ -23,10 +19,9 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.layouts import speculators_config
+from medusa_jax.files.layouts import dflash_config, speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
@@ -37,31 +32,11 @@ from medusa_jax.files.layouts.tapped_files import (
 from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
 from medusa_jax.heads.tapped import numbers
-from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 _CONFIDENCE = "confidence_head.proj.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
-_TABLE, _TAPS = "dflash_config", "target_layer_ids"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-# The tapped layers of speculators, and its other fields that are read here.
-_INPUTS = "aux_hidden_state_layer_ids"
-SPECULATORS_FIELDS = {
-    "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "markov_rank",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-}  # fmt: skip
-# Values that the computation here has; others would change it.
-EXPECTED = {
-    "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
-    "attention_bias": (False,), "input_embedding_scale": (1, 1.0),
-    "output_multiplier": (1, 1.0), "final_logit_softcapping": (0, 0.0),
-}  # fmt: skip
-# Further fields that are read here or by `parse_config`.
-KNOWN = {
-    "mask_token_id", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
-    "use_sliding_window", "max_window_layers", "sliding_window_non_causal", "is_causal", "causal",
-}  # fmt: skip
 
 
 class DFlashFiles(Layout):
@@ -86,20 +61,8 @@ class DFlashFiles(Layout):
         """
         source, file, config = files.source, files.config_file, files.config
         tensors = rename(files.tensors, lambda key: key.removeprefix("logit_head."))
-        if speculators_config.TYPE in config:
-            values = _of_speculators(file, config)
-        else:
-            table = Fields(file, config).table(_TABLE)
-            for name in config.keys() & table.keys():
-                if config[name] != table[name]:
-                    raise UserError(
-                        f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
-                    )
-            values = config | table
-        values = {k: x for k, x in values.items() if x is not None}
-        check_others(file, values, KNOWN | EXPECTED.keys())
-        config_fields = Fields(file, values)
-        config_fields.expect(EXPECTED)
+        config_fields = dflash_config.read(file, config)
+        values = config_fields.values
         # Windows are of the layers here, and may be of any of them.
         layer = parse_config(file, values | {"use_sliding_window": False})
         if not layer.qk_norm:
@@ -114,8 +77,8 @@ class DFlashFiles(Layout):
                 f"{file}: markov_rank {rank} or projector_type contradicts the keys of {source}"
             )
         kind = DSparkConfig if rank else DFlashConfig
-        taps = _taps(config_fields, layer.n_layers)
-        root_guesses = _root_guesses(config_fields, rank)
+        taps = dflash_config.tapped(config_fields, layer.n_layers)
+        root_guesses = dflash_config.root_guesses(config_fields, rank)
         # Without inputs next to the slot's output the confidence is not read.
         confidence = (
             _CONFIDENCE in tensors and sum(tensors[_CONFIDENCE].shape[1:]) > layer.d_model
@@ -138,7 +101,7 @@ class DFlashFiles(Layout):
             root_guesses=root_guesses,
             draft_vocab=0 if ids is None else len(ids),
             confidence=confidence,
-            **_sight(config_fields, layer.n_layers),
+            **dflash_config.sight(config_fields, layer.n_layers),
         )
         depth = values.get("num_target_layers")
         shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
@@ -172,7 +135,7 @@ class DFlashFiles(Layout):
         heads, config = drafter.heads, export.base.config
         table: Json = {
             "mask_token_id": heads.mask_token % config.vocab_size,
-            _TAPS: [tap - 1 for tap in drafter.taps],
+            dflash_config.TAPS: [tap - 1 for tap in drafter.taps],
         }
         arrays, name = export.arrays(_locate), "DFlashDraftModel"
         if heads.root_guesses:
@@ -189,7 +152,7 @@ class DFlashFiles(Layout):
             "block_size": drafter.n_slots,
             "num_target_layers": config.n_layers,
             "torch_dtype": export.kind.name,
-            _TABLE: table,
+            dflash_config.TABLE: table,
         }  # fmt: skip
         export.write(out, "model.safetensors", arrays, raw)
 
@@ -217,84 +180,13 @@ class SpeculatorsDFlash(DFlashFiles):
             architecture="DSparkSpeculator" if markov else "DFlashSpeculator",
             layers=layers,
             fields=fields,
-            taps={_INPUTS: list(drafter.taps)},
+            taps={dflash_config.INPUTS: list(drafter.taps)},
             tokens=drafter.n_heads,
             verifier=verifier(export),
         )
         # speculators computes with NaN where a file has no embedding and LM head.
         arrays = export.arrays(_locate) | vocabulary_arrays(export) | _copies(export)
         export.write(out, "model.safetensors", arrays, raw)
-
-
-def _of_speculators(file: str, config: Json) -> Json:
-    """The fields that z-lab's form has; layers by their outputs."""
-    kinds = ("dflash", "dspark")
-    values, taps = speculators_config.read(file, config, kinds, SPECULATORS_FIELDS, _INPUTS)
-    if (width := values.get("target_hidden_size")) not in (None, values.get("hidden_size")):
-        raise UserError(
-            f"{file}: target_hidden_size {width!r} is not the layers' hidden_size"
-        )
-    if taps:
-        values[_TAPS] = [i - 1 for i in taps]
-    dspark = config[speculators_config.TYPE] == "dspark"
-    values.setdefault("sample_from_anchor", dspark)
-    values.setdefault("markov_rank", 256 if dspark else 0)
-    values.setdefault("sliding_window_non_causal", False)
-    return values
-
-
-def _taps(fields: Fields, n_layers: int) -> list[int]:
-    """`target_layer_ids`; where a file lacks them as many as it has layers, as z-lab's code distributes them."""
-    if _TAPS in fields.values:
-        taps = fields.items(_TAPS, int)
-        if sorted(taps) != taps or min(taps, default=-2) < -1:
-            raise UserError(
-                f"{fields.file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
-            )
-        return taps
-    depth = fields.count("num_target_layers")
-    if n_layers == 1:
-        return [depth // 2]
-    return [round(1 + i * (depth - 4) / (n_layers - 1)) for i in range(n_layers)]
-
-
-def _root_guesses(fields: Fields, rank: int) -> bool:
-    """Whether the root's slot guesses, as in DSpark and all that DeepSpec trains, DFlash of rank 0 included."""
-    if "sample_from_anchor" in fields.values:
-        return fields.switch("sample_from_anchor")
-    names = " ".join(fields.items("architectures", str, []))
-    if rank or "DSpark" in names or fields.values.get("projector_type") == "dspark":
-        return True
-    return "num_anchors" in fields.values and "DFlash" not in names
-
-
-def _sight(fields: Fields, n_layers: int) -> Json:
-    """What slots see in each layer: fields of `heads/dflash.py`. speculators counts windows from the root."""
-    uses = fields.switch("use_sliding_window")
-    first = fields.count("max_window_layers", 28, least=0) if uses else n_layers
-    full = min(first, n_layers)
-    layout = [_FULL] * full + [_SLIDING] * (n_layers - full)
-    kinds = fields.items("layer_types", str, layout)
-    sliding = [str(j) for j, kind in enumerate(kinds) if kind == _SLIDING]
-    if (
-        len(kinds) != n_layers
-        or not {*kinds} <= {_SLIDING, _FULL}
-        or (sliding and not uses)
-    ):
-        raise UserError(
-            f"{fields.file}: layer_types {kinds} are not supported for {n_layers} layers with "
-            f"use_sliding_window {uses}"
-        )
-    causal = "none" if fields.switch("sliding_window_non_causal") else "sliding"
-    for name in ("causal", "is_causal"):  # of all layers; the second wins in vLLM
-        if name in fields.values:
-            causal = "all" if fields.switch(name) else "none"
-    return {
-        "sliding_layers": ",".join(sliding),
-        "window": fields.count("sliding_window", 4096) if sliding else 0,
-        "window_at_root": bool(sliding) and "sliding_window_non_causal" in fields.values,
-        "causal": causal,
-    }
 
 
 def _copies(export: Export) -> Arrays:
@@ -324,7 +216,10 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
     if heads.window:
         sliding = numbers(heads.sliding_layers)
-        kinds = [_SLIDING if j in sliding else _FULL for j in range(heads.n_layers)]
+        kinds = [
+            dflash_config.SLIDING if j in sliding else dflash_config.FULL
+            for j in range(heads.n_layers)
+        ]
         layers |= {"layer_types": kinds, "sliding_window": heads.window}
         layers["use_sliding_window"] = True
     if not heads.root_guesses and not heads.markov_rank:

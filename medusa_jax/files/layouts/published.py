@@ -58,12 +58,9 @@ def open_published(path_or_id: str) -> StoredHeads:
 
 def _prefixes(tensors: Tensors) -> list[str]:
     """Patterns of what keys begin with, such as "draft_model." and "eagle3.model.": modules that heads may be in."""
-    found = set()
-    for key in tensors:
-        names = key.split(".")[:-1]
-        found |= {".".join(names[:n]) + "." for n in range(1, min(len(names), 3) + 1)}
-    outer = sorted((x for x in found if not re.search(r"\b\d+\.", x)), key=len)
-    return [rf"^{re.escape(prefix)}(?:model\.)?" for prefix in outer]
+    parts = (key.split(".")[:n] for key in tensors for n in (1, 2, 3))
+    found = {".".join(x) + "." for x in parts if not any(map(str.isdigit, x))}
+    return [rf"^{re.escape(x)}(?:model\.)?" for x in sorted(found, key=len)]
 
 
 def _downloaded(repository: str) -> str:

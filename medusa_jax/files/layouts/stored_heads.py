@@ -45,14 +45,18 @@ class StoredHeads(Source):
     ids: np.ndarray | None = None
     copied_lm_head: str = ""
 
-    def sharing(self, base: BaseFiles) -> "StoredHeads":
-        """These heads with the backbone's LM head, if theirs is a copy of it."""
+    def fitted(self, base: BaseFiles) -> "StoredHeads":
+        """These heads with what equals the backbone's as the backbone's: a copy of its LM head, the norms' epsilon."""
         tensors = dict(self.tensors)
+        fields: Json = {}
         copy = tensors.pop(self.copied_lm_head, None)
-        if copy is None or not base.has_lm_head(copy):
-            return self
-        heads = replace(self.heads, lm_head="shared")
-        return replace(self, heads=heads, tensors=tensors)
+        if copy is not None and base.has_lm_head(copy):
+            fields["lm_head"] = "shared"
+        else:
+            tensors = self.tensors
+        if getattr(self.heads, "rms_eps", 0.0) == base.config.rms_eps:
+            fields["rms_eps"] = 0.0
+        return replace(self, heads=replace(self.heads, **fields), tensors=tensors)
 
     def read(self, llama: LlamaConfig) -> Arrays:
         """Read all parameters to the host by path, in their stored type.

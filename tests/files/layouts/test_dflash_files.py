@@ -11,6 +11,7 @@ from our_heads import BASE, exported, write_heads
 from refusals import refused
 from safetensors.numpy import load_file
 
+from medusa_jax import load
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.heads.dflash import DFlashConfig, DSparkConfig
 
@@ -149,7 +150,7 @@ def test_written_for_speculators(heads, base, tmp_path):
     """The same tensors and copies of what speculators would compute with NaN."""
     stored = write_heads(tmp_path / "own", base, heads)
     out = exported(stored, base, "speculators", tmp_path / "out")
-    raw, again = config_of(out), open_heads(str(out)).sharing(base)
+    raw, again = config_of(out), open_heads(str(out)).fitted(base)
     assert again.heads.lm_head == heads.lm_head  # the copy is no second matrix
     jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
     ids = np.arange(V) if stored.ids is None else stored.ids
@@ -172,7 +173,7 @@ FREE = replace(AT_ROOT, causal="none")
 # Fields that `Qwen3DSparkModel` of DeepSpec requires.
 REQUIRED = {
     "target_layer_ids", "mask_token_id", "num_anchors", "enable_confidence_head", "markov_rank",
-    "block_size", "layer_types",
+    "block_size",
 }  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def test_written_and_read_back(heads, targets, base, tmp_path):
                 exported(stored, base, target, tmp_path / target)
             continue
         out = exported(stored, base, target, tmp_path / target)
-        again, raw = open_heads(str(out)).sharing(base), config_of(out)
+        again, raw = open_heads(str(out)).fitted(base), config_of(out)
         jax.tree.map(np.testing.assert_array_equal, again.read(LLAMA), stored.read(LLAMA))
         for name in names:
             assert getattr(again.heads, name) == getattr(heads, name), name
@@ -213,7 +214,7 @@ def test_written_and_read_back(heads, targets, base, tmp_path):
     assert raw.get("markov_rank") == table.get("markov_rank")
     assert raw.get("markov_rank") == (heads.markov_rank if guesses else None)
     # DeepSpec draws what a file lacks at random, without a word.
-    assert not guesses or {*REQUIRED} - {"layer_types"} <= raw.keys()
+    assert not guesses or raw.keys() >= REQUIRED
     copies = {"embed_tokens.weight", "lm_head.weight"}
     assert copies & tensors.keys() == (copies if guesses else set())
 
@@ -229,14 +230,17 @@ def test_a_copy_of_the_lm_head_is_the_backbones(base, tmp_path):
     copies = deepspec_copies(base)
     folder = write(tmp_path / "a", state() | copies, "model.safetensors", DEEPSPEC)
     stored = open_heads(str(folder))
-    shared = stored.sharing(base)
+    shared = stored.fitted(base)
     assert (stored.heads.lm_head, shared.heads.lm_head) == ("own", "shared")
     assert not any("lm_head" in path for path in shared.read(LLAMA))
+    assert (stored.heads.rms_eps, shared.heads.rms_eps) == (1e-5, 0.0)  # the backbone's
+    model = load(base.source, str(folder), tree="chain:4")
+    assert model.drafter.heads == shared.heads
     assert exported(stored, base, "dflash", tmp_path / "out").is_dir()
     copies["lm_head.weight"] = copies["lm_head.weight"] + np.eye(V, D, dtype=np.float32)
     folder = write(tmp_path / "b", state() | copies, "model.safetensors", DEEPSPEC)
     other = open_heads(str(folder))
-    assert other.sharing(base).heads.lm_head == "own"
+    assert other.fitted(base).heads.lm_head == "own"
     with refused("these heads have LM head 'own'"):
         exported(other, base, "dflash", tmp_path / "no")
 

@@ -13,6 +13,7 @@ from head_files import (
     FILES,
     HYDRA,
     IDS,
+    LLAMA,
     SPECULATORS,
     V13,
     VERSIONS,
@@ -121,8 +122,9 @@ def eagle_files():
     for name, bias in (("pytorch_model.bin", True), ("model.safetensors", False)):
         state = eagle_state(bias)
         said = {"drafter": "eagle", "n_layers": 1, "fc_bias": bias} | SHARED
-        want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD)
-        yield state, name, EAGLE | {"bias": bias}, said, want
+        for eps in (LLAMA.rms_eps, 0.3):
+            want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD, eps=eps)
+            yield state, name, EAGLE | {"bias": bias, "rms_norm_eps": eps}, said, want
     for narrow, flags in VERSIONS:
         state, fields = eagle3_version(narrow, flags)
         copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
@@ -164,9 +166,8 @@ def by_frequency(state):
 def other_trainers():
     """EAGLE-3's keys decide, and what says nothing is no reason to refuse: the same drafts."""
     vocabulary = ("d2t", "t2d", "lm_head.weight")
-    want = eagle3_logits(eagle3_state(), STREAMS, FOLLOWING, EAGLE3, DEPTH)
     for change, fields in (
-        (lambda s: s, {"num_hidden_layers": 40}),
+        (lambda s: s, {"num_hidden_layers": 40, "rms_norm_eps": 0.3}),
         *(
             (lambda s, kind=kind: s | {"d2t": s["d2t"].astype(kind)}, {})
             for kind in ("int32", "uint8", "float32", "float16")
@@ -189,6 +190,7 @@ def other_trainers():
         (by_frequency, {"eagle_config": OPTIMIZER}),
     ):
         said = {"draft_vocab": len(IDS)}
+        want = eagle3_logits(eagle3_state(), STREAMS, FOLLOWING, EAGLE3 | fields, DEPTH)
         yield change(eagle3_state()), "model.safetensors", EAGLE3 | fields, said, want
 
 
