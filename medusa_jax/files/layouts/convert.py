@@ -44,7 +44,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
         raise UserError(f"{stored.source}: {reason}")
     tree = optional_json(os.path.join(stored.directory, "tree.json"))
     name = os.path.basename(os.path.normpath(out))
-    card = model_card(export, layout.loading_of(stored.heads), name, tree)
+    card = model_card(export, layout.loading, name, tree)
     with replacing(out) as folder:
         layout.write(export, folder)
         write_text(os.path.join(folder, "README.md"), card)

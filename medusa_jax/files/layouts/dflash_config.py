@@ -27,11 +27,7 @@ _EXPECTED = {
     "attention_bias": (False,), "input_embedding_scale": (1, 1.0),
     "output_multiplier": (1, 1.0), "final_logit_softcapping": (0, 0.0),
 }  # fmt: skip
-# Further fields that are read here or by `parse_config`.
-_KNOWN = {
-    "mask_token_id", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
-    "use_sliding_window", "max_window_layers", "sliding_window_non_causal", "is_causal", "causal",
-}  # fmt: skip
+_READ = {"mask_token_id", "sliding_window_non_causal", "is_causal", "causal"}
 
 
 def read(file: str, config: Json) -> Fields:
@@ -51,7 +47,7 @@ def read(file: str, config: Json) -> Fields:
                 )
         values = config | table
     fields = Fields(file, {k: x for k, x in values.items() if x is not None})
-    check_others(file, fields.values, _KNOWN | _EXPECTED.keys())
+    check_others(file, fields.values, _READ | _EXPECTED.keys())
     fields.expect(_EXPECTED)
     return fields
 

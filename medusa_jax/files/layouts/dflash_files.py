@@ -14,7 +14,6 @@
 import re
 from dataclasses import replace
 
-from medusa_jax.arch import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
@@ -46,7 +45,8 @@ class DFlashFiles(Layout):
     loading = (
         'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
-        "--speculative-draft-model-path {out}`"
+        "--speculative-draft-model-path {out}`; DeepSpec, if the root's slot guesses, and it alone "
+        "without a Markov head: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
     )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -123,14 +123,8 @@ class DFlashFiles(Layout):
             copied_lm_head=LM_HEAD,
         )
 
-    def loading_of(self, heads: HeadsConfig) -> str:
-        assert isinstance(heads, DFlashConfig)
-        if heads.root_guesses and not heads.markov_rank:
-            return "DeepSpec: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
-        return self.loading
-
     def write(self, export: Export, out: str) -> None:
-        """Write in the form of z-lab and SpecForge, or where the root guesses of DeepSpec."""
+        """Write in the form of z-lab and SpecForge; where the root's slot guesses, of DeepSpec."""
         drafter, layers, markov = _description(export)
         heads, config = drafter.heads, export.base.config
         table: Json = {
@@ -225,7 +219,8 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
     if not heads.root_guesses and not heads.markov_rank:
         return drafter, layers, {}
     # DSpark of rank 0 is DFlash whose root guesses.
-    markov = {"markov_rank": heads.markov_rank, "enable_confidence_head": heads.confidence}
+    markov: Json = {"markov_rank": heads.markov_rank}
+    markov["enable_confidence_head"] = heads.confidence
     if heads.markov_rank:
         markov["markov_head_type"] = "vanilla"
     if heads.confidence:

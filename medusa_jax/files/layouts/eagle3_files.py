@@ -50,11 +50,6 @@ SPECULATORS_FIELDS = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
-# Fields that are read here or by `parse_config`, and those that need others to have an effect.
-KNOWN = {
-    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window",
-    "max_window_layers", "parallel_draft_heads_num_layers", *_FLAGS,
-}  # fmt: skip
 # Expected values; others would change the computation.
 EXPECTED = {
     "norm_before_fc": (False,), "attention_bias": (False,), "mlp_bias": (False,),
@@ -104,11 +99,16 @@ class Eagle3Files(Layout):
             depth = _depth(file, fields.get(TAPS))
             stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
             fields["num_hidden_layers"] = len(stored) or 1
-        check_others(file, fields, KNOWN | EXPECTED.keys())
+        # The last has an effect only with `parallel_draft_step`.
+        known = {*_FLAGS, *EXPECTED, "parallel_draft_heads_num_layers"}
+        check_others(file, fields, known)
         layer = parse_config(file, fields)
         n_taps = sum(tensors["fc.weight"].shape[1:]) // layer.d_model
-        sizes = {"target_hidden_size": layer.d_model, "num_aux_hidden_states": n_taps}
-        Fields(file, fields).expect(EXPECTED | {name: (n,) for name, n in sizes.items()})
+        counts = {
+            "target_hidden_size": (layer.d_model,),
+            "num_aux_hidden_states": (n_taps,),
+        }
+        Fields(file, fields).expect(EXPECTED | counts)
         if layer.qk_norm or layer.qkv_bias:
             raise UserError(
                 f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"

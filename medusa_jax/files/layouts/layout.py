@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from medusa_jax.arch import HeadsConfig
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.layouts.limits import Limits
@@ -151,10 +150,6 @@ class Layout:
           UserError: missing, unknown or unsupported fields; tensors that contradict them.
         """
         raise NotImplementedError
-
-    def loading_of(self, heads: HeadsConfig) -> str:
-        """`loading` for such heads."""
-        return self.loading
 
     def write(self, export: Export, out: str) -> None:
         """Write heads into the empty directory `out`.

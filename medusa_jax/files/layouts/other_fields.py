@@ -11,6 +11,11 @@ _COMPUTED = re.compile(
     r"norm|scal|multipl|softcap|window|swa|rope|rotary|alibi|neox|residual|causal|mask|shift|offset|"
     r"activation|clip|swiglu|sink|logit|attention_chunk|parallel_draft"
 )
+# Read by `hf_config.parse_config`.
+_LAYER = {
+    "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window",
+    "max_window_layers",
+}  # fmt: skip
 # Of training, of experts (which have tensors), or of another part of the model.
 _ELSEWHERE = re.compile(
     r"loss|dropout|train|init|router|routed|expert|moe|topk|vision|audio|image"
@@ -27,7 +32,7 @@ def check_others(file: str, fields: Json, known: Set[str]) -> None:
     Raises:
       UserError: names the field.
     """
-    for name in sorted(fields.keys() - known):
+    for name in sorted(fields.keys() - known - _LAYER):
         value = fields[name]
         one = value == 1 and value is not True and _FACTOR.search(name)
         computed = _COMPUTED.search(name) and not _ELSEWHERE.search(name)
