@@ -175,6 +175,8 @@ class TrainConfig:
     teacher_weight: float = 0.0
     distance_weight: float = 0.0
     confidence_weight: float = 0.0
+    # Whether that error also trains the block and the Markov head, as in DeepSpec and SpecForge.
+    confidence_gradient: bool = False
     feature_weight: float = 0.0
     # EAGLE: number of draft levels in the loss. 1 for EAGLE-1 as released, 7 for EAGLE-3; each further level reads
     # the output of the previous one, as in decoding (HASS, EAGLE-3's training-time test).

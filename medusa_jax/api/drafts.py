@@ -148,6 +148,7 @@ def open_drafts(
     if source is None:
         return Drafts(make_drafter(HeadsConfig(n_heads=1, lm_head="shared"), base.config))
     if isinstance(source, StoredHeads):
+        source = source.fitted(base)
         check_base(source, base.config, expected, allow_other=expected is None)
         drafter = make_drafter(source.heads, base.config)
         return DraftHeads(

@@ -103,9 +103,16 @@ class BaseFiles(Source):
 
     def lm_head_columns(self, ids_O: np.ndarray) -> np.ndarray:
         """Columns [D, O] of the LM head's kernel, for these tokens."""
+        return read_rows(self.tensors[self._lm_head_key], ids_O).T
+
+    def has_lm_head(self, copy: Tensor) -> bool:
+        """Whether a stored matrix [V, D] is the LM head."""
+        return _are_equal(self.tensors[self._lm_head_key], copy)
+
+    @property
+    def _lm_head_key(self) -> str:
         entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"
-        key, _ = self.locate(entry)
-        return read_rows(self.tensors[key], ids_O).T
+        return self.locate(entry)[0]
 
     def fingerprint(self) -> str:
         """The `Fingerprint` of the model, from a sample of the weights in its files."""

@@ -14,6 +14,9 @@ keys and values of c.
 W2 W1[token before] to the logits of a slot. In a tree, the token before is the parent's, so
 one pass gives the guesses of all levels.
 
+In *sliding layers* (SpecForge; speculators' default) a slot sees the last `window` positions of the text, itself, and
+the slots before it.
+
 In training every position of a text is the root of a block; slots of row t attend to c up
 to t.
 """
@@ -25,12 +28,13 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig
-from medusa_jax.bounds import AtLeast
-from medusa_jax.errors import between
+from medusa_jax.bounds import AtLeast, OneOf
+from medusa_jax.errors import UserError, between
 from medusa_jax.heads.drafter import (
     Backbone,
     Committed,
@@ -43,7 +47,7 @@ from medusa_jax.heads.drafter import (
 from medusa_jax.heads.fill import Level, fill_by_level, fill_by_rank
 from medusa_jax.heads.layers import applied, lm_head_logits, lm_head_start
 from medusa_jax.heads.state import CacheState
-from medusa_jax.heads.tapped import TappedDrafter
+from medusa_jax.heads.tapped import TappedDrafter, numbers, numbers_to
 from medusa_jax.model.cache import KVCache, Pair
 from medusa_jax.model.draft_caches import BlockCache, LayerCache
 from medusa_jax.model.layers import Attention, Block, Embed, Linear, RMSNorm, zero_output
@@ -77,6 +81,14 @@ class DFlashConfig(HeadsConfig):
     head_dim: int = 0
     d_ff: int = 0
     rope_theta: float = 0.0
+    rms_eps: float = 0.0
+    # Layers that see `window` positions of the text, such as "0,1,2"; empty: none. SpecForge counts them back
+    # from each slot, itself included, speculators from the root, itself excluded (`window_at_root`).
+    sliding_layers: str = ""
+    window: int = 0
+    window_at_root: bool = False
+    # Layers in which a slot does not see the slots after it.
+    causal: Annotated[str, OneOf(("sliding", "all", "none"))] = "sliding"
     # The root's slot guesses the first token after the root.
     root_guesses: bool = False
     # Rank of the Markov head; 0: none.
@@ -102,6 +114,9 @@ class DFlash(TappedDrafter):
         if not h.tap_layers:
             between("heads.n_taps", h.n_taps, 1, MOST_DEEP)
         between("heads.markov_rank", h.markov_rank, int(h.confidence), 2**20)
+        numbers_to("heads.sliding_layers", h.sliding_layers, h.n_layers - 1)
+        if bool(h.sliding_layers) != bool(h.window):
+            raise UserError("heads.sliding_layers and heads.window need each other")
 
     @property
     def stored_counts(self) -> tuple[int, int]:
@@ -187,6 +202,29 @@ class DFlash(TappedDrafter):
             applied(attention, layer, c_BTD, rope, CausalMask())[1] for layer in layers
         )
 
+    def caches(
+        self, text: Sequence[Pair], root_BA: jax.Array, visible_BAS: jax.Array
+    ) -> list[BlockCache]:
+        """By layer, what the blocks of A roots see.
+
+        Args:
+          root_BA: the slots of the text that the roots will have.
+          visible_BAS: the slots of the text before each root.
+        """
+        h, K, S = self.heads, self.n_slots, visible_BAS.shape[2]
+        visible_BQS = jnp.repeat(visible_BAS, K, axis=1)
+        # The slot of the text that a window ends with.
+        end_K = np.full(K, -1) if h.window_at_root else np.arange(K)
+        end_BQ = (root_BA[:, :, None] + end_K[None, None]).reshape(len(root_BA), -1)
+        near_BQS = end_BQ[..., None] - jnp.arange(S)[None, None] < h.window
+        sliding, caches = numbers(h.sliding_layers), []
+        for j, pair in enumerate(text):
+            causal = h.causal == "all" or (h.causal == "sliding" and j in sliding)
+            mask_KK = jnp.asarray(np.tri(K, k=0 if causal else K, dtype=bool))
+            seen_BQS = visible_BQS & near_BQS if j in sliding else visible_BQS
+            caches.append(BlockCache(pair, seen_BQS, mask_KK))
+        return caches
+
     def block(self, backbone: Backbone, root_BT: jax.Array) -> jax.Array:
         """The input of the blocks of these roots: [B, T * slots, D]."""
         B, T = root_BT.shape
@@ -260,7 +298,7 @@ class DFlash(TappedDrafter):
             at_BQ, segment_BQ, root_BQ, position_BQ = inputs
             visible_BQT = jnp.arange(T)[None, None] <= at_BQ[..., None]
             visible_BQT &= segment_ids_BT[:, None] == segment_BQ[..., None]
-            caches = [BlockCache(pair, visible_BQT) for pair in text]
+            caches = self.caches(text, at_BQ + 1, visible_BQT)
             return self.guesses(params, backbone, root_BQ, position_BQ, caches)
 
         inputs = (index_BA, at_index(segment_ids_BT), at_index(shift_left(tokens_BT, 1)),
@@ -324,14 +362,15 @@ class DFlash(TappedDrafter):
     ) -> Proposal:
         """One pass over the block; the LM head reads only the slots of the tree's depths."""
         length_B, texts = state.length_B, state.cache.layers
-        fused = backbone.fuses(self.shape)
-        caches: list[LayerCache]
+        plain = not self.heads.sliding_layers and self.heads.causal != "all"
+        fused = plain and backbone.fuses(self.shape)
+        caches: Sequence[LayerCache]
         if fused:
             padding = (0, 0), (0, 0), (0, self.n_slots), (0, 0)
             caches = [(jnp.pad(k, padding), jnp.pad(v, padding)) for k, v in texts]
         else:
             visible_B1S = (jnp.arange(state.cache.slots)[None] < length_B[:, None])[:, None]
-            caches = [BlockCache(text, visible_B1S) for text in texts]
+            caches = self.caches(texts, length_B[:, None], visible_B1S)
         root = request.root_B[:, None], length_B[:, None]
         x_B1KD = self.guesses(params, backbone, *root, caches, length_B if fused else None)
         depth, dtype = request.tree.depth, backbone.llama.dtype

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.arch import HeadsConfig
+from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.model.kernels import PLAIN, Kernels
@@ -37,6 +37,8 @@ class EagleConfig(HeadsConfig):
     n_heads: int = 5
     lm_head: str = "shared"
     fc_bias: bool = True
+    # Epsilon of the norms; 0: the backbone's.
+    rms_eps: float = 0.0
 
 
 class Layers(Stack):
@@ -66,9 +68,15 @@ class Eagle(Autoregressive):
 
     Config = EagleConfig
 
+    @property
+    def shape(self) -> LlamaConfig:
+        return dataclasses.replace(
+            self.llama, rms_eps=self.heads.rms_eps or self.llama.rms_eps
+        )
+
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
         h = self.heads
-        return Layers(self.llama, dtype, kernels, h.n_layers, h.fc_bias)
+        return Layers(self.shape, dtype, kernels, h.n_layers, h.fc_bias)
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """Layers start as f -> f, so all depths start as the LM head."""

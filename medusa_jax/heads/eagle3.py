@@ -60,6 +60,8 @@ class Eagle3Config(HeadsConfig):
     d_ff: int = 0
     # Base of the rotation, without scaling; 0: the backbone's rotation.
     rope_theta: float = 0.0
+    # Epsilon of the norms; 0: the backbone's.
+    rms_eps: float = 0.0
 
 
 class WideBlock(Block):

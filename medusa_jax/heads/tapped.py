@@ -8,12 +8,27 @@ from medusa_jax.errors import UserError
 from medusa_jax.heads.drafter import Drafter
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers in "2,16,29"; none in an empty text."""
+    return tuple(int(x) for x in text.split(",")) if text else ()
+
+
+def numbers_to(name: str, text: str, most: int) -> None:
+    """Refuse a text that is not empty nor numbers from 0 to `most` with commas between."""
+    layers = text.split(",") if text else []
+    if not all(x.strip().isdecimal() and int(x) <= most for x in layers):
+        raise UserError(
+            f"{name} are numbers from 0 to {most} with commas between, not {text!r}"
+        )
+
+
 class TappedDrafter(Drafter):
     """Base class; the drafter's `Config` has these fields.
 
     tap_layers: layers whose input is read, such as "2,16,29"; empty: `paper_taps`.
     attention_heads, kv_heads, head_dim, d_ff: sizes of the layers; 0: the backbone's.
     rope_theta: base of the rotation, without scaling; 0: the backbone's rotation.
+    rms_eps: epsilon of the norms; 0: the backbone's.
     """
 
     # The layers norm their queries and keys, as Qwen3's do.
@@ -22,12 +37,7 @@ class TappedDrafter(Drafter):
     heads: Any
 
     def check(self) -> None:
-        L, tap_layers = self.llama.n_layers, self.heads.tap_layers
-        layers = tap_layers.split(",") if tap_layers else []
-        if not all(x.strip().isdecimal() and int(x) <= L for x in layers):
-            raise UserError(
-                f"heads.tap_layers are numbers from 0 to {L} with commas between, not {tap_layers!r}"
-            )
+        numbers_to("heads.tap_layers", self.heads.tap_layers, self.llama.n_layers)
         c = self.shape
         sizes = (c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
         if min(sizes) < 1 or c.n_heads % c.n_kv_heads or c.head_dim % 2:
@@ -43,7 +53,7 @@ class TappedDrafter(Drafter):
         form = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
         sizes = {
             "n_heads": h.attention_heads, "n_kv_heads": h.kv_heads, "head_dim": h.head_dim,
-            "d_ff": h.d_ff,
+            "d_ff": h.d_ff, "rms_eps": h.rms_eps,
         }  # fmt: skip
         fields: dict[str, Any] = form | {name: n for name, n in sizes.items() if n}
         if h.rope_theta:
@@ -52,9 +62,7 @@ class TappedDrafter(Drafter):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        if self.heads.tap_layers:
-            return tuple(int(x) for x in self.heads.tap_layers.split(","))
-        return self.paper_taps
+        return numbers(self.heads.tap_layers) or self.paper_taps
 
     @property
     def paper_taps(self) -> tuple[int, ...]:

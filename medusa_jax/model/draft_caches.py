@@ -62,19 +62,21 @@ class BlockCache(DraftCache):
 
     Attributes:
       text: keys and values [B, G, S, H] of the text.
-      visible_BAS: the slots of the text that each of A blocks sees; its tokens also see each other.
+      visible_BTS: the slots of the text that each token of the blocks sees.
+      mask_KK: [k, i] is True where token k of a block sees its token i.
     """
 
     text: Pair
-    visible_BAS: jax.Array
+    visible_BTS: jax.Array
+    mask_KK: jax.Array
 
     def attend(
         self, kernels: Kernels, q_BTNH: jax.Array, new: Pair, mask: Mask
     ) -> tuple[jax.Array, "BlockCache"]:
-        """A blocks see the text and each itself; T = A x slots. The mask is not read."""
+        """A blocks of K tokens see the text and each itself; T = A x K. The mask is not read."""
         q_BGTRH = group_queries(q_BTNH, new[0].shape[1])
-        B, A, _ = self.visible_BAS.shape
-        slots = q_BTNH.shape[1] // A
+        B, slots = len(q_BTNH), len(self.mask_KK)
+        A = q_BTNH.shape[1] // slots
 
         def apart(x: jax.Array) -> jax.Array:
             """[B, G, T, ...] -> [B A, G, slots, ...]."""
@@ -85,9 +87,8 @@ class BlockCache(DraftCache):
             x = jnp.moveaxis(x.reshape(B, A, *x.shape[1:]), 1, 2)
             return x.reshape(*x.shape[:2], A * slots, *x.shape[4:])
 
-        all_visible = jnp.ones((1, slots, slots), bool)
-        part = attend_part(apart(q_BGTRH), apart(new[0]), apart(new[1]), all_visible)
-        visible_BTS = jnp.repeat(self.visible_BAS, slots, axis=1)
-        text_part = attend_part(q_BGTRH, *self.text, visible_BTS)
+        own = apart(q_BGTRH), apart(new[0]), apart(new[1])
+        part = attend_part(*own, self.mask_KK[None])
+        text_part = attend_part(q_BGTRH, *self.text, self.visible_BTS)
         part = merge_parts(jax.tree.map(together, part), text_part)
         return flat(part.out_BGTRH.astype(q_BTNH.dtype)), self

@@ -16,7 +16,7 @@ from medusa_jax.errors import UserError
 from medusa_jax.files import hf
 from medusa_jax.files.fingerprint import Fingerprint
 from medusa_jax.files.layouts import own_heads
-from medusa_jax.files.layouts.heads_io import load_heads
+from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.registry import whole_config
 from medusa_jax.model.layers import zero_output
@@ -91,7 +91,7 @@ def load_setup(plan: RunPlan) -> Setup:
     recipe: Json | None = None
     if train.heads_path:
         start["heads"], recipe = first_heads(
-            train.heads_path, plan.heads, loaded, plan.mesh
+            train.heads_path, plan.heads, loaded, plan.mesh, model.path
         )
     arch, base = (loaded.arch, loaded.base) if loaded else (plan.arch, None)
     return Setup(arch, frozen, start, base, recipe)
@@ -125,15 +125,21 @@ def load_backbone(
 
 
 def first_heads(
-    path: str, expected: HeadsConfig, backbone: LoadedBackbone | None, mesh: Mesh
+    path: str, expected: HeadsConfig, backbone: LoadedBackbone | None, mesh: Mesh, base: str
 ) -> tuple[PyTree, Json]:
-    """Load the heads that training starts from, which must be as `expected`, and their recipe."""
+    """Load the heads that training starts from, which must be as `expected`, and their recipe.
+
+    Args:
+      base: directory of the backbone; "" for a random one.
+    """
     if backbone is None:
         raise UserError(
             f"the heads in {path} belong to a backbone: set model.path to its directory"
         )
+    stored = open_heads(path)
+    stored = stored.fitted(hf.BaseFiles.open(base)) if base else stored
     heads, params, described = load_heads(
-        path, backbone.arch, mesh, fingerprint=backbone.base["fingerprint"]
+        stored, backbone.arch, mesh, fingerprint=backbone.base["fingerprint"]
     )
     if heads != whole_config(expected):
         raise UserError(f"{path} holds {heads}, but the configuration is {expected}")

@@ -114,7 +114,7 @@ def targets(tmp_path_factory, sentencepiece_dir, tokenizer_json):
         add(name, folder / file, read_heads, folder, weights=True)
         add(f"{name}-config", folder / "config.json", read_heads, folder, same=same)
 
-    same = ("vllm", "medusa", "hydra", "eagle")
+    same = ("vllm", "medusa", "hydra")  # others have numbers of their own in config.json
     for kind, (state, file, config) in FILES.items():
         add_heads(kind, state, file, config, kind in same)
     add_heads("safe", medusa_state(2), "medusa_lm_head.safetensors", {})

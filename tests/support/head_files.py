@@ -286,17 +286,18 @@ def prefix_output(state, x):
     return numpy_norm(state["prefix_embeding_layer.norm.weight"], x, LLAMA.rms_eps)
 
 
-def eagle_logits(state, hidden, following, lm_head, depth=4):
+def eagle_logits(state, hidden, following, lm_head, depth=4, eps=LLAMA.rms_eps):
     """[depth, V] after the hidden states [T, D], every level fed back to the next.
 
     Args:
       following: embeddings [T + depth - 1, D] of the tokens after each position.
     """
     state, rows, logits = wide(state), hidden, []
+    shape = dataclasses.replace(LLAMA, rms_eps=eps)
     for _ in range(depth):
         both = np.concatenate([following[: len(rows)], rows], -1)
         x = both @ state["fc.weight"].T + state.get("fc.bias", 0)
-        f = decoder_layer(LLAMA, weights_of(state, "layers.0"), x)[-1]
+        f = decoder_layer(shape, weights_of(state, "layers.0"), x)[-1]
         logits.append(lm_head @ f)
         rows = np.concatenate([rows, f[None]])
     return np.stack(logits)
@@ -304,10 +305,11 @@ def eagle_logits(state, hidden, following, lm_head, depth=4):
 
 def eagle3_logits(state, streams, following, config, depth=4):
     """[depth, O] after the streams [T, 3 D], every level fed back to the next as its flags say."""
-    state, logits = wide(state), []
-    rms = lambda name, x: numpy_norm(state[f"{name}.weight"], x, LLAMA.rms_eps)  # noqa: E731
+    state, logits, eps = wide(state), [], config.get("rms_norm_eps", LLAMA.rms_eps)
+    rms = lambda name, x: numpy_norm(state[f"{name}.weight"], x, eps)  # noqa: E731
     shape = dataclasses.replace(
         LLAMA,
+        rms_eps=eps,
         n_kv_heads=config["num_key_value_heads"],
         rope_theta=config.get("rope_theta", 10000.0),
     )

@@ -6,6 +6,7 @@ and known pitfalls.
 """
 
 import os
+from dataclasses import replace
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.json_files import optional_json
@@ -30,6 +31,7 @@ def convert(export: Export, target: str, out: str, allow_other_base: bool = Fals
       UserError: `out` is not empty; heads that the target does not support or that belong to another backbone;
         unreadable or unwritable files.
     """
+    export = replace(export, stored=export.stored.fitted(export.base))
     stored, base = export.stored, export.base.config
     layout = layout_of(target, stored.heads.drafter)
     if not out or (os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out))):

@@ -2,17 +2,13 @@
 
   fc.weight                                [D, A D] for A streams, lowest first; hidden_norm.weight, norm.weight
   layers.{j}.*                             as in a Qwen3 model
-  markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark)
+  markov_head.markov_{w1,w2}.weight        [V, R] each (DSpark); early SpecForge has `logit_head.` before them
   confidence_head.proj.{weight,bias}       [1, D + R], [1]; without W1 of the token before in its input [1, D], not read
   embed_tokens.weight                      a copy of the backbone's, not read
-  lm_head.weight                           [O, D], if the heads have one of their own
+  lm_head.weight                           [O, D], if the heads have one of their own, or a copy of the backbone's
   d2t [O] int64, t2d [V] bool              a draft vocabulary, as in `tapped_files.py` (speculators)
 
-`config.json` describes the layers. `block_size`, `mask_token_id`, `target_layer_ids` and the fields of the Markov
-head are there, in its table `dflash_config`, or in both. Layers are numbered from 0 by their outputs (-1: the
-embedding), one less than in `heads.tap_layers`. A block of DSpark has `block_size` guesses, one of DFlash
-a guess less, since its first slot is the root's. speculators has the layers' fields in a table
-(`speculators_config.py`), numbers layers by their inputs, and says `sample_from_anchor` where the root's slot guesses.
+`config.json`: see `dflash_config.py`.
 """
 
 import re
@@ -22,38 +18,24 @@ from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
-from medusa_jax.files.layouts import speculators_config
+from medusa_jax.files.layouts import dflash_config, speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.stored_heads import StoredHeads
+from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
     take_ids,
     verifier,
     vocabulary_arrays,
 )
-from medusa_jax.files.tensor import Tensors
+from medusa_jax.files.tensor import Tensors, rename
 from medusa_jax.heads.dflash import DFlash, DFlashConfig, DSparkConfig
-from medusa_jax.typed import Fields
+from medusa_jax.heads.tapped import numbers
 from medusa_jax.whole_files import Json
 
 _CONFIDENCE = "confidence_head.proj.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 _UNREAD = {_CONFIDENCE, "confidence_head.proj.bias"}
-_TABLE, _TAPS = "dflash_config", "target_layer_ids"
-# The tapped layers of speculators, and its other fields that are read here.
-_INPUTS = "aux_hidden_state_layer_ids"
-SPECULATORS_FIELDS = {
-    "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal", "markov_rank",
-    "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
-}  # fmt: skip
-# Values that the computation here has; others would change it.
-EXPECTED = {
-    "projector_type": ("dflash", "dspark"), "markov_head_type": ("vanilla",),
-    "attention_mode": ("gqa",), "attention_bias": (False,), "use_sliding_window": (False,),
-    "input_embedding_scale": (1, 1.0), "output_multiplier": (1, 1.0),
-    "final_logit_softcapping": (0, 0.0), "causal": (False,), "is_causal": (False,),
-}  # fmt: skip
 
 
 class DFlashFiles(Layout):
@@ -63,7 +45,8 @@ class DFlashFiles(Layout):
     loading = (
         'vLLM: `speculative_config={{"method": "{drafter}", "model": "{out}", '
         '"num_speculative_tokens": {heads}}}`; SGLang: `--speculative-algorithm {DRAFTER} '
-        "--speculative-draft-model-path {out}`"
+        "--speculative-draft-model-path {out}`; DeepSpec, if the root's slot guesses, and it alone "
+        "without a Markov head: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
     )
 
     def fits(self, tensors: Tensors) -> bool:
@@ -76,38 +59,26 @@ class DFlashFiles(Layout):
         Raises:
           UserError: missing or unsupported fields.
         """
-        source, tensors = files.source, files.tensors
-        file, config = files.config_file, files.config
-        if speculators_config.TYPE in config:
-            values = _of_speculators(file, config)
-        else:
-            table = Fields(file, config).table(_TABLE)
-            for name in config.keys() & table.keys():
-                if config[name] != table[name]:
-                    raise UserError(
-                        f"{file}: {name} is {config[name]!r}, and {table[name]!r} in {_TABLE}"
-                    )
-            values = config | table
-        values = {k: x for k, x in values.items() if x is not None}
-        config_fields, layer = Fields(file, values), parse_config(file, values)
-        config_fields.expect(EXPECTED)
+        source, file, config = files.source, files.config_file, files.config
+        tensors = rename(files.tensors, lambda key: key.removeprefix("logit_head."))
+        config_fields = dflash_config.read(file, config)
+        values = config_fields.values
+        # Windows are of the layers here, and may be of any of them.
+        layer = parse_config(file, values | {"use_sliding_window": False})
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"
             )
-        shape, sizes = shape_of(config_fields, layer)
-        dspark = _W1 in tensors
-        if dspark != (values.get("projector_type", "dspark" if dspark else "") == "dspark"):
-            raise UserError(f"{file}: projector_type contradicts the keys of {source}")
-        kind = DSparkConfig if dspark else DFlashConfig
-        taps = config_fields.items(_TAPS, int)
-        if sorted(set(taps)) != taps or min(taps, default=-2) < -1:
+        shape, sizes = shape_of(layer)
+        rank = config_fields.count("markov_rank", 0, least=0)
+        dflash = values.get("projector_type") == "dflash"
+        if bool(rank) != (_W1 in tensors) or (rank and dflash):
             raise UserError(
-                f"{file}: {_TAPS} should be ascending numbers from -1 on, not {taps}"
+                f"{file}: markov_rank {rank} or projector_type contradicts the keys of {source}"
             )
-        root_guesses = dspark
-        if "sample_from_anchor" in values:
-            root_guesses = config_fields.switch("sample_from_anchor")
+        kind = DSparkConfig if rank else DFlashConfig
+        taps = dflash_config.tapped(config_fields, layer.n_layers)
+        root_guesses = dflash_config.root_guesses(config_fields, rank)
         # Without inputs next to the slot's output the confidence is not read.
         confidence = (
             _CONFIDENCE in tensors and sum(tensors[_CONFIDENCE].shape[1:]) > layer.d_model
@@ -126,10 +97,11 @@ class DFlashFiles(Layout):
             mask_token=config_fields.count("mask_token_id", least=0),
             tap_layers=",".join(str(i + 1) for i in taps),
             **sizes,
-            markov_rank=config_fields.count("markov_rank") if dspark else 0,
+            markov_rank=rank,
             root_guesses=root_guesses,
             draft_vocab=0 if ids is None else len(ids),
             confidence=confidence,
+            **dflash_config.sight(config_fields, layer.n_layers),
         )
         depth = values.get("num_target_layers")
         shape |= {"vocab_size": layer.vocab_size} | ({"n_layers": depth} if depth else {})
@@ -148,29 +120,35 @@ class DFlashFiles(Layout):
             meta=config,
             layers=shape,
             ids=ids,
+            copied_lm_head=LM_HEAD,
         )
 
     def write(self, export: Export, out: str) -> None:
-        """Write in the form of z-lab and SpecForge."""
+        """Write in the form of z-lab and SpecForge; where the root's slot guesses, of DeepSpec."""
         drafter, layers, markov = _description(export)
         heads, config = drafter.heads, export.base.config
         table: Json = {
             "mask_token_id": heads.mask_token % config.vocab_size,
-            _TAPS: [tap - 1 for tap in drafter.taps],
+            dflash_config.TAPS: [tap - 1 for tap in drafter.taps],
         }
-        if markov:
+        arrays, name = export.arrays(_locate), "DFlashDraftModel"
+        if heads.root_guesses:
             # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
             markov |= table | {"num_anchors": 512}
             table = {"projector_type": "dspark"} | markov
-        name = "Qwen3DSparkModel" if heads.markov_rank else "DFlashDraftModel"
+            # DeepSpec draws both at random if a file lacks them.
+            arrays |= _copies(export)
+            name = "Qwen3DSparkModel"
+        if heads.causal != "sliding":
+            layers["is_causal"] = heads.causal == "all"
         raw = layers | markov | {
             "architectures": [name],
             "block_size": drafter.n_slots,
             "num_target_layers": config.n_layers,
             "torch_dtype": export.kind.name,
-            _TABLE: table,
+            dflash_config.TABLE: table,
         }  # fmt: skip
-        export.write(out, "model.safetensors", export.arrays(_locate), raw)
+        export.write(out, "model.safetensors", arrays, raw)
 
 
 class SpeculatorsDFlash(DFlashFiles):
@@ -188,7 +166,7 @@ class SpeculatorsDFlash(DFlashFiles):
             "block_size": drafter.n_slots,
             "mask_token_id": heads.mask_token % vocab_size,
             "sample_from_anchor": heads.root_guesses,
-            "sliding_window_non_causal": False,
+            "sliding_window_non_causal": heads.causal == "none",
             "torch_dtype": export.kind.name,
         }
         raw = speculators_config.write(
@@ -196,33 +174,22 @@ class SpeculatorsDFlash(DFlashFiles):
             architecture="DSparkSpeculator" if markov else "DFlashSpeculator",
             layers=layers,
             fields=fields,
-            taps={_INPUTS: list(drafter.taps)},
+            taps={dflash_config.INPUTS: list(drafter.taps)},
             tokens=drafter.n_heads,
             verifier=verifier(export),
         )
-        # speculators computes with NaN where a file has neither of these.
-        copies = {EMBEDDING_COPY: export.embedding()}
-        if heads.lm_head == "shared":
-            lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
-            copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
-        arrays = export.arrays(_locate) | vocabulary_arrays(export) | copies
+        # speculators computes with NaN where a file has no embedding and LM head.
+        arrays = export.arrays(_locate) | vocabulary_arrays(export) | _copies(export)
         export.write(out, "model.safetensors", arrays, raw)
 
 
-def _of_speculators(file: str, config: Json) -> Json:
-    """The fields that z-lab's form has; layers by their outputs."""
-    kinds = ("dflash", "dspark")
-    values, taps = speculators_config.read(file, config, kinds, SPECULATORS_FIELDS, _INPUTS)
-    if (width := values.get("target_hidden_size")) not in (None, values.get("hidden_size")):
-        raise UserError(
-            f"{file}: target_hidden_size {width!r} is not the layers' hidden_size"
-        )
-    if taps:
-        values[_TAPS] = [i - 1 for i in taps]
-    dspark = config[speculators_config.TYPE] == "dspark"
-    values.setdefault("sample_from_anchor", dspark)
-    rank = values.setdefault("markov_rank", 256 if dspark else 0)
-    return values | {"projector_type": "dspark" if rank else "dflash"}
+def _copies(export: Export) -> Arrays:
+    """The backbone's embedding, and its LM head if the heads share it."""
+    copies = {EMBEDDING_COPY: export.embedding()}
+    if export.stored.heads.lm_head == "shared":
+        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
+        copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
+    return copies
 
 
 def _locate(path: str) -> tuple[str, bool]:
@@ -241,12 +208,21 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
         drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
     )
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
-    if not heads.markov_rank:
+    if heads.window:
+        sliding = numbers(heads.sliding_layers)
+        kinds = [
+            dflash_config.SLIDING if j in sliding else dflash_config.FULL
+            for j in range(heads.n_layers)
+        ]
+        layers |= {"layer_types": kinds, "sliding_window": heads.window}
+        layers["use_sliding_window"] = True
+    if not heads.root_guesses and not heads.markov_rank:
         return drafter, layers, {}
-    markov = {"markov_rank": heads.markov_rank, "markov_head_type": "vanilla"}
-    markov |= {"enable_confidence_head": heads.confidence}
-    return (
-        drafter,
-        layers,
-        markov | ({"confidence_head_with_markov": True} if heads.confidence else {}),
-    )
+    # DSpark of rank 0 is DFlash whose root guesses.
+    markov: Json = {"markov_rank": heads.markov_rank}
+    markov["enable_confidence_head"] = heads.confidence
+    if heads.markov_rank:
+        markov["markov_head_type"] = "vanilla"
+    if heads.confidence:
+        markov["confidence_head_with_markov"] = True
+    return drafter, layers, markov

@@ -7,11 +7,11 @@
   d2t [O] int64, t2d [V] bool              token id - place among the O; which of V tokens they are, if there
   embed_tokens.weight                      a copy of the backbone's, not read
 
-speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.` may precede
-keys. `model.safetensors` or `pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and not the
-backbone's) and 3.1's flags. speculators has the layer's fields in a separate table, flags and tapped
+speculators and Model-Optimizer call the layer `layers.0`, and there may be more. `model.safetensors` or
+`pytorch_model.bin` is next to a `config.json` of the layer: its sizes, its rotation (without `rope_theta` 10,000 and
+not the backbone's) and 3.1's flags. speculators has the layer's fields in a separate table, flags and tapped
 layers next to it (`speculators_config.py`). If fields contradict the keys, the keys win. Engines ignore unknown
-flags; here an unknown field with a value is refused.
+flags; here one that may change the computation is refused (`other_fields.py`).
 """
 
 import re
@@ -26,7 +26,7 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
 from medusa_jax.files.layouts.eagle_files import EMBEDDING_COPY, ignore, locate_in_layers
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
-from medusa_jax.files.layouts.speculators_config import unknown_fields
+from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
@@ -34,7 +34,7 @@ from medusa_jax.files.layouts.tapped_files import (
     verifier,
     vocabulary_arrays,
 )
-from medusa_jax.files.tensor import Tensors, rename
+from medusa_jax.files.tensor import Tensors
 from medusa_jax.heads.eagle3 import Eagle3, Eagle3Config
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
@@ -50,34 +50,13 @@ SPECULATORS_FIELDS = {*_FLAGS, "norm_before_fc", "embed_requires_grad"}
 # Tokens that engines draft at a time by default.
 SPECULATIVE_TOKENS = 4
 
-# Fields of a layer that are read here or by `parse_config`.
-READ = {
-    "model_type", "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta",
-    "rope_scaling", "rope_parameters", "vocab_size", "draft_vocab_size", "max_position_embeddings",
-    "target_hidden_size", "eagle_config", "fc_norm", "norm_output", "norm_before_residual",
-    "norm_before_fc", "attention_bias", "mlp_bias", "use_sliding_window", "quantization_config",
-    "use_last_layernorm", "use_input_layernorm_in_first_layer", "use_mtp_layernorm",
-    "parallel_draft_step", "use_aux_hidden_state", "position_embedding_type", TAPS,
-    "embed_requires_grad",
-}  # fmt: skip
-# Fields that change nothing: a Llama layer over the whole text has no use for them.
-UNUSED = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bias", "bos_token_id", "dtype",
-    "eos_token_id", "initializer_range", "layer_types", "max_window_layers", "pad_token_id",
-    "pretraining_tp", "sliding_window", "tie_word_embeddings", "torch_dtype",
-    "transformers_version", "use_cache", "has_lm_head", "parallel_draft_heads_num_layers",
-    "id2label", "label2id", "length_penalty", "max_length", "num_beam_groups", "num_beams",
-    "num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tokenizer_class",
-    "top_k", "top_p", "typical_p",
-}  # fmt: skip
 # Expected values; others would change the computation.
 EXPECTED = {
     "norm_before_fc": (False,), "attention_bias": (False,), "mlp_bias": (False,),
     "use_sliding_window": (False,), "use_last_layernorm": (True,),
     "use_input_layernorm_in_first_layer": (True,), "use_mtp_layernorm": (False,),
     "embed_requires_grad": (False,), "parallel_draft_step": (1,), "use_aux_hidden_state": (True,),
-    "position_embedding_type": ("rope",),
+    "position_embedding_type": ("rope",), "is_causal": (True,), "causal": (True,),
 }  # fmt: skip
 
 
@@ -92,9 +71,8 @@ class Eagle3Files(Layout):
     )
 
     def fits(self, tensors: Tensors) -> bool:
-        keys = {key.removeprefix("model.") for key in tensors}
         norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
-        return "fc.weight" in keys and not keys.isdisjoint(norms)
+        return "fc.weight" in tensors and not norms.isdisjoint(tensors)
 
     def open(self, files: HeadFiles) -> StoredHeads:
         """Describe the heads, those of speculators too.
@@ -103,7 +81,7 @@ class Eagle3Files(Layout):
           UserError: unknown, ambiguous or unsupported fields; a vocabulary that contradicts itself.
         """
         source, file, config = files.source, files.config_file, files.config
-        tensors = rename(files.tensors, lambda key: key.removeprefix("model."))
+        tensors = files.tensors
         taps, depth = "", {}
         if speculators_config.TYPE in config:
             fields, tapped = speculators_config.read(
@@ -121,12 +99,16 @@ class Eagle3Files(Layout):
             depth = _depth(file, fields.get(TAPS))
             stored = {m[1] for key in tensors if (m := _NUMBERED.match(key))}
             fields["num_hidden_layers"] = len(stored) or 1
-        for name in unknown_fields(fields, READ | UNUSED):
-            raise UserError(
-                f"{file} has a field that EAGLE-3 heads are not known to have: {name!r}"
-            )
+        # The last has an effect only with `parallel_draft_step`.
+        known = {*_FLAGS, *EXPECTED, "parallel_draft_heads_num_layers"}
+        check_others(file, fields, known)
         layer = parse_config(file, fields)
-        Fields(file, fields).expect(EXPECTED | {"target_hidden_size": (layer.d_model,)})
+        n_taps = sum(tensors["fc.weight"].shape[1:]) // layer.d_model
+        counts = {
+            "target_hidden_size": (layer.d_model,),
+            "num_aux_hidden_states": (n_taps,),
+        }
+        Fields(file, fields).expect(EXPECTED | counts)
         if layer.qk_norm or layer.qkv_bias:
             raise UserError(
                 f"{file}: layers of {fields['model_type']} are not supported (only a Llama's)"
@@ -134,7 +116,9 @@ class Eagle3Files(Layout):
         config_fields = Fields(
             file, {name: x for name, x in fields.items() if x is not None}
         )
-        shape, sizes = shape_of(config_fields, layer)
+        if "sliding_attention" in config_fields.items("layer_types", str, []):
+            raise UserError(f"{file}: EAGLE-3 with sliding attention is not supported")
+        shape, sizes = shape_of(layer)
         ids = take_ids(source, tensors, layer.vocab_size, (LM_HEAD,))
         outputs = layer.vocab_size if ids is None else len(ids)
         size = fields.get("draft_vocab_size") or outputs

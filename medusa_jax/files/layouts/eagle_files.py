@@ -18,13 +18,13 @@ from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
-from medusa_jax.files.tensor import Tensors, rename
-from medusa_jax.heads.eagle import EagleConfig
+from medusa_jax.files.tensor import Tensors
+from medusa_jax.heads.eagle import Eagle, EagleConfig
 from medusa_jax.whole_files import Json
 
 EMBEDDING_COPY = "embed_tokens.weight"
 # Fields that the layers depend on and that tensors do not show.
-_LAYER_FIELDS = ("n_heads", "n_kv_heads", "rms_eps", *ROPE)
+_LAYER_FIELDS = ("n_heads", "n_kv_heads", *ROPE)
 
 
 class EagleFiles(Layout):
@@ -34,8 +34,7 @@ class EagleFiles(Layout):
     loading = "`EaModel.from_pretrained` of the authors' code, as its `ea_model_path`"
 
     def fits(self, tensors: Tensors) -> bool:
-        keys = {key.removeprefix("model.") for key in tensors}
-        return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= keys
+        return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors.keys()
 
     def open(self, files: HeadFiles) -> StoredHeads:
         """Describe the heads.
@@ -43,14 +42,17 @@ class EagleFiles(Layout):
         Raises:
           UserError: no configuration of a Llama.
         """
-        tensors = rename(files.tensors, lambda key: key.removeprefix("model."))
         llama = read_config(files.directory)
         return StoredHeads(
             source=files.source,
             directory=files.directory,
             layout="EAGLE-1 heads",
-            heads=EagleConfig(n_layers=llama.n_layers, fc_bias="fc.bias" in tensors),
-            tensors=tensors,
+            heads=EagleConfig(
+                n_layers=llama.n_layers,
+                fc_bias="fc.bias" in files.tensors,
+                rms_eps=llama.rms_eps,
+            ),
+            tensors=files.tensors,
             locate=locate_in_layers,
             ignore=ignore,
             meta=files.config,
@@ -109,6 +111,8 @@ def locate_in_layers(path: str) -> tuple[str, bool]:
 def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:
     """Tensors and config.json. The layers attend to the whole text."""
     arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
-    n_layers = export.stored.heads.n_layers
-    config = replace(export.base.config, n_layers=n_layers, sliding_window=0)
+    heads = export.stored.heads
+    assert isinstance(heads, EagleConfig)
+    shape = Eagle(heads, export.base.config).shape
+    config = replace(shape, n_layers=heads.n_layers, sliding_window=0)
     return arrays, config_to_hf(config)

@@ -114,16 +114,19 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
             "other engines score all tokens by the model's LM head, these heads have LM head "
             f"{heads.lm_head!r} and draft_vocab {heads.draft_vocab}"
         )
-    if heads.root_guesses != bool(heads.markov_rank):
-        return (
-            "DSpark's root guesses and it has a Markov head, DFlash's has neither; these have "
-            f"root_guesses {heads.root_guesses} and markov_rank {heads.markov_rank}"
-        )
+    if heads.markov_rank and not heads.root_guesses:
+        return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
+    if heads.window and heads.window_at_root:
+        return "--to dflash counts windows from each slot, these are from the root: --to speculators"
     return ""
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
-    """Any but low-rank LM heads."""
+    """Any but low-rank LM heads, windows from each slot and causal layers without a window."""
     if heads.lm_head == "low_rank":
         return "--to speculators cannot store low-rank LM heads"
+    if heads.causal == "all" or (heads.window and not heads.window_at_root):
+        return (
+            "in speculators only layers with a window from the root are causal: --to dflash"
+        )
     return ""

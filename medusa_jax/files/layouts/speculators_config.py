@@ -16,6 +16,7 @@ and vLLM runs such heads on other layers than they were trained on.
 from collections.abc import Set
 
 from medusa_jax.errors import UserError
+from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
@@ -25,15 +26,6 @@ PARTS = "speculators_config"
 LOADING = "`vllm serve {out}`, which serves the base model with these heads"
 # Fields of any kind, read under the same names.
 COMMON_FIELDS = {"draft_vocab_size", "target_hidden_size"}
-UNUSED = {
-    "architectures", "auto_map", "dtype", "speculators_version", "tie_word_embeddings",
-    "torch_dtype", "transformers_version",
-}  # fmt: skip
-
-
-def unknown_fields(fields: Json, names: Set[str]) -> list[str]:
-    """Unknown fields with a value: null, false, 0 and empty values change nothing."""
-    return sorted(name for name in fields.keys() - names if fields[name])
 
 
 def read(
@@ -47,7 +39,7 @@ def read(
       taps: the field with the tapped layers.
 
     Raises:
-      UserError: another kind of heads; fields that are unknown or missing.
+      UserError: another kind of heads; a field that may change the computation.
     """
     layers, parts = (Fields(file, config).table(name) for name in (LAYERS, PARTS))
     kind, algorithm = config[TYPE], parts.get("algorithm")
@@ -57,10 +49,7 @@ def read(
             f"algorithm {algorithm!r}"
         )
     names = names | COMMON_FIELDS
-    for name in unknown_fields(config, names | UNUSED | {TYPE, PARTS, LAYERS, taps}):
-        raise UserError(
-            f"{file} has a field that speculators is not known to write: {name!r}"
-        )
+    check_others(file, config, names)
     tapped = []
     if config.get(taps) is not None:
         tapped = Fields(file, config).items(taps, int, [])

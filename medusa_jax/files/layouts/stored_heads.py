@@ -1,6 +1,6 @@
 """Draft heads that are described but not read yet."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.source import Source
 from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Backbone
@@ -32,6 +33,7 @@ class StoredHeads(Source):
       base: width, vocabulary and fingerprint of their backbone, as far as known.
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
+      copied_lm_head: the key of an LM head that may be a copy of the backbone's.
     """
 
     directory: str
@@ -41,6 +43,20 @@ class StoredHeads(Source):
     base: Json = field(default_factory=dict)
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
+    copied_lm_head: str = ""
+
+    def fitted(self, base: BaseFiles) -> "StoredHeads":
+        """These heads with what equals the backbone's as the backbone's: a copy of its LM head, the norms' epsilon."""
+        tensors = dict(self.tensors)
+        fields: Json = {}
+        copy = tensors.pop(self.copied_lm_head, None)
+        if copy is not None and base.has_lm_head(copy):
+            fields["lm_head"] = "shared"
+        else:
+            tensors = self.tensors
+        if getattr(self.heads, "rms_eps", 0.0) == base.config.rms_eps:
+            fields["rms_eps"] = 0.0
+        return replace(self, heads=replace(self.heads, **fields), tensors=tensors)
 
     def read(self, llama: LlamaConfig) -> Arrays:
         """Read all parameters to the host by path, in their stored type.

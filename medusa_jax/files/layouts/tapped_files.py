@@ -15,23 +15,17 @@ from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import Arrays
 from medusa_jax.files.tensor import Tensors, read_whole, take_rows
-from medusa_jax.typed import Fields
 from medusa_jax.whole_files import Json
 
 _D2T, _T2D = "d2t", "t2d"
 
 
-def shape_of(fields: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
+def shape_of(layer: LlamaConfig) -> tuple[Json, Json]:
     """Required fields of the backbone's shape, and the fields of the heads with the layer's sizes.
 
     A `rope_theta` of 0 is the backbone's rotation.
-
-    Raises:
-      UserError: the layer attends to a window of the text, which `layer_types` alone says in vLLM.
     """
-    if "sliding_attention" in fields.items("layer_types", str, []):
-        raise UserError(f"{fields.file}: heads with sliding attention are not supported")
-    shape: Json = {"d_model": layer.d_model, "rms_eps": layer.rms_eps}
+    shape: Json = {"d_model": layer.d_model}
     sizes: Json = {
         "n_layers": layer.n_layers,
         "attention_heads": layer.n_heads,
@@ -39,6 +33,7 @@ def shape_of(fields: Fields, layer: LlamaConfig) -> tuple[Json, Json]:
         "head_dim": layer.head_dim,
         "d_ff": layer.d_ff,
         "rope_theta": layer.rope_theta,
+        "rms_eps": layer.rms_eps,
     }
     if layer.rope_scaling not in ("none", "dynamic"):
         shape |= {name: getattr(layer, name) for name in ROPE}
@@ -59,11 +54,19 @@ def take_ids(
     if offsets is None:
         raise UserError(f"key {_D2T!r} is missing from {source}, which has {_T2D!r}")
     offset_O = read_whole(offsets)
-    if offset_O.ndim != 1 or offset_O.dtype.kind != "i":
-        raise UserError(
-            f"key {_D2T!r} in {source} is {offset_O.dtype}{list(offset_O.shape)}"
+    kind = offset_O.dtype.name
+    # Larger numbers of a 16-bit type are rounded.
+    most = {"bfloat16": 2**8, "float16": 2**11}.get(kind, 2**31)
+    offset_O = offset_O.astype(np.float64)
+    wrong = offset_O[(offset_O != np.rint(offset_O)) | (np.abs(offset_O) > most)]
+    if offset_O.ndim != 1 or wrong.size:
+        found = f"{kind}{list(offset_O.shape)}" + (
+            f" with {wrong[0]}" if wrong.size else ""
         )
-    ids = (np.arange(len(offset_O)) + offset_O).astype(np.int32)
+        raise UserError(
+            f"key {_D2T!r} in {source} should be whole numbers [tokens] (token id - place), not {found}"
+        )
+    ids = np.arange(len(offset_O)) + offset_O.astype(np.int64)
     order = np.argsort(ids)
     ids = ids[order]
     member_V = np.isin(np.arange(vocab_size), ids) if member is None else read_whole(member)
@@ -74,7 +77,7 @@ def take_ids(
         )
     if not np.array_equal(order, np.arange(len(order))):
         tensors.update({k: take_rows(tensors[k], order) for k in keys if k in tensors})
-    return None if len(ids) == vocab_size else ids
+    return None if len(ids) == vocab_size else ids.astype(np.int32)
 
 
 def vocabulary_arrays(export: Export) -> Arrays:

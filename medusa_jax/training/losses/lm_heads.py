@@ -79,13 +79,15 @@ class DraftLMHead:
     """The LM head of draft head k (0-based).
 
     Attributes:
-      confidence: whether the loss reads the confidence, without a gradient to the features.
+      confidence: whether the loss reads the confidence.
+      confidence_gradient: whether the confidence has a gradient to the features.
     """
 
     llama: Llama
     drafter: Drafter
     k: int
     confidence: bool
+    confidence_gradient: bool
 
     def __call__(
         self, reads: HeadReads, features: jax.Array
@@ -95,8 +97,9 @@ class DraftLMHead:
         if not self.confidence:
             return logits, None
         assert isinstance(self.drafter, SupportsConfidence)
-        detached = jax.lax.stop_gradient(features)
-        return logits, self.drafter.confidence(reads.heads, detached)
+        if not self.confidence_gradient:
+            features = jax.lax.stop_gradient(features)
+        return logits, self.drafter.confidence(reads.heads, features)
 
 
 class Head(NamedTuple):

@@ -113,7 +113,8 @@ def heads_loss(
         label_weight       x cross-entropy with the text
         teacher_weight     x cross-entropy with the backbone's distribution (Hydra 6.1, Amphista eq. 7-9)
         distance_weight    x L1 distance from the backbone's distribution (DSpark)
-        confidence_weight  x binary cross-entropy of the confidence, whose input is detached, with 1 - L1 / 2 (DSpark)
+        confidence_weight  x binary cross-entropy of the confidence with 1 - L1 / 2 (DSpark); the input of the
+                             confidence is detached unless `confidence_gradient`
         feature_weight     x smooth L1 between the head's features and the backbone's hidden state (EAGLE)
 
     With `hidden_noise` (Hydra 6.1) the heads read hidden states plus uniform(-1, 1) noise / sqrt(L d) in training.
@@ -162,7 +163,8 @@ def heads_loss(
         arrays = HeadArrays(groups)
         heads = []
         for k in group.heads:
-            lm_head = DraftLMHead(backbone.llama, drafter, k, bool(weights.confidence))
+            confidence = bool(weights.confidence), train.confidence_gradient
+            lm_head = DraftLMHead(backbone.llama, drafter, k, *confidence)
             heads.append(
                 arrays.add(lm_head, HeadReads.of_head(drafter, params, backbone, k))
             )

@@ -176,7 +176,7 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
         ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
         ("eagle3", {"drafter": "eagle3", "tap_layers": "1,0"}, r"not \(1, 0\), since"),
         ("dflash", {"drafter": "dspark", "draft_vocab": 9}, "and draft_vocab 9"),
-        ("dflash", {"drafter": "dflash", "root_guesses": True}, "root_guesses True"),
+        ("dflash", {"drafter": "dspark", "root_guesses": False}, "root does not guess"),
     ],
 )
 def test_a_layout_that_cannot_hold_the_heads(target, fields, match):

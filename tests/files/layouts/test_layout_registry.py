@@ -89,7 +89,7 @@ def test_a_class_by_its_name(mine, base, tmp_path):
     assert "Loading: `load_mine`." in (out / "README.md").read_text()
     keys = load_file(out / "model.safetensors").keys()
     assert keys and all(key.startswith("mine/heads_") for key in keys)
-    with refused("holds a model, not draft heads"):
+    with refused("keys of no known draft heads, such as 'mine/"):
         open_heads(str(out))
     more = write_heads(tmp_path / "more", base, HeadsConfig(n_heads=4))
     with refused("mine has room for three heads"):

@@ -13,6 +13,7 @@ from head_files import (
     FILES,
     HYDRA,
     IDS,
+    LLAMA,
     SPECULATORS,
     V13,
     VERSIONS,
@@ -121,8 +122,9 @@ def eagle_files():
     for name, bias in (("pytorch_model.bin", True), ("model.safetensors", False)):
         state = eagle_state(bias)
         said = {"drafter": "eagle", "n_layers": 1, "fc_bias": bias} | SHARED
-        want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD)
-        yield state, name, EAGLE | {"bias": bias}, said, want
+        for eps in (LLAMA.rms_eps, 0.3):
+            want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD, eps=eps)
+            yield state, name, EAGLE | {"bias": bias, "rms_norm_eps": eps}, said, want
     for narrow, flags in VERSIONS:
         state, fields = eagle3_version(narrow, flags)
         copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
@@ -141,6 +143,9 @@ def eagle_files():
 NEUTRAL = {
     "quantization_config": None, "mask_token_id": None, "eagle_aux_hidden_state_layer_ids": [],
     "parallel_draft_step": 1, "torchscript": False, "id2label": {"0": "LABEL_0"}, "some_new_list": [],
+    "num_aux_hidden_states": 3, "next_layer_regular": True, "modal_type": "LLM", "is_causal": True,
+    "target_model_type": "qwen2", "decoder_sparse_step": 1, "norm_topk_prob": True, "some_new": "x",
+    "embedding_multiplier": 1.0, "_attn_implementation": "sdpa", "routed_scaling_factor": 2.5,
 }  # fmt: skip
 OPTIMIZER = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True,
@@ -161,10 +166,22 @@ def by_frequency(state):
 def other_trainers():
     """EAGLE-3's keys decide, and what says nothing is no reason to refuse: the same drafts."""
     vocabulary = ("d2t", "t2d", "lm_head.weight")
-    want = eagle3_logits(eagle3_state(), STREAMS, FOLLOWING, EAGLE3, DEPTH)
     for change, fields in (
-        (lambda s: s, {"num_hidden_layers": 40}),
-        (lambda s: s | {"d2t": np.int32(s["d2t"])}, {}),
+        (lambda s: s, {"num_hidden_layers": 40, "rms_norm_eps": 0.3}),
+        *(
+            (lambda s, kind=kind: s | {"d2t": s["d2t"].astype(kind)}, {})
+            for kind in ("int32", "uint8", "float32", "float16")
+        ),
+        *(
+            (lambda s, stem=stem: {f"{stem}{k}": x for k, x in s.items()}, {})
+            for stem in ("draft_model.", "eagle3.", "module.draft.model.")
+        ),
+        (
+            lambda s: {
+                k if k in vocabulary else f"eagle_module.{k}": x for k, x in s.items()
+            },
+            {},
+        ),
         (lambda s: {k: x for k, x in s.items() if k != "t2d"}, {"draft_vocab_size": None}),
         (lambda s: {f"_orig_mod.{k}": x for k, x in s.items()}, {}),
         (lambda s: {f"module.model.{k}": x for k, x in renamed(s).items()}, {}),
@@ -173,6 +190,7 @@ def other_trainers():
         (by_frequency, {"eagle_config": OPTIMIZER}),
     ):
         said = {"draft_vocab": len(IDS)}
+        want = eagle3_logits(eagle3_state(), STREAMS, FOLLOWING, EAGLE3 | fields, DEPTH)
         yield change(eagle3_state()), "model.safetensors", EAGLE3 | fields, said, want
 
 
@@ -247,8 +265,12 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("hydra", "hidden_state_offset 1 is not supported", {"hidden_state_offset": 1}, {}),
         ("hydra", "holds 3 layers per head, its .* says 4", {"hydra_num_layers": 4}, {}),
         ("eagle", "rope_theta 5000.0, the model has 10000.0", {"rope_theta": 5000}, {}),
-        ("eagle3", "not known to have: 'mrope_section'", {"mrope_section": [1]}, {}),
-        ("eagle3", "not known to have: 'x'", {"eagle_config": {"x": 1}}, {}),
+        ("eagle3", r"mrope_section \[1\] is not supported", {"mrope_section": [1]}, {}),
+        ("eagle3", "residual_scale 2 is not", {"eagle_config": {"residual_scale": 2}}, {}),
+        ("eagle3", "num_aux_hidden_states 4 is not", {"num_aux_hidden_states": 4}, {}),
+        ("eagle3", "is_causal False is not supported", {"is_causal": False}, {}),
+        ("eagle3", "should be whole numbers.*not float32.11. with 0.5", {}, {"d2t": np.full(11, 0.5, np.float32)}),
+        ("eagle3", "not float16.11. with 4096", {}, {"d2t": np.full(11, 4096, np.float16)}),
         ("eagle3", "parallel_draft_step 2 is not supported", {"parallel_draft_step": 2}, {}),
         ("eagle3", "draft_vocab_size 12, .* has 11 tokens", {"draft_vocab_size": 12}, {}),
         ("eagle3", "fc_norm should be bool, not 1", {"fc_norm": 1}, {}),
@@ -260,7 +282,7 @@ TAPPED = "eagle_aux_hidden_state_layer_ids"
         ("eagle3", "some twice", {}, {"t2d": None, "d2t": -np.arange(len(IDS))}),
         ("speculators", "does not say norm_before_residual", {"norm_before_residual": ...}, {}),
         ("speculators", "only eagle3 is supported for these weights, not .x", {"speculators_model_type": "x"}, {}),
-        ("speculators", "not known to write: 'mask_token_id'", {"mask_token_id": 1}, {}),
+        ("speculators", "mask_token_id 1 is not supported", {"mask_token_id": 1}, {}),
         ("speculators", "embed_requires_grad True is not supported", {"embed_requires_grad": True}, {}),
         ("speculators", "numbers from 0 to 1", {TAPPED: [0, 1, 9]}, {}),
     ],
@@ -329,6 +351,9 @@ def test_other_things_are_no_heads(tmp_path):
     (model / "heads" / "heads.json").write_text("{}")
     fails(f"a model with its heads: give --drafter {model}/heads", model)
     (tmp_path / "empty").mkdir()
+    strange = {f"{name}.weight": np.ones(2, np.float32) for name in "abcd"}
+    write(tmp_path / "strange", strange, "model.safetensors", {"model_type": "llama"})
+    fails("keys of no known draft heads, such as 'a.weight', 'b", tmp_path / "strange")
     fails("holds no draft heads: --drafter takes heads that train.py", tmp_path / "empty")
 
 
