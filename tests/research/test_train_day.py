@@ -1,7 +1,10 @@
 """The minutes of a lent accelerator become heads, and the same command goes on."""
 
+import os
 import subprocess
+import sys
 import tarfile
+from pathlib import Path
 
 import pytest
 from children import environment
@@ -18,12 +21,13 @@ SMALL |= {"data.cache_features": ""}
 def test_minutes_become_heads_that_load(tmp_path):
     flags = " ".join(f"--config.{name}={value}" for name, value in SMALL.items())
     room = {"OUT": str(tmp_path / "out"), "WORK": str(tmp_path / "work"), "LIMIT": "150"}
+    room["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     room |= {"MODEL": "medusa_jax/demo/backbone", "FLAGS": flags}
     command = ["bash", "research/train_day.sh", "configs/demo_medusa.py"]
 
     def day():
         return subprocess.run(
-            command, env=environment(**room), cwd=ROOT, timeout=300, check=True
+            command, env=environment() | room, cwd=ROOT, timeout=300, check=True
         )
 
     day()
