@@ -39,18 +39,18 @@ class Flags(ModelFlags):
 
 
 def describe(model: Model, flags: Flags) -> str:
-    """The step as Markdown."""
+    """The step as Markdown, with its pictures if they are drawn."""
     prompt, n, temperature = flags.prompt, flags.step, flags.temperature
     step = take_steps(model, prompt, n, temperature, flags.seed)
     tree, scores_MV = model.tree, step["scores"]
     M, accepted = tree.n_nodes, int(step["n"])
     length, n_after = (int(x) for x in step["length"])
     path = step["path"][: accepted + 1].tolist()
-    backend = model.tokenizer.backend
 
     def show(token: int) -> str:
-        """A token as written in the vocabulary, followed by its id."""
-        return f"`{backend.id_to_token(int(token))}` ({int(token)})"
+        """A token's text, followed by its id."""
+        [label] = token_labels(model, [token])
+        return f"`{label}` ({int(token)})"
 
     def named(node: int) -> str:
         return "root" if node == 0 else str(list(tree.choices[node - 1]))
@@ -101,13 +101,18 @@ def describe(model: Model, flags: Flags) -> str:
             for i in range(M)
         ],
     )
+    tree_picture = step_picture = ""
+    if flags.pictures:
+        at = Path(flags.pictures).name
+        tree_picture = f"![The draft tree, each node with its rank]({at}/tree.svg)\n\n"
+        step_picture = f"\n\n![The accepted path and the bonus token]({at}/step.svg)"
     emitted = ", ".join(show(t) for t in step["emitted"][: accepted + 1])
     rule = f"temperature {temperature}, seed {flags.seed}" if temperature else "greedy"
     score = f"logit / {temperature} + noise of the position" if temperature else "logit"
     return f"""# One decode step
 
 Step {n} after the prompt `{prompt}`, {rule}, {model.drafter.heads.drafter} heads, {M} nodes, {model.dtype}.
-The text, with {length} positions in the cache and then the root:
+In tokens, `·` is a blank and `↵` a line break. The text, with {length} positions in the cache and then the root:
 
 ```
 {text}
@@ -118,7 +123,7 @@ The text, with {length} positions in the cache and then the root:
 The root is {show(step["root"][0])}, at position {length}. Every other node is one of its head's best
 guesses: path `[0, 1]` is the second guess of head 2 after the first guess of head 1.
 
-{drafted}
+{tree_picture}{drafted}
 
 ## Verify
 
@@ -135,7 +140,7 @@ is the {score}. A draft's score is the one after its parent.
 ## Accept
 
 The longest path on which every draft is its parent's target token is {path}: {accepted}
-{"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(step["root"][1])}.
+{"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(step["root"][1])}.{step_picture}
 
 ## Commit
 

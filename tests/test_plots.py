@@ -76,7 +76,7 @@ def test_text_colours_and_places(tmp_path):
 
 
 def test_long_rows_continue_and_wide_characters_count_twice():
-    runs, rows = text._cells([("abcdefgh", 1), ("日本", 2), ("\té", 0)], 10)
+    runs, rows = text._runs([("abcdefgh", 1), ("日本", 2), ("\té", 0)], 10)
     assert runs == [
         (0, 0, 8, "abcdefgh", 1),
         (0, 8, 2, "日", 2),
@@ -84,6 +84,20 @@ def test_long_rows_continue_and_wide_characters_count_twice():
         (1, 2, 5, "    é", 0),
     ]
     assert rows == 2
+
+
+def test_rows_break_between_words_and_boxes_begin_at_letters():
+    tokens = [("Plants make", 0), (" photosyn", 1), ("thesis", 2), (" go on", 1)]
+    runs, _ = text._runs(tokens, 18)
+    assert [(row, column, word) for row, column, _, word, _ in runs] == [
+        (0, 0, "Plants make"),
+        (1, 0, "photosyn"),
+        (1, 8, "thesis"),
+        (1, 14, " go"),
+        (2, 0, "on"),
+    ]
+    drawn = plots.accepted_text_svg([("Plants", 0), (" use", 1)])
+    assert f'class="d1" x="{text._MARGIN + 7 * text._ADVANCE + 0.5:.1f}"' in drawn
 
 
 @settings(max_examples=150)
@@ -94,7 +108,7 @@ def test_any_text_is_well_formed_and_complete(segments):
     letters = re.compile(r"[a-zA-Z0-9<>&]")
     whole = "".join(text for text, _ in segments)
     assert letters.findall(shown) == letters.findall(whole)
-    for run in text._cells(segments, 20)[0]:
+    for run in text._runs(segments, 20)[0]:
         assert run[1] + run[2] <= 20
 
 

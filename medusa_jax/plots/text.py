@@ -3,10 +3,12 @@
 The file has colours for light and dark pages. No library is needed.
 """
 
+import itertools
 import unicodedata
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from medusa_jax.errors import UserError
 from medusa_jax.plots.style import INK
@@ -28,33 +30,67 @@ _FONT = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace
 _NOT_XML = frozenset({0x7F, 0xFFFE, 0xFFFF})
 
 
-def _cells(segments: Sequence[tuple[str, int]], columns: int):
-    """Runs of text that share row and segment: (row, column, width, text, depth).
+class _Run(NamedTuple):
+    """Characters of one token in one row."""
+
+    row: int
+    column: int
+    width: int
+    text: str
+    depth: int
+
+
+def _rows(
+    segments: Sequence[tuple[str, int]], columns: int
+) -> list[list[tuple[str, int, int]]]:
+    """Rows of (character, columns, number of its token), broken between words.
 
     Tabs become four spaces, wide characters take two columns, combining marks none, and characters
-    that XML forbids become U+FFFD. A full row continues on the next one.
+    that XML forbids become U+FFFD. The blank at which a row is broken is left out.
     """
-    row = column = 0
-    runs: list[tuple[int, int, int, str, int]] = []
-    for text, depth in segments:
-        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ")
-        begin, piece = column, ""
-        for char in text:
+    rows: list[list[tuple[str, int, int]]] = [[]]
+    word = used = 0  # of the last row: where its last word begins, its columns
+    for token, (text, _) in enumerate(segments):
+        for char in text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    "):
             code = ord(char)
-            if char != "\n" and (code < 32 or 0xD800 <= code < 0xE000 or code in _NOT_XML):
+            if char == "\n":
+                rows.append([])
+                word = used = 0
+                continue
+            if code < 32 or 0xD800 <= code < 0xE000 or code in _NOT_XML:
                 char = "\ufffd"
             is_wide = unicodedata.east_asian_width(char) in "WF"
             width = 0 if unicodedata.combining(char) else 2 if is_wide else 1
-            if char == "\n" or column + width > columns:
-                if piece:
-                    runs.append((row, begin, column - begin, piece, depth))
-                row, column, begin, piece = row + 1, 0, 0, ""
-            if char != "\n":
-                piece += char
-                column += width
-        if piece:
-            runs.append((row, begin, column - begin, piece, depth))
-    return runs, row + 1
+            if used + width > columns:
+                row = rows[-1]
+                indented = all(one == " " for one, _, _ in row[:word])
+                cut = len(row) if char == " " or indented else word
+                blank = cut > 0 and not indented and row[cut - 1][0] == " "
+                end = cut - 1 if blank else cut
+                rows[-1:] = [row[:end], row[cut:]]
+                word, used = 0, sum(one for _, one, _ in rows[-1])
+                if char == " ":
+                    continue
+            rows[-1].append((char, width, token))
+            used += width
+            if char == " ":
+                word = len(rows[-1])
+    return rows
+
+
+def _runs(segments: Sequence[tuple[str, int]], columns: int) -> tuple[list[_Run], int]:
+    """Characters that share row and token, and the number of rows."""
+    rows = _rows(segments, columns)
+    runs = []
+    for number, row in enumerate(rows):
+        column = 0
+        for token, group in itertools.groupby(row, lambda cell: cell[2]):
+            chars, widths, _ = zip(*group)
+            runs.append(
+                _Run(number, column, sum(widths), "".join(chars), segments[token][1])
+            )
+            column += sum(widths)
+    return runs, len(rows)
 
 
 def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88) -> str:
@@ -66,19 +102,19 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
         dark colours follow the reader's setting.
       columns: characters of a row.
     """
-    runs, rows = _cells(segments, columns)
+    runs, rows = _runs(segments, columns)
     body = []
     for row, column, width, text, depth in runs:
         x, y = _MARGIN + column * _ADVANCE, _MARGIN + row * _LINE
+        # Without its blanks, which some viewers collapse; a token of blanks alone keeps its box.
+        if inner := text.strip(" "):
+            x += _ADVANCE * (len(text) - len(text.lstrip(" ")))
+            width -= len(text) - len(inner)
         if depth and width:
             body.append(
                 _box(_class(depth), x + 0.5, y + 1, width * _ADVANCE - 1, _LINE - 2)
             )
-        # Leading and trailing spaces are left out of the text element, since some viewers collapse
-        # them. textLength keeps columns aligned in any font.
-        if inner := text.strip(" "):
-            x += _ADVANCE * (len(text) - len(text.lstrip(" ")))
-            width -= len(text) - len(inner)
+        if inner:  # textLength keeps columns aligned in any font
             body.append(
                 f'<text x="{x:.1f}" y="{y + 15}" textLength="{width * _ADVANCE:.1f}" '
                 f'lengthAdjust="spacingAndGlyphs">{escape(inner)}</text>'
@@ -86,7 +122,7 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
     y = _MARGIN + rows * _LINE + 10
     legend, width = _legend({depth for _, depth in segments}, y)
     height = y + (27 if legend else 0)
-    n_columns = max((column + width for _, column, width, _, _ in runs), default=0)
+    n_columns = max((run.column + run.width for run in runs), default=0)
     total = max(n_columns * _ADVANCE, width) + 2 * _MARGIN
     light, dark = (
         "".join(f".{name}{{fill:{pair[i]}}}" for name, pair in COLOURS.items())

@@ -15,8 +15,14 @@ from research.hardware.record import Record, read_rows
 
 
 @pytest.mark.wide
-def test_the_page_of_one_step_is_the_commands_output(capsys):
-    assert walk.main(["--dtype", "float64"]) == 0
+def test_the_page_of_one_step_is_the_commands_output(tmp_path, capsys):
+    pictures = tmp_path / "pictures"
+    assert walk.main(["--dtype", "float64", f"--pictures={pictures}"]) == 0
+    assert {file.name for file in pictures.iterdir()} == {
+        "tree.svg",
+        "mask.svg",
+        "step.svg",
+    }
     assert capsys.readouterr().out == (ROOT / "docs" / "one_step.md").read_text()
 
 

@@ -85,8 +85,27 @@ def test_the_same_text_with_and_without_drafts(page):
     assert "60 tokens" in drafted.text and "accepted length" in drafted.text
     assert page.text(plain) == page.text(drafted) != ""
     assert not plain.find_elements("css selector", ".d")
-    page.until(lambda: "the same text" in plain.text)
+    page.until(lambda: page.one(".badge:not([hidden])").text == "the same text")
     assert "x as fast" in drafted.text
+    assert all("Cut at the limit" in answer.text for answer in (drafted, plain))
+    assert not any("\u0020" in d.text[:1] for d in page.all(".answer .d"))
+
+
+def test_the_header_names_the_heads_and_the_weights_there_are(page, http):
+    [card] = http.get("/v1/models").json()["data"]
+    depth, about = card["medusa"]["depth"], page.one("#about")
+    page.until(lambda: card["medusa"]["weights"] in about.text)
+    heads = [d.text for d in page.all("#legend .d:not(.copied)")]
+    assert heads == [str(d) for d in range(1, depth + 1)]
+    assert bool(page.all("#legend .copied")) == card["medusa"]["copies"]
+    try:  # a phone: nothing is cut off
+        metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        for one in (about, page.one("#legend")):
+            assert one.value_of_css_property("overflow") == "visible"
+            assert one.rect["x"] + one.rect["width"] <= 390
+    finally:
+        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_coloured_tokens_stream_and_stop(page, port):

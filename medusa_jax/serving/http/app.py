@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from medusa_jax.console import log
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.weight_bytes import stored_as
 from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
@@ -138,6 +139,7 @@ class Port:
             raise HttpError(
                 404, f"there is no model {model_name!r} here", code="model_not_found"
             )
+        stored = stored_as(model)
         entry = {
             "id": self._name,
             "object": "model",
@@ -147,7 +149,10 @@ class Port:
                 "context": model.config.max_position,
                 "drafter": model.drafts_by(),
                 "tree_nodes": model.tree.n_nodes,
+                "depth": model.tree.drafted.depth,
+                "copies": bool(model.tree.copied_C.size),
                 "dtype": str(model.dtype),
+                "weights": max(stored, key=stored.__getitem__),
                 "slots": self._server.slots,
                 "chat": self._template != PLAIN,
             },

@@ -60,14 +60,24 @@ async function loadModel() {
     const found = (await (await call("/v1/models")).json()).data[0], more = found.medusa;
     if (!model && !restored) at("markdown").checked = more.chat;
     model = found;
-    at("about").textContent = `${model.id}, drafter ${more.drafter}, ${more.tree_nodes} nodes, ${more.dtype}`;
+    at("about").textContent = `${model.id}, weights in ${more.weights}, drafter ${more.drafter}, ${more.tree_nodes} nodes`;
     at("about").classList.remove("error");
+    legend(more);
     examples();
   } catch (error) {
     at("about").textContent = error.message;
     at("about").classList.add("error");
     if (error.message === GONE) setTimeout(loadModel, 3000);
   }
+}
+
+// The colours that the drafter of this model can give.
+function legend({depth, copies}) {
+  const parts = [];
+  if (depth) parts.push("the head of depth ");
+  for (let d = 1; d <= Math.min(depth, 5); d += 1) parts.push(d > 1 ? " " : "", make("span", "d d" + d, d < depth && d === 5 ? "5+" : d));
+  if (copies) parts.push(depth ? " or " : "", make("span", "d copied", "a copy"), " of earlier text");
+  at("legend").replaceChildren(...(parts.length ? ["Who guessed a token: ", ...parts, "; unmarked: the model itself."] : []));
 }
 
 // Server-sent events of a response, as the objects that they hold.
@@ -117,22 +127,27 @@ function showSoon(answer) {
 
 function drawAnswer(turn, answer) {
   const card = make("section", "answer"), head = make("h2", "", answer.drafts ? "With drafts" : "Plain decoding");
-  const faster = make("span", "faster");
+  const faster = make("span", "faster"), same = make("span", "badge"), cut = make("p", "cut");
   const body = make("div", "text"), numbers = make("p", "numbers"), again = make("div", "row again");
   card.setAttribute("aria-label", answer.drafts ? "Answer with drafts" : "Answer of plain decoding");
-  head.append(faster, button("Copy", "small", it => copy(body, textOf(answer), it)));
-  card.append(head, body, numbers, again);
+  cut.textContent = "Cut at the limit of “Most tokens”.";
+  head.append(faster, same, button("Copy", "small", it => copy(body, textOf(answer), it)));
+  card.append(head, body, cut, numbers, again);
   again.append(button("Send again", "main", () => { if (takeBack(turn)) send(); }), button("Edit", "", () => takeBack(turn)));
   views.get(turn).querySelector(".answers").append(card);
-  views.set(answer, {card, body, numbers, again, faster});
+  views.set(answer, {card, body, numbers, again, faster, same, cut});
   settle(answer);
 }
 
 function settle(answer) {
   show(answer);
-  const {faster} = views.get(answer), times = answer.faster || 0;
+  const {faster, same, cut} = views.get(answer), times = answer.faster || 0;
   faster.textContent = times ? `${times.toFixed(1)}x as fast` : "";
   faster.classList.toggle("slower", times < 1);
+  same.hidden = answer.same === undefined;
+  same.textContent = answer.same ? "the same text" : "another text";
+  same.classList.toggle("differs", answer.same === false);
+  cut.hidden = !answer.cut;
   views.get(answer).again.hidden = !(answer.state === "failed" && answer.drafts);
 }
 
@@ -200,6 +215,7 @@ async function write(turn, drafts) {
         if (choice.finish_reason) {
           done = true;
           answer.rate = more.tokens_per_second;
+          answer.cut = choice.finish_reason === "length";
           answer.numbers = `${more.new_tokens} tokens, ${more.tokens_per_second.toFixed(0)} tokens/s, ` +
             `accepted length ${more.mean_accepted_length.toFixed(2)}, ${more.steps} steps`;
         }
@@ -233,7 +249,7 @@ async function answerPlainly(turn) {
   if (other || drafted.state !== "done") return;
   const plain = await write(turn, false);
   if (plain.state === "done") {
-    plain.numbers += textOf(plain) === textOf(drafted) ? "; the same text" : "; another text";
+    plain.same = textOf(plain) === textOf(drafted);
     drafted.faster = drafted.rate / plain.rate;
     settle(plain);
     settle(drafted);
@@ -291,7 +307,6 @@ at("question").addEventListener("keydown", event => {
 at("key").addEventListener("change", loadModel);
 addEventListener("pagehide", keep);
 const wide = matchMedia("(min-width: 40rem)").matches, restored = restore();
-if (!wide) at("question").placeholder = "Say something.";
 turns.forEach(drawTurn);
 toEnd();
 if (wide) at("question").focus();
