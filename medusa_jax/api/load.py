@@ -14,6 +14,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
+from medusa_jax.console import inform
 from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
@@ -173,7 +174,13 @@ def open_model(model: str | None, tokenizer: str | None = None) -> ModelFiles:
         text_to_ids = load_tokenizer(tokenizer or directory)
     else:
         text_to_ids = NoTokenizer(directory)
-    return ModelFiles(directory, BaseFiles.open(directory), text_to_ids)
+    base = BaseFiles.open(directory)
+    if text_to_ids.vocab_size > (size := base.config.vocab_size):
+        inform(
+            f"the tokenizer has {text_to_ids.vocab_size} ids, the model {size} embeddings: text with other "
+            "tokens is refused"
+        )
+    return ModelFiles(directory, base, text_to_ids)
 
 
 def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
