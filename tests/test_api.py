@@ -429,6 +429,66 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
             generate(prompts, options or Options(max_new_tokens=3), **fields)
 
 
+MISPLACED = [
+    (
+        medusa_jax.load,
+        {"drafer": "none"},
+        "load has no argument 'drafer'; did you mean 'drafter'?",
+    ),
+    (
+        Options,
+        {"max_tokens": 3},
+        "Options has no argument 'max_tokens'; did you mean 'max_new",
+    ),
+    (
+        "chat",
+        {"max_new_tokens": 20},
+        r"Model.chat has no .*: give Options\(max_new_tokens=...\)",
+    ),
+    ("generate", {"temprature": 1}, r"'temprature': give Options\(temperature=...\)"),
+    ("stream", {"acceptence": "typical"}, "did you mean 'acceptance'?"),
+    (
+        "compile",
+        {"tre": "none"},
+        "Model.compile has no argument 'tre'; did you mean 'tree'?",
+    ),
+    ("engine", {"nonsense": 1}, "Model.engine has no argument 'nonsense'$"),
+]
+
+
+@pytest.mark.parametrize(("function", "fields", "words"), MISPLACED)
+def test_misspelt_and_misplaced_arguments(model, function, fields, words):
+    call = getattr(model, function) if isinstance(function, str) else function
+    with pytest.raises(UserError, match=words):
+        call(*[[] for _ in ("prompt",) if isinstance(function, str)], **fields)
+
+
+def test_what_is_shown(model, directory):
+    """Short, with the model's name; and only public names."""
+    assert repr(TREE) == "<Tree: 7 nodes, 3 deep>"
+    assert repr(Tree.copies(2)) == "<Tree: 3 nodes, 2 deep, 2 copied>"
+    name = directory[0].name
+    assert repr(model).startswith(
+        f"<Model {name}: 1 layers of width 16 in float64, drafts by"
+    )
+    stream = model.stream("in", Options(max_new_tokens=NEW))
+    assert repr(stream) == f"<TextStream of {name}: 0 characters so far>"
+    assert dir(medusa_jax) == sorted([*medusa_jax.__all__, "__version__"])
+
+
+def test_greedy_rows_take_the_program_of_sampled_ones(model, monkeypatch):
+    """If that is compiled already; the text is the same."""
+    monkeypatch.setattr(model, "_warm", set())
+    greedy, sampled = Options(max_new_tokens=NEW), Options(NEW, 0.7, seed=2)
+    mixed = model.generate(PROMPTS[:2], [greedy, sampled])
+    again = model.generate(PROMPTS[:2], greedy)
+    assert mixed[0].compile_seconds > 0 == again[0].compile_seconds
+    assert again[0].token_ids == mixed[0].token_ids
+    [_, engine, _] = model.plan(PROMPTS[:2], greedy)
+    assert engine.acceptance == "sampled"
+    assert model.plan(PROMPTS, greedy)[1].acceptance == "greedy"  # another shape
+
+
 def test_limits_and_ends_beyond_any_text_are_none(model):
     """No number of steps and no token is so large: such a request runs to its other ends."""
     far = Options(3, max_steps=2**40, eos_ids=(10**12,), stop_sequences=((5, 2**31),))

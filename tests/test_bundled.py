@@ -201,7 +201,7 @@ def test_the_demo_traces_with_its_tree_and_type(platform, drafter, monkeypatch):
     """Tracing meets every shape of the prefill and the loop."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     model = medusa_jax.load(drafter=drafter)
-    _, engine, request = model.plan(["def parse("], Options(), None, {})
+    _, engine, request = model.plan(["def parse("], Options())
 
     def run(variables):
         state, _ = loop.begin(engine, variables, request)

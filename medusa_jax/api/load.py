@@ -1,5 +1,6 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +30,13 @@ from medusa_jax.text.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import read
+from medusa_jax.typed import known_arguments, read
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
 
 
+@known_arguments()
 @read_arguments
 def load(
     model: str | PathLike[str] | None = None,
@@ -118,6 +120,7 @@ def load(
         {"backbone": backbone, "heads": drafts.params},
         files.tokenizer,
         drafts.drafter,
+        name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
         dtype=form.dtype,
         mesh=devices,
         storage=form.storage,
