@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import pwd
 import shutil
 import stat
 import tempfile
@@ -17,25 +16,16 @@ def cache_directory(name: str) -> str:
     has no place for it, it is under the directory of temporary files; where that is another user's, a new one of this
     process.
     """
-    given = os.environ.get("XDG_CACHE_HOME", "")
+    given, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")
+    if os.environ.get("HOME") == "":
+        home = ""  # "~" would be the root directory
     with suppress(OSError):
-        base = given if os.path.isabs(given) else os.path.join(_home(), ".cache")
-        root = os.path.join(base, "medusa_jax")
+        root = os.path.join(given if os.path.isabs(given) else home, "medusa_jax")
         if os.path.isabs(root) and (path := _private(root, name)):
             return path
         shared = os.path.join(tempfile.gettempdir(), f"medusa_jax-{os.geteuid()}")
         return _private(shared, name) or _private(_scratch(), name)
     return os.path.join(os.devnull, name)  # no place: nothing is found or written
-
-
-def _home() -> str:
-    """The home directory, by the user's entry if HOME is empty; "~" if there is none."""
-    if os.environ.get("HOME") != "":
-        return os.path.expanduser("~")
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_dir
-    except KeyError:
-        return "~"
 
 
 def _private(root: str, name: str) -> str:
@@ -52,7 +42,8 @@ def _private(root: str, name: str) -> str:
         for entry in os.scandir(path):
             with suppress(FileNotFoundError):  # another process has removed it
                 if was_open or entry.is_symlink() or not _is_own(entry.path):
-                    _remove(entry)
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    (shutil.rmtree if is_folder else os.unlink)(entry.path)
         return path
     return ""
 
@@ -62,13 +53,6 @@ def _is_own(path: str) -> bool:
     about = os.lstat(path)
     writable = about.st_mode & stat.S_IWOTH and stat.S_ISREG(about.st_mode)
     return about.st_uid == os.geteuid() and not writable
-
-
-def _remove(entry: os.DirEntry[str]) -> None:
-    if entry.is_dir(follow_symlinks=False):
-        shutil.rmtree(entry.path)
-    else:
-        os.unlink(entry.path)
 
 
 @cache

@@ -177,6 +177,8 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
         ["attn_k"],
     ):
         return None
+    if tensor.shape[0] % config["head_dim"]:
+        return None  # not a projection's: refused by its name and shape
     rows = np.arange(tensor.shape[0]).reshape(-1, config["head_dim"] // 2, 2)
     return rows.swapaxes(1, 2).ravel()
 

@@ -367,6 +367,8 @@ REFUSED = [
     ({"attention.head_count": [4, 2]}, {}, {}, "head_count should be a number, the same"),
     ({"feed_forward_length": [48] * 3}, {}, {}, "length should be a number, the same for"),
     ({}, {}, {"output.scale": [2]}, "has no place for: 'output.scale'"),
+    ({}, {}, {"blk.0.attn_q.scale": [2, 3]}, "has no place for: 'blk.0.attn_q.scale'"),
+    ({}, {}, {"blk.0.attn_q.weight": [[0] * D] * 31}, r"has shape \[31, 32\], the config"),
     ({}, {"token_type": [1, 1]}, {}, "the token_type of 2"),
     ({}, {"merges": ["q !x"]}, {}, "its tokenizer does not fit together"),
 ]
