@@ -39,5 +39,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names as well, before their first use."""
-    return sorted({*globals(), *__all__})
+    """The public names, also before their first use."""
+    return sorted([*__all__, "__version__"])

@@ -1,18 +1,19 @@
 """Values from Python, NumPy and files, read as the types of fields and arguments."""
 
+import functools
 import inspect
 import math
 import numbers
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from medusa_jax.bounds import AtLeast, AtMost, OneOf
-from medusa_jax.errors import UserError, between, one_of
+from medusa_jax.errors import UserError, between, did_you_mean, nearest, one_of
 
 NUMBERS: dict[type, type] = {int: numbers.Integral, float: numbers.Real}
 WRONG = (TypeError, ValueError, OverflowError)
@@ -67,6 +68,37 @@ def read(name: str, value: Any, kind: Any) -> Any:
     except WRONG:
         wanted = re.sub(r"[\w.]+\.", "", inspect.formatannotation(kind))
         raise UserError(f"{name} should be {wanted}, not {repr(value)[:80]}") from None
+
+
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
+
+
+def known_arguments(
+    options: Sequence[str] = (),
+) -> Callable[[Callable[Arguments, Returned]], Callable[Arguments, Returned]]:
+    """Decorator: an unknown keyword argument is a UserError with the nearest one.
+
+    Args:
+      options: names that belong into the function's `Options`.
+    """
+
+    def decorate(function: Callable[Arguments, Returned]) -> Callable[Arguments, Returned]:
+        names = [*inspect.signature(function).parameters]
+        who = function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
+            for name in kwargs.keys() - {*names}:
+                near, option = did_you_mean(name, names), nearest(name, options)
+                if option and (name == option or not near):
+                    near = f": give Options({option}=...)"
+                raise UserError(f"{who} has no argument {name!r}{near}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 # Highest values of numbers without `AtMost`.

@@ -15,6 +15,7 @@ from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
+from medusa_jax.api.load import open_model
 from medusa_jax.api.prompts import prompt_ids
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.compare import compare
@@ -338,18 +339,64 @@ def test_text_whose_token_has_no_embedding_is_refused():
     """As its id is: the lookup would clip it to another token's row."""
 
     class OneTokenMore:
-        bos_id = None
+        bos_id = 40
 
         def encode(self, text, add_bos=False):
-            return [3, 40]
+            return [3, 40] if text else []
 
-    with pytest.raises(UserError, match=r"prompt id 40 is outside the vocabulary 0\.\.39"):
-        prompt_ids(OneTokenMore(), "a new word", 40)
+    for text in ("a new word", ""):
+        with pytest.raises(UserError, match=r"id 40 is outside the vocabulary 0\.\.39"):
+            prompt_ids(OneTokenMore(), text, 40)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_announced(directory, tmp_path, capsys):
+    shutil.copytree(directory[0], tmp_path / "model")
+    tokens = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    n = len(tokens["model"]["vocab"])
+    word = {"id": n, "content": "<new>", "special": True, "single_word": False}
+    word |= {"lstrip": False, "rstrip": False, "normalized": False}
+    tokens["added_tokens"].append(word)
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokens))
+    opened = open_model(str(tmp_path / "model"))
+    assert f"has {n + 1} ids, the model {n} embeddings" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"id {n} is outside the vocabulary"):
+        prompt_ids(opened.tokenizer, "a<new>", n)
 
 
 SAID = {"role": "user", "content": "in"}
 NO_PROMPT = "a prompt is text or a list of token ids, not"
 TALK = r"these are messages: call model\.chat\("
+SAMPLED = {"temperature": 0.7, "seed": 4, "top_p": 0.9}
+RULES = [("auto", TREE, {}), ("auto", "none", {}), ("auto", "none", SAMPLED)]
+RULES += [(rule, TREE, SAMPLED) for rule in ("auto", "typical", "rejection")]
+
+
+@pytest.mark.parametrize(("acceptance", "tree", "fields"), [RULES[0], *wide(*RULES[1:])])
+def test_scores_that_are_no_numbers_never_become_a_token(
+    model, acceptance, tree, fields, capsys, monkeypatch
+):
+    """NaN after some token ends its text with an error, that of a prompt, too; others go on."""
+    ways = {"tree": tree, "acceptance": acceptance}
+    options = Options(max_new_tokens=NEW, **fields)
+    whole = model.generate(PROMPTS, options, **ways)
+    seen = {i for p in PROMPTS for i in model.encode(p)}
+    token = next(i for i in whole[0].token_ids if i not in seen | {*whole[1].token_ids})
+    at = whole[0].token_ids.index(token) + 1
+    backbone = model.variables["backbone"]
+    embedding = {"embedding": backbone["embed_tokens"]["embedding"].at[token].set(np.nan)}
+    poisoned = model.variables | {"backbone": backbone | {"embed_tokens": embedding}}
+    monkeypatch.setattr(model, "variables", poisoned)
+    broken = model.generate(PROMPTS, options, **ways)
+    assert broken[0].token_ids == whole[0].token_ids[:at]
+    assert broken[0].finish_reason == "error" and "NaN" in capsys.readouterr().err
+    assert broken[1].token_ids == whole[1].token_ids
+    *_, (_, streamed) = model.stream(PROMPTS, options, **ways)
+    assert [r.token_ids for r in streamed] == [r.token_ids for r in broken]
+    [first, second] = model.generate([[token], [3]], options, **ways)
+    assert first.token_ids == [] and first.finish_reason == "error"
+    assert second.finish_reason != "error" or token in second.token_ids
+
+
 OUTSIDE = "outside the vocabulary"
 HOT = Options(temperature=1.0)
 
@@ -380,6 +427,66 @@ def test_requests_that_cannot_be(model, prompts, options, fields, words):
     for generate in (model.generate, partial(medusa_jax.generate, model)):
         with pytest.raises(UserError, match=words):
             generate(prompts, options or Options(max_new_tokens=3), **fields)
+
+
+MISPLACED = [
+    (
+        medusa_jax.load,
+        {"drafer": "none"},
+        "load has no argument 'drafer'; did you mean 'drafter'?",
+    ),
+    (
+        Options,
+        {"max_tokens": 3},
+        "Options has no argument 'max_tokens'; did you mean 'max_new",
+    ),
+    (
+        "chat",
+        {"max_new_tokens": 20},
+        r"Model.chat has no .*: give Options\(max_new_tokens=...\)",
+    ),
+    ("generate", {"temprature": 1}, r"'temprature': give Options\(temperature=...\)"),
+    ("stream", {"acceptence": "typical"}, "did you mean 'acceptance'?"),
+    (
+        "compile",
+        {"tre": "none"},
+        "Model.compile has no argument 'tre'; did you mean 'tree'?",
+    ),
+    ("engine", {"nonsense": 1}, "Model.engine has no argument 'nonsense'$"),
+]
+
+
+@pytest.mark.parametrize(("function", "fields", "words"), MISPLACED)
+def test_misspelt_and_misplaced_arguments(model, function, fields, words):
+    call = getattr(model, function) if isinstance(function, str) else function
+    with pytest.raises(UserError, match=words):
+        call(*[[] for _ in ("prompt",) if isinstance(function, str)], **fields)
+
+
+def test_what_is_shown(model, directory):
+    """Short, with the model's name; and only public names."""
+    assert repr(TREE) == "<Tree: 7 nodes, 3 deep>"
+    assert repr(Tree.copies(2)) == "<Tree: 3 nodes, 2 deep, 2 copied>"
+    name = directory[0].name
+    assert repr(model).startswith(
+        f"<Model {name}: 1 layers of width 16 in float64, drafts by"
+    )
+    stream = model.stream("in", Options(max_new_tokens=NEW))
+    assert repr(stream) == f"<TextStream of {name}: 0 characters so far>"
+    assert dir(medusa_jax) == sorted([*medusa_jax.__all__, "__version__"])
+
+
+def test_greedy_rows_take_the_program_of_sampled_ones(model, monkeypatch):
+    """If that is compiled already; the text is the same."""
+    monkeypatch.setattr(model, "_warm", set())
+    greedy, sampled = Options(max_new_tokens=NEW), Options(NEW, 0.7, seed=2)
+    mixed = model.generate(PROMPTS[:2], [greedy, sampled])
+    again = model.generate(PROMPTS[:2], greedy)
+    assert mixed[0].compile_seconds > 0 == again[0].compile_seconds
+    assert again[0].token_ids == mixed[0].token_ids
+    [_, engine, _] = model.plan(PROMPTS[:2], greedy)
+    assert engine.acceptance == "sampled"
+    assert model.plan(PROMPTS, greedy)[1].acceptance == "greedy"  # another shape
 
 
 def test_limits_and_ends_beyond_any_text_are_none(model):

@@ -4,6 +4,7 @@ the README's first command would run on every platform."""
 import json
 import os
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,14 +12,19 @@ import pytest
 from cases import thinned
 
 import medusa_jax
-from medusa_jax import Options
+from medusa_jax import Options, UserError
+from medusa_jax.__main__ import main as run_command
 from medusa_jax.api import DEMO
 from medusa_jax.api.bundles import MODELS, bundled_heads
+from medusa_jax.api.drafts import open_drafts
 from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.tree_fit import fastest
-from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.files.names import NAMES
+from medusa_jax.files.source import Source
+from medusa_jax.sharding import make_mesh
 from medusa_jax.tree.files import load_tree_file
 from medusa_jax.tree.tree import Tree
 
@@ -47,6 +53,65 @@ def plain_texts() -> list[list[int]]:
     """What plain decoding gives for two prompts."""
     model = medusa_jax.load(drafter="none", dtype="float64", tree="none")
     return [r.token_ids for r in model.generate(prompts()[3:5], GREEDY_AND_SAMPLED)]
+
+
+# Shapes of the models that heads are bundled with.
+SHAPES = {None: (256, 4096), "smollm2": (576, 49152)}
+FOREIGN = [(None, *heads) for heads in OF_MODELS]
+FOREIGN += [(model, None, drafter) for model in NAMES for drafter in OF_DEMO]
+COMMANDS = [
+    ("decode", "--prompt", "hi"),
+    ("serve", "--port", "0"),
+    ("calibrate", "--prompts", "{file}", "--out", "{out}.json"),
+    ("bench", "--prompts", "{file}"),
+    ("distill", "--prompts", "{file}", "--out", "{out}"),
+    ("convert", "--to", "native", "--out", "{out}"),
+]
+
+
+def refuse_to_read(monkeypatch):
+    """No weights of heads may be read, and none of a backbone but for its fingerprint."""
+
+    def read(*given, **more):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(Source, "load", read)
+    monkeypatch.setattr(BaseFiles, "lm_head_columns", read)
+
+
+@pytest.mark.parametrize(("model", "name", "drafter"), FOREIGN)
+@pytest.mark.parametrize("allow", [False, True])
+def test_heads_of_another_model_are_refused_before_they_are_read(
+    model, name, drafter, allow, monkeypatch
+):
+    """All bundled heads on all bundled models; in every way to open heads."""
+    refuse_to_read(monkeypatch)
+    width, vocab = SHAPES[model]
+    config = LlamaConfig(vocab_size=vocab, d_model=width)
+    said = f"width {SHAPES[name][0]} and vocabulary {SHAPES[name][1]}, the model has width {width}"
+    heads = open_heads(str(folder_of(name, drafter)))
+    with pytest.raises(UserError, match=said):
+        load_heads(heads, config, make_mesh(), allow_other_base=allow)
+    base = SimpleNamespace(config=config)
+    with pytest.raises(UserError, match=said):
+        open_drafts(heads, base, None, None, make_mesh(), None if allow else "0" * 16)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
+def test_every_command_refuses_them_in_the_same_words(
+    command, tmp_path, monkeypatch, capsys
+):
+    refuse_to_read(monkeypatch)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    places = {"file": tmp_path / "prompts.jsonl", "out": tmp_path / "out"}
+    words = [word.format(**places) for word in command]
+    words += [
+        "--drafters" if command[0] == "bench" else "--drafter",
+        str(MODELS / "smollm2/hydra"),
+    ]
+    assert run_command(words) == 2
+    said = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    assert len(said) == 1 and "vocabulary 49152, the model has width 256" in said[0]
 
 
 @pytest.mark.wide
@@ -136,7 +201,7 @@ def test_the_demo_traces_with_its_tree_and_type(platform, drafter, monkeypatch):
     """Tracing meets every shape of the prefill and the loop."""
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     model = medusa_jax.load(drafter=drafter)
-    _, engine, request = model.plan(["def parse("], Options(), None, {})
+    _, engine, request = model.plan(["def parse("], Options())
 
     def run(variables):
         state, _ = loop.begin(engine, variables, request)

@@ -1,6 +1,7 @@
 """Cache directories are in absolute places, and closed to other users."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -27,10 +28,13 @@ def mode(path):
         ("{tmp}/xdg", "{tmp}/home", "xdg/medusa_jax"),
         ("relative/cache", "{tmp}/home", "home/.cache/medusa_jax"),
         ("", "~", f"tmp/medusa_jax-{os.geteuid()}"),
+        ("", "", f"tmp/medusa_jax-{os.geteuid()}"),
     ],
 )
 def test_caches_are_in_absolute_places(xdg, home, where, temporary, monkeypatch, tmp_path):
-    """A HOME that is not set and that no user has stays "~"; what is relative is ignored, as XDG says."""
+    """A HOME that is not set and that no user has stays "~"; what is relative is ignored, as XDG says.
+
+    An empty HOME is not the root directory."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CACHE_HOME", xdg.format(tmp=tmp_path))
@@ -58,3 +62,36 @@ def test_a_cache_of_another_user(part, temporary, monkeypatch, tmp_path):
     assert path == cache_directory("native") and mode(path) == 0o700
     assert os.path.dirname(path) not in (str(second), str(ours.parent))
     assert path.startswith(str(temporary))
+
+
+@pytest.mark.parametrize("plant", ["link", "open file", "foreign", "open directory", "own"])
+@pytest.mark.parametrize("kind", ["native", "compiled"])
+def test_files_of_others_are_removed(plant, kind, monkeypatch, tmp_path):
+    """From kernels and from XLA's programs: links, and what others own or could write."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = Path(cache_directory(kind))
+    (tmp_path / "library").write_bytes(b"x")
+    file = folder / "kernels.so"
+    if plant == "link":
+        file.symlink_to(tmp_path / "library")
+    else:
+        file.write_bytes(b"x")
+        (folder / "converted").mkdir()
+    if plant == "open file":
+        file.chmod(0o666)
+    if plant == "open directory":
+        folder.chmod(0o777)
+    if plant == "foreign":
+        owner = os.lstat
+
+        def others(path, **more):
+            about = owner(path, **more)
+            if str(path).endswith("kernels.so"):
+                about = os.stat_result([*about[:4], about.st_uid + 1, *about[5:]])
+            return about
+
+        monkeypatch.setattr(os, "lstat", others)
+    assert cache_directory(kind) == str(folder)
+    monkeypatch.undo()
+    assert os.path.lexists(file) == (plant == "own")
+    assert (tmp_path / "library").exists()

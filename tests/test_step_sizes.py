@@ -146,7 +146,7 @@ def test_four_starts_choose_the_same(directory, free, costs):
 
 def test_costs_are_measured_on_this_device(directory, free):
     model = load(directory)
-    _, engine, _ = model.plan(PROMPTS[:1], OPTIONS, None, {})
+    _, engine, _ = model.plan(PROMPTS[:1], OPTIONS)
     assert model.step_sizes.costs(engine, 1) is None
     model.compile(PROMPTS[:1], OPTIONS)
     measured = model.step_sizes.costs(engine, 1)
@@ -174,7 +174,7 @@ def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
 
     def known(rows=1, **more):
         options = dataclasses.replace(OPTIONS, **more)
-        _, engine, _ = model.plan(PROMPTS[:1] * rows, options, None, {})
+        _, engine, _ = model.plan(PROMPTS[:1] * rows, options)
         return model.step_sizes.costs(engine, rows)
 
     assert known() == [1.0, 1.25, 1.5]
@@ -189,7 +189,7 @@ def test_where_the_tree_stays_the_same(directory, free, monkeypatch):
     model = load(directory, "prompt_lookup")
 
     def chooses(model=model, options=OPTIONS, **more):
-        return bool(model.plan(["the"], options, None, more)[1].gated)
+        return bool(model.plan(["the"], options, **more)[1].gated)
 
     assert chooses() and chooses(tree="auto") and chooses(acceptance="sampled")
     assert chooses(load(directory))

@@ -37,10 +37,10 @@ class Dialogue:
         self._row_key: tuple[Engine, rows.Sizes] | None = None
 
     def stream(
-        self, prompt: Sequence[int], options: Options, **engine_options: Any
+        self, prompt: Sequence[int], options: Options, **ways: Any
     ) -> Iterator[Chunk]:
-        """Stream like `Model.stream([prompt], options)`; the caller may stop early."""
-        opts, engine, request = self.model.plan([prompt], options, None, engine_options)
+        """Stream like `Model.stream([prompt], options, **ways)`; the caller may stop early."""
+        opts, engine, request = self.model.plan([prompt], options, **ways)
         variables = self.model.variables_by(engine.acceptance)
         yield from stream_rows(
             self.model.tokenizer, opts, engine, variables, request, 0.0, row_cache=self

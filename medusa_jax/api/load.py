@@ -1,5 +1,6 @@
 """From files to a `Model`: the backbone, its tokenizer, its heads and their tree."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from medusa_jax.api.model import Model
 from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
+from medusa_jax.console import inform
 from medusa_jax.errors import between
 from medusa_jax.files import hf
 from medusa_jax.files.hf import BaseFiles
@@ -28,12 +30,13 @@ from medusa_jax.text.tokenizer import (
     load_tokenizer,
 )
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import read
+from medusa_jax.typed import known_arguments, read
 
 # Each n-gram token adds one comparison per position to a step.
 LONGEST_NGRAM = 64
 
 
+@known_arguments()
 @read_arguments
 def load(
     model: str | PathLike[str] | None = None,
@@ -117,6 +120,7 @@ def load(
         {"backbone": backbone, "heads": drafts.params},
         files.tokenizer,
         drafts.drafter,
+        name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",
         dtype=form.dtype,
         mesh=devices,
         storage=form.storage,
@@ -173,7 +177,13 @@ def open_model(model: str | None, tokenizer: str | None = None) -> ModelFiles:
         text_to_ids = load_tokenizer(tokenizer or directory)
     else:
         text_to_ids = NoTokenizer(directory)
-    return ModelFiles(directory, BaseFiles.open(directory), text_to_ids)
+    base = BaseFiles.open(directory)
+    if text_to_ids.vocab_size > (size := base.config.vocab_size):
+        inform(
+            f"the tokenizer has {text_to_ids.vocab_size} ids, the model {size} embeddings: text with other "
+            "tokens is refused"
+        )
+    return ModelFiles(directory, base, text_to_ids)
 
 
 def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:

@@ -64,15 +64,17 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt, vocab_size: int) -> list[in
         except WRONG:
             shown = f"a prompt is text or a list of token ids, not {prompt!r:.80}"
             raise UserError(shown) from None
+    if not ids:
+        if tokenizer.bos_id is None:
+            raise UserError(
+                "the prompt is empty and the tokenizer has no BOS to start from"
+            )
+        ids = [tokenizer.bos_id]
     if outside := [i for i in ids if not 0 <= i < vocab_size]:
         raise UserError(
             f"prompt id {outside[0]} is outside the vocabulary 0..{vocab_size - 1}: the model has no embedding for it"
         )
-    if ids:
-        return ids
-    if tokenizer.bos_id is None:
-        raise UserError("the prompt is empty and the tokenizer has no BOS to start from")
-    return [tokenizer.bos_id]
+    return ids
 
 
 def conversation(

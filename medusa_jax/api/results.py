@@ -9,13 +9,14 @@ import jax
 import numpy as np
 
 from medusa_jax.arch import DELTA, EPSILON
+from medusa_jax.console import inform
 from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.state import Progress
-from medusa_jax.decoding.stopping import STOPPED, STUCK
+from medusa_jax.decoding.stopping import BROKEN, STOPPED, STUCK
 from medusa_jax.errors import UserError
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.typed import WRONG, as_type
+from medusa_jax.typed import WRONG, as_type, known_arguments
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class Options:
         return PenaltyOptions(*numbers, bias=tuple(dict(self.logit_bias).items()))
 
 
+Options.__init__ = known_arguments()(Options.__init__)  # type: ignore[method-assign]
 DEFAULTS = Options()
 
 
@@ -134,8 +136,8 @@ class Result:
       token_ids: the same as ids; an EOS or stop sequence is kept.
       draft_depths: for each token the tree depth it was accepted at, negative if it was copied from the
         text; 0 = the verifier's own.
-      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context", or
-        "constraint": no token of the vocabulary may follow.
+      finish_reason: "stop" (EOS, stop sequence or stop string), "length", "steps", "context",
+        "constraint": no token of the vocabulary may follow, or "error": no token has a score (`NO_SCORES`).
       prompt_tokens: tokens of the prompt, including an added BOS.
       steps: decode steps after prefill.
       mean_accepted_length: tokens appended per step, bonus token included.
@@ -228,6 +230,13 @@ def steps_of(draft_depths: Sequence[int], max_length: int) -> list[int]:
     return [lengths.count(n) for n in range(1, max_length + 1)]
 
 
+ENDS = {STOPPED: "stop", STUCK: "constraint", BROKEN: "error"}
+NO_SCORES = (
+    "the model's scores are NaN, or minus infinity for every token: look at its weights, use a wider dtype, or bar "
+    "fewer tokens"
+)
+
+
 def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str:
     """Why a text of this many tokens ended, as in `Result`.
 
@@ -235,8 +244,8 @@ def finish_reason(status: int, tokens: int, limit: int, options: Options) -> str
       status: of its row; STOPPED at a stop string, too.
       limit: most tokens that the row might have.
     """
-    if status in (STOPPED, STUCK):
-        return "stop" if status == STOPPED else "constraint"
+    if reason := ENDS.get(status):
+        return reason
     if tokens < limit:
         return "steps"
     return "context" if limit < options.max_new_tokens else "length"
@@ -254,6 +263,8 @@ def results_of(
     counts, status = np.asarray(progress.n_new_B), np.asarray(progress.status_B)
     steps, histogram = np.asarray(progress.steps_B), np.asarray(progress.histogram_BL)
     results = []
+    if BROKEN in status:
+        inform(f"a text ends early: {NO_SCORES}")
     size = int(np.argmax(progress.gate.steps_N)) if progress.gate is not None else 0
     for row, options in enumerate(rows):
         ids = tokens[row, : counts[row]].tolist()

@@ -81,7 +81,7 @@ class StepSizes:
         return f"{rows} {engine.acceptance} {sizes}"
 
     def _cache(self, engine: Engine) -> DeviceCache:
-        return DeviceCache("steps", self.mark, engine.tree)
+        return DeviceCache("steps", self.mark, engine.tree.choices, engine.tree.spares)
 
     def _calibrated(self, engine: Engine, rows: int) -> list[float] | None:
         """The tree file's costs, if they were measured like this; None if it lacks a size."""

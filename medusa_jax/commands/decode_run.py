@@ -150,7 +150,7 @@ def answer_as_json(job: DecodeJob) -> int:
     [result] = job.generate([0])
     result.compile_seconds = seconds
     print_json(job.facts([0], [result])[0])
-    return 0
+    return int(result.finish_reason == "error")
 
 
 def answer_one(
@@ -197,4 +197,4 @@ def answer_one(
     if result.finish_reason == "context":
         context = job.model.config.max_position
         inform(f"note: stopped at the model's context of {context} tokens")
-    return 0
+    return int(result.finish_reason == "error")

@@ -58,7 +58,7 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
 def step_with(engine: Engine, variables: Params, old: DecodeState) -> StepResult:
     """A step with the engine's tree."""
     new = step_of(engine)(engine, variables, old)
-    accepted_B, levels = new.n_new_B - old.n_new_B - 1, engine.tree.depth
+    accepted_B, levels = jnp.maximum(new.n_new_B - old.n_new_B - 1, 0), engine.tree.depth
     if not levels and isinstance(engine.drafter, CopiesText):
         # A draft costs nothing: test one.
         drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM

@@ -11,7 +11,7 @@ from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.places import adjust, after_text
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
-from medusa_jax.decoding.step import emit, write_tokens
+from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.drafter import Backbone, Committed
 from medusa_jax.model.cache import KVCache
@@ -27,7 +27,7 @@ class PrefillState(NamedTuple):
 
     Attributes:
       cache, drafter: as in `DecodeState`.
-      root_B: the first new token of the rows whose whole prompt has been read.
+      root_B: the first new token of the rows whose whole prompt has been read, as `Kernels.best_token` returns it.
       logprobs: its log-probabilities; None unless the engine keeps them.
     """
 
@@ -128,7 +128,8 @@ def read_piece(
         first = lax.cond(
             jnp.any(ends_B), lambda: where_rows(ends_B, first_token(), first), lambda: first
         )
-    next_BT = jnp.where(is_last_BT, first[0][:, None], next_BT)
+    first_B, _ = checked(first[0], engine.llama.config.vocab_size)
+    next_BT = jnp.where(is_last_BT, first_B[:, None], next_BT)
     count_B = jnp.clip(length_B - begin_B, 0, T)
     new = Committed(hidden_BTE, tokens_BT, next_BT, position_BT, count_B)
     drafter = engine.drafter.commit(variables["heads"], backbone, before.drafter, new)
@@ -184,7 +185,8 @@ def prefill(
     else:  # pieces after the longest prompt are skipped
         pieces = -(-jnp.max(prompt_length_B) // piece)
         progress = lax.fori_loop(0, pieces, read_next, progress)
-    cache, drafter, root_B, logprobs = progress
+    cache, drafter, token_B, logprobs = progress
+    root_B, broken_B = checked(token_B, engine.llama.config.vocab_size)
     if text_BS is not None:
         text_BS = write_tokens(engine.kernels, text_BS, root_B[:, None], prompt_length_B)
     state = state.replace(
@@ -196,7 +198,7 @@ def prefill(
     )
     path_BL = jnp.zeros((B, engine.tree.path_length), jnp.int32).at[:, 0].set(root_B)
     one_B = jnp.ones_like(root_B)
-    state, _ = emit(engine.kernels, state, path_BL, one_B, logprobs)
+    state, _ = emit(engine.kernels, state, path_BL, one_B, logprobs, broken_B)
     return pin_state(engine.llama.mesh, state)
 
 

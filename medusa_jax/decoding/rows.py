@@ -21,7 +21,7 @@ from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import PromptPiece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
-from medusa_jax.decoding.step import emit, write_tokens
+from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
@@ -127,19 +127,20 @@ def read_row(
     progress = prefill_start(engine, row)
     progress = read_piece(engine, variables, row.sampling, text_BS, progress, piece)
     ends_B = piece.begin_B + piece.tokens_BT.shape[1] >= piece.length_B
+    root_B, broken_B = checked(progress.root_B, engine.llama.config.vocab_size)
     if text_BS is not None:
-        root_B1 = progress.root_B[:, None]
-        with_first_BS = write_tokens(kernels, text_BS, root_B1, piece.length_B)
+        with_first_BS = write_tokens(kernels, text_BS, root_B[:, None], piece.length_B)
         text_BS = jnp.where(ends_B[:, None], with_first_BS, text_BS)
     row = row.replace(
         cache=progress.cache,
         drafter=progress.drafter,
-        root_B=progress.root_B,
+        root_B=root_B,
         length_B=piece.length_B,
         text_BS=text_BS,
     )
-    path_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(progress.root_B)
-    row, _ = emit(kernels, row, path_BL, ends_B.astype(jnp.int32), progress.logprobs)
+    path_BL = jnp.zeros_like(row.histogram_BL).at[:, 0].set(root_B)
+    n_B = ends_B.astype(jnp.int32)
+    row, _ = emit(kernels, row, path_BL, n_B, progress.logprobs, broken_B)
     return pin_state(engine.llama.mesh, row)
 
 

@@ -101,7 +101,7 @@ class DecodeState(struct.PyTreeNode):
       stop_BQW: token sequences that end the row, see `stopping.pack_stops`.
       length_B: text positions in the cache, without the root.
       root_B: the last emitted token.
-      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT, PAUSED or STUCK (`stopping`).
+      status_B: RUNNING, STOPPED (EOS or stop sequence), LIMIT, PAUSED, STUCK or BROKEN (`stopping`).
       steps_B: decode steps while the row was running.
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine

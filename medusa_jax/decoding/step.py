@@ -13,7 +13,13 @@ from medusa_jax.decoding.logprobs import Logprobs, logprobs_of
 from medusa_jax.decoding.penalties import count
 from medusa_jax.decoding.places import adjust, after_nodes, after_text
 from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.stopping import LIMIT, RUNNING, completes_stop, count_until_end
+from medusa_jax.decoding.stopping import (
+    BROKEN,
+    LIMIT,
+    RUNNING,
+    completes_stop,
+    count_until_end,
+)
 from medusa_jax.heads.drafter import Backbone, Committed, DraftRequest, Proposal, Ranked
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.vocabulary import for_drafting
@@ -160,6 +166,7 @@ class Outcome(NamedTuple):
       emitted_BL: the accepted drafts, then the bonus token; entries after it are meaningless.
       copied_BL: whether a draft was copied from the text.
       logprobs: log-probabilities of `emitted_BL`; None unless the engine keeps them.
+      broken_B: whether no token can follow the path; the bonus token is then meaningless.
     """
 
     path_BL: jax.Array
@@ -168,6 +175,7 @@ class Outcome(NamedTuple):
     emitted_BL: jax.Array
     copied_BL: jax.Array
     logprobs: Logprobs | None
+    broken_B: jax.Array
 
 
 def adjusted(
@@ -201,6 +209,8 @@ def accept(
     reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
     verified = verified._replace(logits_BMV=chosen_BMV)
     accepted = engine.rule.accept(engine.kernels, verified)
+    bonus_B, broken_B = checked(accepted.bonus_B, chosen_BMV.shape[-1])
+    accepted = accepted._replace(bonus_B=bonus_B)
     emitted_BL = emitted_tokens(nodes_BM, accepted)
     logprobs = None
     if engine.logprobs is not None:  # a token's logits are those of the node before it
@@ -209,7 +219,13 @@ def accept(
         logprobs = logprobs_of(logits_BLV, emitted_BL, engine.logprobs)
     copied_M = jnp.asarray(tree.copied_M) | isinstance(engine.drafter, CopiesText)
     copied_BL = jnp.roll(copied_M[accepted.path_BL], -1, axis=1)
-    return Outcome(*accepted, emitted_BL, copied_BL, logprobs)
+    return Outcome(*accepted, emitted_BL, copied_BL, logprobs, broken_B)
+
+
+def checked(token_B: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens of `Kernels.best_token`, 0 for those that are none, and whether they are."""
+    broken_B = token_B >= vocab_size
+    return jnp.where(broken_B, 0, token_B), broken_B
 
 
 def emitted_tokens(nodes_BM: jax.Array, accepted: Accepted) -> jax.Array:
@@ -264,7 +280,8 @@ def commit(
 def append(engine: Engine, state: DecodeState, outcome: Outcome) -> DecodeState:
     """Append the accepted drafts and the bonus token to each running row, and count the step."""
     tokens = outcome.emitted_BL, outcome.n_B + 1, outcome.logprobs
-    new, count_B = emit(engine.kernels, state, *tokens, outcome.copied_BL)
+    copied_BL, broken_B = outcome.copied_BL, outcome.broken_B
+    new, count_B = emit(engine.kernels, state, *tokens, broken_B, copied_BL)
     # The state may have more bins than this tree needs.
     bin_BL = jnp.arange(1, state.histogram_BL.shape[1] + 1)[None, :] == count_B[:, None]
     steps_B = state.steps_B + (state.status_B == RUNNING)
@@ -282,6 +299,7 @@ def emit(
     emitted_BL: jax.Array,
     n_B: jax.Array,
     logprobs: Logprobs | None,
+    broken_B: jax.Array,
     copied_BL: jax.Array | bool = False,
 ) -> tuple[DecodeState, jax.Array]:
     """Write the first n tokens of each running row to its output and check whether it ends.
@@ -290,6 +308,7 @@ def emit(
 
     Args:
       logprobs: log-probabilities of those tokens, if the engine keeps them.
+      broken_B: whether the n-th is none: the row ends before it.
       copied_BL: whether a draft was copied from the text.
 
     Returns: the state, and the number of tokens appended to each row.
@@ -301,7 +320,9 @@ def emit(
     depth_BL = jnp.where(depth_L[None, :] < n_B[:, None], depth_BL, 0)
     depth_BO = write_tokens(kernels, state.depth_BO, depth_BL, state.n_new_B)
     stops_BL = completes_stop(state.stop_BQW, tokens_BO, emitted_BL, state.n_new_B)
-    count_B, status_B = count_until_end(stops_BL, n_B, state.limit_B - state.n_new_B)
+    n_B, room_B = n_B - broken_B.astype(jnp.int32), state.limit_B - state.n_new_B
+    count_B, status_B = count_until_end(stops_BL, n_B, room_B)
+    status_B = jnp.where(broken_B & (status_B == RUNNING), BROKEN, status_B)
     running_B = state.status_B == RUNNING
     count_B = jnp.where(running_B, count_B, 0)
     sampling = state.sampling

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 # Status of a row: running, ended (and why), or waiting (`rows.run_only`). STUCK: its constraint leaves
-# no token.
-RUNNING, STOPPED, LIMIT, PAUSED, STUCK = 0, 1, 2, 3, 4
+# no token. BROKEN: its logits are NaN, or all are minus infinity.
+RUNNING, STOPPED, LIMIT, PAUSED, STUCK, BROKEN = 0, 1, 2, 3, 4, 5
 
 # Special values in place of a token: matches any token; matches none; no token (before the first one).
 ANY, NEVER, NOTHING = -1, -2, -3

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from medusa_jax.arch import LlamaConfig
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.text import answers, chat
 from medusa_jax.text.jinja import SampleError
@@ -40,12 +41,12 @@ def continuation(seed: Seed, prompt: list[int]) -> Talk:
 
 
 def talk(
-    seed: Seed, tokenizer: Tokenizer, context: int, template: str, self_talk: bool, max_turns: int
+    seed: Seed, tokenizer: Tokenizer, model: LlamaConfig, template: str, self_talk: bool, max_turns: int
 ) -> Talk:  # fmt: skip
     """Hold one conversation: yields the turns that the model has to write and receives their results.
 
     Args:
-      tokenizer, context: of the model.
+      tokenizer, model: the model's tokenizer and shape.
       template: name of a shipped chat template, "" for the tokenizer's.
       self_talk: whether the model writes user turns after the seed's.
       max_turns: most answers.
@@ -57,8 +58,10 @@ def talk(
     problem = ""
 
     def check_room(ids: list[int]) -> list[int]:
-        if len(ids) >= context:
+        if len(ids) >= model.max_position:
             raise TalkEnd("the context is full")
+        if max(ids) >= model.vocab_size:
+            raise TalkEnd("its text has a token without an embedding")
         return ids
 
     if seed.system:

@@ -12,7 +12,7 @@ import numpy as np
 
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.errors import UserError
-from medusa_jax.heads.vocabulary import covered
+from medusa_jax.heads.vocabulary import COUNTS, covered
 from medusa_jax.text import answers
 from medusa_jax.text.jinja import SampleError
 from medusa_jax.training.data.rows import write_tokens
@@ -29,6 +29,8 @@ DRAFT_SIZES = (2048, 4096, 8192, 16384)
 TEXT = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed", "max_new_tokens",
         "batch_size")  # fmt: skip
 USER_TURNS = ("ask", "user_temperature", "user_tokens")
+# Files that a run replaces.
+RESULTS = ("messages.jsonl", "samples.jsonl", "provenance.json", COUNTS, "tokens.npy")
 
 
 def settings_of(
@@ -79,8 +81,8 @@ def check_settings(out: Path, settings: Json) -> None:
                     "or another --out"
                 )
         return
-    if any((out / name).exists() for name in ("messages.jsonl", "samples.jsonl")):
-        raise UserError(f"{out} has samples but no settings.json: use another --out")
+    if found := [name for name in RESULTS if (out / name).exists()]:
+        raise UserError(f"{out} has {found[0]} but no settings.json: use another --out")
     write_json(path, settings)
 
 

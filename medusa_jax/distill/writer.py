@@ -95,7 +95,7 @@ class Writer:
                 talk(
                     seed,
                     model.tokenizer,
-                    model.config.max_position,
+                    model.config,
                     self.chat_template,
                     self_talk=self.mode == "self_talk",
                     max_turns=self.max_turns,

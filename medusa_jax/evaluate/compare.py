@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.prompts import Prompt
@@ -64,7 +63,8 @@ def compare(
     *,
     ids: Sequence[int] | None = None,
     repeats: int = 3,
-    **engine_options: Any,
+    tree: str | Tree | None = None,
+    acceptance: str = "auto",
 ) -> list[Comparison]:
     """Decode with drafts and without, `repeats` interleaved runs of each.
 
@@ -82,7 +82,7 @@ def compare(
             "max_steps would end the drafted and the plain text in different places: compare without it"
         )
     sides = [
-        lambda: model.generate(prompts, options, ids, **engine_options),
+        lambda: model.generate(prompts, options, ids, tree=tree, acceptance=acceptance),
         lambda: model.generate(prompts, options, ids, tree=Tree.none()),
     ]
     drafted, plain = (

@@ -21,6 +21,12 @@ FAMILIES: dict[str, Json] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+# Values without which transformers computes something else, or from another file.
+EXPECTED = {
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (True,),
+    "transformers_weights": ("model.safetensors", "model.safetensors.index.json"),
+}
 # Sizes: field of config.json -> of LlamaConfig.
 SIZES = {
     "vocab_size": "vocab_size",
@@ -71,7 +77,7 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    Fields(file, raw).expect({"hidden_act": ("silu", "swish")})
+    Fields(file, raw).expect(EXPECTED)
     # An explicit null means "derive it", and for Mistral's window "none".
     values = FAMILIES[family] | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})

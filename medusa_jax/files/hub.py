@@ -22,6 +22,8 @@ KEPT_FILES = (
     "heads.json", "tokenizer.json", "*.model", "special_tokens_map.json", "added_tokens.json", "vocab.*",
     "merges.txt", "*.jinja",
 )  # fmt: skip
+# Fields of a training run's config.json.
+RUN_FIELDS = {"model", "heads", "data", "optim", "train", "workdir"}
 
 
 def resolve(path_or_id: str, files: list[str] | None = None) -> str:
@@ -110,12 +112,14 @@ def refuse_model(path: str, flag: str) -> None:
             continue
         if any(fnmatch(name, pattern) for pattern in KEPT_FILES):
             what = "is a file" if file == path else f"holds {name}"
-            raise UserError(f"{flag} {path} {what} of a model: give another place")
+            raise UserError(
+                f"{flag} {path} {what} of a model or of another program: give another place"
+            )
 
 
 def _is_of_a_run(config: str) -> bool:
-    """Whether a config.json is a training run's, or damaged."""
+    """Whether a config.json is a training run's; next to checkpoints it may be damaged."""
     try:
-        return "train" in read_json(config)
+        return read_json(config).keys() >= RUN_FIELDS
     except UserError:
-        return True
+        return os.path.isdir(os.path.join(os.path.dirname(config), "checkpoints"))

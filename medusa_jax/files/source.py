@@ -108,8 +108,9 @@ class Source:
         ) -> jax.Array | BlockRows:
             name, transposed = keys[path_string(key_path)]
             tensor, shape = self.tensors[name], tuple(leaf.shape)
-            if in_blocks and tensor.blocks is not None and len(shape) == 2:
-                return BlockRows(shape, transposed, tensor.blocks)
+            blocks = tensor.blocks if in_blocks and len(shape) == 2 else None
+            if blocks is not None and blocks.exact:
+                return BlockRows(shape, transposed, blocks)
             return _place(tensor, shape, transposed, sharding, np.dtype(dtype))
 
         shardings = param_shardings(mesh, abstract)

@@ -53,9 +53,10 @@ class CpuKernels(Kernels):
         if not BLOCK // 4 <= size < V:
             return first_of_largest(scores)
         blocks = scores.reshape(*scores.shape[:-1], V // size, size)
-        block = first_of_largest(jnp.max(blocks, axis=-1))
+        block = first_of_largest(self.largest(blocks))
         best = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
-        return block * size + first_of_largest(best)
+        place = first_of_largest(best)
+        return jnp.where(place == size, V, block * size + place)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """Row sums in an order that does not depend on other rows.

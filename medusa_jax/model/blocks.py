@@ -18,12 +18,14 @@ class Blocks:
       rows: reads all rows: [rows, bytes], uint8.
       unpacked: reads some rows, given a slice or an array of row numbers, in float32.
       damaged: the error to raise if a scale is not finite.
+      exact: whether the blocks alone are the values; else they are multiplied by a factor.
     """
 
     kind: str
     rows: Callable[[], np.ndarray]
     unpacked: Callable[[Any], np.ndarray]
     damaged: Exception
+    exact: bool = True
 
 
 @dataclass(frozen=True)

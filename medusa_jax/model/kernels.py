@@ -201,14 +201,20 @@ class Kernels:
     def best_token(self, scores: jax.Array) -> jax.Array:
         """Index of the largest entry of the last axis, the first among equals (int32).
 
+        V, which is no index, if there is none: an entry is NaN, or all are minus infinity.
+
         XLA's argmax reduces index and value together, which is not vectorised on CPUs and takes as long as
         a layer of the demo model. Two plain reductions are.
         """
         V = scores.shape[-1]
-        top = jnp.max(scores, axis=-1, keepdims=True)
+        top = self.largest(scores)[..., None]
         index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-        # A row of NaN matches nothing: clamp to a valid index.
-        return jnp.minimum(jnp.min(jnp.where(scores == top, index, V), axis=-1), V - 1)
+        is_best = (scores == top) & (top > -jnp.inf)
+        return jnp.min(jnp.where(is_best, index, V), axis=-1)
+
+    def largest(self, scores: jax.Array) -> jax.Array:
+        """The largest entry of the last axis, infinity if one is NaN: XLA's maximum on a CPU may leave it out."""
+        return jnp.max(jnp.where(jnp.isnan(scores), jnp.inf, scores), axis=-1)
 
     def row_sum(self, x: jax.Array) -> jax.Array:
         """The sum over the last axis [..., 1]."""

@@ -171,7 +171,8 @@ class Attention(nn.Module):
             )
         q_BTNH = q.reshape(B, -1, c.n_heads, c.head_dim)
         k_BTGH = k.reshape(B, T, c.n_kv_heads, c.head_dim)
-        v_BTGH = v.reshape(B, T, c.n_kv_heads, c.head_dim)
+        # NaN in the key is enough for those who see a token; for others 0 * NaN would be NaN.
+        v_BTGH = jnp.where(jnp.isnan(v), 0, v).reshape(B, T, c.n_kv_heads, c.head_dim)
         if c.qk_norm:
             norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
             q_BTNH = norm(name="q_norm")(q_BTNH)

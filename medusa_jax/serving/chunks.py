@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from medusa_jax.api.results import NO_SCORES
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED
 from medusa_jax.serving.batch import Batch, Reading
@@ -14,7 +15,7 @@ from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
 from medusa_jax.serving.programs import NotCompiled, Programs
-from medusa_jax.serving.request import TooCostly
+from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
 
 # Seconds of a chunk and between the pieces of a stream: shorter ones only cost dispatches.
@@ -152,10 +153,15 @@ class Chunks:
         """Deliver the new part of a request's answer, and free its row at the end."""
         delta = job.take(pending.progress, at)
         if delta.ending:
+            error: Stopped | None = None
             self._jobs.free(job, pending.slots)
             if job.guide and job.guide.error:
+                error = TooCostly(job.guide.error)
+            elif delta.ending.result.finish_reason == "error":
+                error = NoScores(NO_SCORES)
+            if error is not None:
                 job.deliver(replace(delta, ending=None))
-                tell([job], TooCostly(job.guide.error))
+                tell([job], error)
                 return
         if delta.token_ids or delta.parts or delta.ending:
             job.delivered_at = time.perf_counter()

@@ -94,6 +94,10 @@ class TooCostly(Stopped):
     """The answer's constraint exceeded a limit before the answer ended."""
 
 
+class NoScores(Stopped):
+    """No token can follow the answer's text (`NO_SCORES`)."""
+
+
 # Called in the server's thread with every delta of an answer, and with an exception if no more will come.
 Deliver = Callable[[Delta | Stopped], None]
 

@@ -12,8 +12,9 @@ from tqdm import tqdm
 
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import Json, replacing
+from medusa_jax.whole_files import Json, read_text, replacing
 
+LOG = "log.jsonl"
 # Metrics of a progress line, in this order; "objective" is the minimised sum of all terms.
 SHOWN = ("objective", "lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr")  # fmt: skip
 
@@ -34,7 +35,7 @@ class RunLog:
 
     def open(self) -> None:
         """Open all logs; drops lines of steps after the start from an existing log."""
-        path = self.workdir / "log.jsonl"
+        path = self.workdir / LOG
         records = [r for r in read_log(path) if r.get("step", math.inf) <= self.start]
         with replacing(path) as new:
             self.file = open(new, "w", encoding="utf-8")  # noqa: SIM115
@@ -140,11 +141,22 @@ class Board:
 
 
 def read_log(path: Path) -> list[Json]:
-    """Records of log.jsonl, without lines cut off by a kill; none if there is no file."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """Records of log.jsonl, without a last line cut off by a kill; none if there is no file.
+
+    Raises:
+      UserError: not UTF-8, or a line that no run has written.
+    """
+    records, lines = [], read_text(path).split("\n") if path.exists() else [""]
+    for number, line in enumerate(lines, 1):
+        record = None
         with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
+            record = json.loads(line)
+        if isinstance(record, dict) and record.keys() >= {"step", "kind"}:
+            records.append(record)
+        elif record is not None or number < len(lines):
+            raise UserError(
+                f"{path} is not the log of a run (line {number}): move it, or use another --workdir"
+            )
     return records
 
 

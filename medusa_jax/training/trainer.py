@@ -7,6 +7,7 @@
 import os
 from contextlib import closing, nullcontext
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ from medusa_jax.training.export import export
 from medusa_jax.training.placement import local_numbers, microbatches, placed_shapes
 from medusa_jax.training.plan import RunPlan
 from medusa_jax.training.prepare import compiled, evaluator_of, load, prepare
-from medusa_jax.training.run_log import RunLog
+from medusa_jax.training.run_log import LOG, RunLog, read_log
 from medusa_jax.training.step import TrainState, init_state
 from medusa_jax.whole_files import Json, replacing
 
@@ -42,14 +43,29 @@ def train_plan(plan: RunPlan) -> Json:
       before its last step.
 
     Raises:
-      UserError: a problem with the data or the machine; the workdir holds a model, or another process trains in it.
+      UserError: a problem with the data or the machine; the workdir holds files of others, or another process trains in it.
     """
-    refuse_model(plan.workdir, "--workdir")
+    refuse_foreign(plan.workdir)
     with (
         hosts.locked(plan.workdir),
         Checkpoints(plan.workdir, plan.train.keep_checkpoints) as checkpoints,
     ):
         return Run(plan, checkpoints).loop()
+
+
+def refuse_foreign(workdir: str) -> None:
+    """Refuse a workdir with files that no run has written and this one would replace.
+
+    Raises:
+      UserError: names one of them.
+    """
+    refuse_model(workdir, "--workdir")
+    read_log(Path(workdir) / LOG)
+    if not any(
+        os.path.exists(os.path.join(workdir, n)) for n in (resume.FILE, "checkpoints")
+    ):
+        for name in ("best", "export"):
+            refuse_model(os.path.join(workdir, name), "--workdir: its")
 
 
 class Run:

@@ -47,6 +47,10 @@ class Tree:
     choices: tuple[Choice, ...]
     spares: tuple[Choice, ...] = ()
 
+    def __repr__(self) -> str:
+        copied = f", {len(self.copied_C)} copied" if len(self.copied_C) else ""
+        return f"<Tree: {self.n_nodes} nodes, {self.depth} deep{copied}>"
+
     @classmethod
     def from_choices(
         cls, choices: Iterable[Sequence[int]], spares: Iterable[Sequence[int]] = ()

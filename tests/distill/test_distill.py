@@ -11,7 +11,7 @@ import pytest
 from children import environment
 from files import read_lines, write_lines
 from refusals import refused
-from tiny import write_ending_model
+from tiny import tiny_arch, write_ending_model
 
 from medusa_jax.commands import distill
 from medusa_jax.config import DataConfig
@@ -88,7 +88,7 @@ def test_modes():
             mode_for(seeds, mode)
 
 
-def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
+def converse(tokenizer, lines, self_talk=False, turns=3, context=200, size=99999):
     """(talk, asked): seeds -> their records, of an engine that says these lines; its prompts."""
     asked = []
 
@@ -103,7 +103,13 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200):
 
     def talk(seeds):
         found = {}
-        given = tokenizer, context, "", self_talk, turns
+        given = (
+            tokenizer,
+            tiny_arch(max_position=context, vocab_size=size),
+            "",
+            self_talk,
+            turns,
+        )
         talks = [(seed.number, conversation.talk(seed, *given)) for seed in seeds]
         keep = lambda line: found.update({line["seed"]: line})  # noqa: E731
         conversation.converse(talks, script, keep)
@@ -147,6 +153,8 @@ def test_most_turns_and_the_context(tokenizer):
     talk, _ = converse(tokenizer, {0: [("b", "stop")] * 5}, context=14)
     record = talk([Seed(0, turns=("x", "more of it", "z"))])[0]
     assert contents(record) == ["x", "b"] and record["problem"] == "the context is full"
+    talk, _ = converse(tokenizer, {0: [("b", "stop")] * 5}, size=5)
+    assert "without an embedding" in talk([Seed(0, turns=("x",))])[0]["problem"]
 
 
 def test_self_talk_writes_the_user_s_turns_too(tokenizer):

@@ -144,6 +144,8 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
         ({"model_type": "gpt2"}, "model_type is one of llama, .*, not 'gpt2'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"is_causal": False}, "is_causal False is not supported"),
+        ({"transformers_weights": "b.safetensors"}, "transformers_weights 'b.safe"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
         ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type is one of .* not 'longrope'"),

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import numpy as np
 import pytest
 from served import (
     ASKED,
@@ -26,6 +27,7 @@ from medusa_jax.serving import Request, Server, Stopped, programs
 from medusa_jax.serving.batch import Batch
 from medusa_jax.serving.http import Limits, make_app
 from medusa_jax.serving.job import Group
+from medusa_jax.serving.request import NoScores
 from medusa_jax.serving.server import MOST_FAILURES
 
 
@@ -110,6 +112,25 @@ def test_a_server_goes_on_after_an_error(server, monkeypatch, capfd):
         answered(server)
     assert server.running and answered(server) == expected
     assert "its requests are lost: out of memory" in capfd.readouterr().err
+
+
+def test_scores_that_are_no_numbers_end_one_answer(server, monkeypatch):
+    """With an error; the row's next answer is as always, though its cache had NaN."""
+    model, expected = server.model, answered(server)
+    whole, backbone = model.variables, model.variables["backbone"]
+    table = backbone["embed_tokens"]["embedding"].at[expected[3]].set(np.nan)
+    poisoned = whole | {"backbone": backbone | {"embed_tokens": {"embedding": table}}}
+    monkeypatch.setattr(model, "variables", poisoned)
+    for _ in range(4):  # in every row
+        with pytest.raises(NoScores, match="scores are NaN"):
+            answered(server)
+    body = ASKED | {"prompt": "in the", "max_tokens": 9}
+    answer = ask_app(
+        make_app(server, name=NAME, template=""), "POST", "/v1/completions", json=body
+    )
+    assert answer.status_code == 500 and "scores are NaN" in answer.text
+    monkeypatch.undo()
+    assert [answered(server) for _ in range(3)] == [expected] * 3
 
 
 @pytest.mark.parametrize("compiles", [True, False])

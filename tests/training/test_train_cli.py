@@ -78,6 +78,35 @@ def test_dry_run_prints_sizes_before_it_compiles(
     assert f"= {dry.byte_size(stored)}" in said and "stored per device" in said
 
 
+FOREIGN = {
+    "config.json": [
+        "not JSON",
+        "[]",
+        '{"train": {"epochs": 3}}',
+        '{"model_type": "llama"}',
+        "\udcff",
+    ],
+    "log.jsonl": ["a log\nof mine\n", '{"loss": 1}\n', "[1]\n", "\udcff\n", "\n{}"],
+    "export/heads.json": ["{}"],
+    "best/config.json": ["{}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in FOREIGN.items() for text in texts]
+)
+def test_files_that_no_run_has_written_are_refused(name, text, tokens, tmp_path, capsys):
+    """Before a model is read; they are unchanged."""
+    file, data = tmp_path / "run" / name, text.encode(errors="surrogateescape")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(data)
+    config = write_config(tmp_path, tokens, "medusa1")
+    assert cli.main([f"--config={config}", f"--workdir={tmp_path / 'run'}"]) == 2
+    said = capsys.readouterr().err
+    assert file.read_bytes() == data and str(tmp_path / "run") in said
+    assert "give another place" in said or "log.jsonl" in said
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("size", ["100k", "240k", "330k", "400k"])
 def test_a_full_disk_is_one_sentence(tokens, tmp_path, size):

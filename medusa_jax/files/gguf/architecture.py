@@ -35,6 +35,11 @@ IN_LAYERS = {
     "ffn_down": "mlp.down_proj",
 }
 
+# A number that multiplies a module's output; llama.cpp reads `.input_scale`, but does not use it.
+SCALE = re.compile(
+    r"(blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down)))\.(input_)?scale"
+)
+
 # Llama 3.1's scaling of the rotary frequencies, stored as a divisor for each frequency.
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 # Further factors of llama.cpp, under `rope.scaling.`.
@@ -61,7 +66,8 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if file.whole(f"{arch}.expert_count", 0):
         raise UserError(f"{file.file}: a mixture of experts is not supported")
     width = file.count(f"{arch}.embedding_length")
-    heads = file.count(f"{arch}.attention.head_count")
+    layers = file.count(f"{arch}.block_count")
+    heads = file.per_layer(f"{arch}.attention.head_count", layers)
     head_dim = file.count(f"{arch}.attention.key_length", width // heads)
     for name in ("attention.value_length", "rope.dimension_count"):
         if file.count(f"{arch}.{name}", head_dim) != head_dim:
@@ -72,10 +78,12 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": arch,
         "vocab_size": embedding.shape[0] if embedding else 0,
         "hidden_size": width,
-        "intermediate_size": file.count(f"{arch}.feed_forward_length"),
-        "num_hidden_layers": file.count(f"{arch}.block_count"),
+        "intermediate_size": file.per_layer(f"{arch}.feed_forward_length", layers),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.count(f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": file.per_layer(
+            f"{arch}.attention.head_count_kv", layers, heads
+        ),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": file.count(f"{arch}.context_length"),
@@ -84,12 +92,13 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
     }
     config["rope_scaling"] = _rope_scaling(file, arch, config)
-    if arch == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
-        if window := file.whole("llama.attention.sliding_window", 0):
-            config |= {"model_type": "mistral", "sliding_window": window}
-            config["architectures"] = ["MistralForCausalLM"]
+    if arch != "qwen2":
+        names = " ".join(file.tensors)
+        config["attention_bias"] = bool(re.search(r"\battn_\w+\.bias", names))
+        config["mlp_bias"] = bool(re.search(r"\bffn_\w+\.bias", names))
+    if arch == "llama" and (window := file.whole("llama.attention.sliding_window", 0)):
+        config |= {"model_type": "mistral", "sliding_window": window}
+        config["architectures"] = ["MistralForCausalLM"]
     return config
 
 
@@ -168,6 +177,8 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
         ["attn_k"],
     ):
         return None
+    if tensor.shape[0] % config["head_dim"]:
+        return None  # not a projection's: refused by its name and shape
     rows = np.arange(tensor.shape[0]).reshape(-1, config["head_dim"] // 2, 2)
     return rows.swapaxes(1, 2).ravel()
 
@@ -184,19 +195,53 @@ def open_gguf(path: str) -> Tensors:
 
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     """`open_gguf` of an open file with this `hf_config`."""
-    return {
-        hf_name(name): _open_tensor(replace(tensor, order=row_order(tensor, config)))
+    scales = {
+        name: match
         for name, tensor in file.tensors.items()
-        if name != FREQUENCY_DIVISORS
+        if (match := SCALE.fullmatch(name)) and tensor.shape == (1,)
     }
+    factors = {m[1]: file.tensors[n].unpacked() for n, m in scales.items() if not m[2]}
+    tensors: Tensors = {}
+    for name, tensor in file.tensors.items():
+        if name == FREQUENCY_DIVISORS or name in scales:
+            continue
+        tensor = replace(tensor, order=row_order(tensor, config))
+        module, _, leaf = name.rpartition(".")
+        # llama.cpp adds the bias after the factor in attention, before it in the MLP.
+        factor = factors.get(module) if leaf == "weight" or ".ffn_" in name else None
+        tensors[hf_name(name)] = _open_tensor(tensor, factor, exact=not factors)
+    return _zero_biases(tensors, config) | tensors
 
 
-def _open_tensor(tensor: BlockTensor) -> Tensor:
+def _zero_biases(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """Zeros for all biases that the configuration has; llama.cpp takes a file with some of them."""
+    parts = []
+    if config["model_type"] == "qwen2" or config["attention_bias"]:
+        parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
+    parts += ["self_attn.o_proj"] if config.get("attention_bias") else []
+    parts += ["mlp"] if config.get("mlp_bias") else []
+    zeros = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight") and any(f".{part}" in name for part in parts):
+            bias = np.zeros(tensor.shape[0], np.float32)
+            key = f"{name.removesuffix('weight')}bias"
+            zeros[key] = Tensor(tensor.file, bias.shape, "float32", bias.__getitem__)
+    return zeros
+
+
+def _open_tensor(
+    tensor: BlockTensor, factor: np.ndarray | None = None, exact: bool = True
+) -> Tensor:
+    """Open a tensor times a factor [1]; `exact` as in `Blocks`."""
+
+    def unpacked(rows: Any) -> np.ndarray:
+        values = tensor.unpacked_rows(rows)
+        return values if factor is None else values * factor
+
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        if len(tensor.shape) == 1:
-            return tensor.unpacked()[index]
-        return tensor.unpacked_rows(index[0])[:, index[1]]
+        if len(tensor.shape) > 1:
+            return unpacked(index[0])[:, index[1]]
+        return tensor.unpacked()[index] * (1 if factor is None else factor)
 
-    unpacked, damaged = tensor.unpacked_rows, tensor.damaged()
-    blocks = Blocks(tensor.kind.name, tensor.read, unpacked, damaged)
+    blocks = Blocks(tensor.kind.name, tensor.read, unpacked, tensor.damaged(), exact)
     return Tensor(tensor.file, tensor.shape, "float32", read, blocks)

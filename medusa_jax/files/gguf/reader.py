@@ -12,7 +12,7 @@ import functools
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any
 
@@ -100,6 +100,15 @@ class GGUFFile(Fields):
     tensors: dict[str, BlockTensor]
 
     whole = partialmethod(Fields.count, least=0)
+
+    def per_layer(self, name: str, layers: int, default: int | None = None) -> int:
+        """A count that may be a list with an entry for each layer, which must all be equal."""
+        value = self.values.get(name)
+        if not isinstance(value, list):
+            return self.count(name, default)
+        if len(value) != layers or len({*value}) != 1:
+            self.refuse(name, f"a number, the same for all {layers} layers")
+        return replace(self, values={name: value[0]}).count(name)
 
 
 def split_files(path: str) -> list[str]:

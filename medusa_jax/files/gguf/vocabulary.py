@@ -10,6 +10,7 @@ from typing import Any
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.gguf.reader import GGUFFile
+from medusa_jax.typed import read
 
 # tokenizer.ggml.token_type
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
@@ -210,14 +211,12 @@ def special_ids(file: GGUFFile) -> dict[str, Any]:
 
 
 def _token_id(file: GGUFFile, key: str, size: int) -> int | None:
-    """A token id of the metadata, None if the file has none."""
-    if (full := f"tokenizer.ggml.{key}") not in file.values:
+    """A token id of the metadata; without one, and for one that no token has, llama.cpp's or None."""
+    name = f"tokenizer.ggml.{key}"
+    number: int = read(f"{file.file}: {name}", file.values.get(name, -1), int)
+    if not 0 <= number < size and file.values.get("tokenizer.ggml.model") == "llama":
         number = SENTENCEPIECE_IDS.get(key, size)
-        sentencepiece = file.values.get("tokenizer.ggml.model") == "llama"
-        return number if sentencepiece and number < size else None
-    if (number := file.whole(full)) >= size:
-        file.refuse(full, f"the id of one of {size} tokens")
-    return number
+    return number if 0 <= number < size else None
 
 
 def _splitting(file: GGUFFile) -> Splitting:

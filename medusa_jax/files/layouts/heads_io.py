@@ -86,7 +86,6 @@ def load_heads(
 
     reader = dataclasses.replace(stored, ignore=ignore)
     params = reader.load(abstract_heads(heads, llama), mesh, dtype, convert)
-    check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     if stored.ids is not None:
         ids = jax.device_put(stored.ids, replicated(mesh))
         params[vocabulary.GROUP] = {"ids": ids}
@@ -115,6 +114,7 @@ def check_base(
                 f"the layers in {stored.source} were made with {name} {value!r}, the model has "
                 f"{ours!r}"
             )
+    check_ids(stored.ids, stored.heads, llama.vocab_size, stored.source)
     if allow_other:
         return
     trained_on = base.get("fingerprint")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.serving.request import Busy, Stopped, TooCostly, TooLong
+from medusa_jax.serving.request import Busy, NoScores, Stopped, TooCostly, TooLong
 
 Values = Mapping[str, Sequence[Any]]
 NOTHING: Values = MappingProxyType({})
@@ -75,6 +75,7 @@ ERRORS: dict[type[Exception], tuple[int, str | None, int]] = {
     TooLong: (400, "context_length_exceeded", 0),
     UserError: (400, None, 0),
     TooCostly: (400, "constraint_too_costly", 0),
+    NoScores: (500, "no_scores", 0),
     Stopped: (503, "closed", 5),
     Busy: (429, "queue_full", 1),
 }

@@ -32,7 +32,7 @@ import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.files import hf
-from medusa_jax.files.gguf import convert
+from medusa_jax.files.gguf import architecture, convert
 from medusa_jax.files.gguf.convert import make_directory
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
@@ -142,6 +142,63 @@ def assert_same_tensors(stored, expected):
         np.testing.assert_array_equal(
             read_whole(stored[name]), read_whole(tensor), err_msg=name
         )
+
+
+# As llama.cpp has it: a bias is scaled in the MLP only, and an input scale is read and not used.
+FACTORS = {
+    "attn_q": 0.5,
+    "attn_v": 3.0,
+    "attn_output": -2.0,
+    "ffn_up": 0.25,
+    "ffn_down": 4.0,
+}
+
+
+def test_scales_and_single_biases(tmp_path, tokenizer_json):
+    """Scales of modules multiply, and biases that a file lacks are zeros."""
+    rng = np.random.default_rng(1)
+    sizes = {"blk.0.attn_q.bias": D, "blk.1.ffn_up.bias": F}
+    biases = {n: rng.normal(size=size).astype(np.float32) for n, size in sizes.items()}
+    scales = {f"blk.1.{m}.scale": np.float32([f]) for m, f in FACTORS.items()}
+    more = biases | scales | {"blk.0.ffn_up.input_scale": np.float32([7])}
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, changes=more)
+    plain = open_checkpoint(resolve(tiny(tmp_path / "b.gguf", tokenizer_json)))
+    scaled = open_checkpoint(resolve(path))
+    assert medusa_jax.load(path, drafter="none").storage.weights in ("stored", "")
+    for name, tensor in scaled.items():
+        part = name.split(".")
+        module = {v: k for k, v in architecture.IN_LAYERS.items()}.get(".".join(part[3:5]))
+        stored = f"blk.{part[2]}.{module}.{part[-1]}" if module else name
+        expected = biases.get(stored) if part[-1] == "bias" else read_whole(plain[name])
+        expected = np.zeros(tensor.shape) if expected is None else expected
+        if module == "attn_q" and part[-1] == "bias":
+            expected = expected.reshape(HEADS, -1, 2).swapaxes(1, 2).ravel()
+        if f"blk.{part[2]}.{module}.scale" in scales and (
+            part[-1] == "weight" or "ffn" in module
+        ):
+            expected = expected * FACTORS[module]
+        np.testing.assert_array_equal(read_whole(tensor), expected, err_msg=name)
+    assert "model.layers.1.self_attn.o_proj.bias" in scaled
+
+
+def test_counts_by_layer_and_ids_that_no_token_has(tmp_path, tokenizer_json):
+    """Files that llama.cpp loads: equal counts for all layers, ids that it drops."""
+    by_layer = {
+        "attention.head_count": [HEADS] * LAYERS,
+        "feed_forward_length": [F] * LAYERS,
+    }
+    by_layer |= {"attention.head_count_kv": [KV_HEADS] * LAYERS}
+    said = {"ggml.eos_token_id": 2**32 - 1, "ggml.bos_token_id": 4000}
+    said |= {"ggml.padding_token_id": 2**32 - 1, "ggml.unknown_token_id": 999}
+    path = tiny(tmp_path / "a.gguf", tokenizer_json, by_layer, said)
+    plain = tiny(tmp_path / "b.gguf", tokenizer_json)
+    assert read_config(resolve(path)) == read_config(resolve(plain))
+    ours, expected = load_tokenizer(path), load_tokenizer(plain)
+    assert (ours.bos_id, ours.eos_ids) == (expected.bos_id, expected.eos_ids)
+    spm = bytes_metadata() | {f"tokenizer.{name}": value for name, value in said.items()}
+    tensors = llama_tensors(259)
+    file = write(tmp_path / "c.gguf", spm | shape_metadata("llama"), tensors)
+    assert (load_tokenizer(file).bos_id, load_tokenizer(file).eos_ids) == (1, {2})
 
 
 @pytest.mark.parametrize(("keys", "factor"), SCALED)
@@ -306,7 +363,12 @@ REFUSED = [
     ({}, {}, {"blk.1.attn_q.weight": None}, "q_proj.weight' of shape .* is missing"),
     ({}, {}, {"token_embd.weight": [[1] * D] * 7}, "tokens, but embeddings of 7"),
     ({}, {"pre": "mpt"}, {}, "pre-tokenizer 'mpt' is not supported"),
-    ({}, {"eos_token_id": 4000}, {}, "eos_token_id should be the id of one of"),
+    ({}, {"eos_token_id": "</s>"}, {}, "eos_token_id should be int, not '</s>'"),
+    ({"attention.head_count": [4, 2]}, {}, {}, "head_count should be a number, the same"),
+    ({"feed_forward_length": [48] * 3}, {}, {}, "length should be a number, the same for"),
+    ({}, {}, {"output.scale": [2]}, "has no place for: 'output.scale'"),
+    ({}, {}, {"blk.0.attn_q.scale": [2, 3]}, "has no place for: 'blk.0.attn_q.scale'"),
+    ({}, {}, {"blk.0.attn_q.weight": [[0] * D] * 31}, r"has shape \[31, 32\], the config"),
     ({}, {"token_type": [1, 1]}, {}, "the token_type of 2"),
     ({}, {"merges": ["q !x"]}, {}, "its tokenizer does not fit together"),
 ]

@@ -1,0 +1,266 @@
+"""A loaded backbone with its draft heads: parameters, default trees, engines, requests."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, request_of
+from medusa_jax.api.results import Options
+from medusa_jax.api.step_sizes import StepSizes
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.decoding import generate as loop
+from medusa_jax.decoding.acceptance import RULES, rule_named
+from medusa_jax.decoding.state import Engine
+from medusa_jax.errors import UserError, one_of
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.heads.registry import no_drafter
+from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.model.convert import decoder
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.model.stored import Storage
+from medusa_jax.sharding import Params
+from medusa_jax.text.tokenizer import NoTokenizer, Tokenizer
+from medusa_jax.tree.files import parse_tree, tree_at
+from medusa_jax.tree.tree import Tree
+from medusa_jax.typed import known_arguments
+from medusa_jax.whole_files import Json
+
+if TYPE_CHECKING:
+    from medusa_jax.constraints import Grammars
+
+
+class LoadedModel:
+    """A backbone with draft heads, and the engines and requests that it is decoded with.
+
+    Attributes:
+      name: the name or the directory that it was loaded by, for people.
+      config: shape of the backbone.
+      drafter: the draft heads.
+      variables: {"backbone": the backbone's parameters, "heads": the draft heads'}, as
+        `model/convert.py` makes them.
+      tokenizer: text to ids and back.
+      tree: the default draft tree, for the `batch` given to `load`.
+      ladder: default trees by number of rows, as far as known; {}: `tree` for all.
+      mark: what the time of a step depends on besides the tree (`tree_choice.step_mark`).
+      chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
+      eos_ids: tokens that end a text, unless a request names others.
+      storage: the form that kernels are stored in.
+      kernels: the operations that differ by platform, by default the fastest for that form.
+      calibrated: content of the tree file next to the heads, or None.
+      no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
+      fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        variables: Params,
+        tokenizer: Tokenizer,
+        drafter: Drafter,
+        *,
+        name: str = "",
+        dtype: np.dtype,
+        mesh: jax.sharding.Mesh,
+        storage: Storage | None = None,
+        kernels: Kernels | None = None,
+        tree: str | Tree | None = None,
+        calibrated: Json | None = None,
+        ladder: Mapping[int, Tree] | None = None,
+        chooses: bool = False,
+        mark: str = "",
+        eos_ids: Sequence[int] | None = None,
+        no_repeat_ngram_size: int = 0,
+        fingerprint: str = "",
+        read_wide: Callable[[], Params] | None = None,
+    ) -> None:
+        self.name, self.config = name, config
+        self.dtype = dtype
+        self.mesh = mesh
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.variables = variables
+        self.calibrated, self.ladder, self.chooses = calibrated, ladder or {}, chooses
+        self.mark = mark
+        ends = tokenizer.eos_ids if eos_ids is None else eos_ids
+        # Elsewhere -1 matches every token.
+        self.eos_ids = tuple(sorted(i for i in ends if 0 <= i < config.vocab_size))
+        self.storage = storage or Storage()
+        if kernels is None:
+            number = dtype if self.storage.panel else None
+            kernels = choose_kernels(mesh, number, config.head_dim)
+        self.llama = decoder(config, dtype, mesh, self.storage, kernels)
+        self.tree = drafter.default_tree if self.drafts else Tree.none()
+        self.tree = self.parse_tree(tree)
+        self.no_repeat_ngram_size = no_repeat_ngram_size
+        self.fingerprint = fingerprint
+        self._read_wide = read_wide
+        self._wide: Params | None = None
+        # Shapes of the requests whose programs are compiled.
+        self._warm: set[tuple[object, ...]] = set()
+
+    def __repr__(self) -> str:
+        c, dtype = self.config, self.storage.weights or str(self.dtype)
+        return (
+            f"<Model {self.name}: {c.n_layers} layers of width {c.d_model} in {dtype}, drafts by {self.drafts_by()}, "
+            f"{self.tree.n_nodes} nodes>"
+        )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the model has heads, or a drafter that needs none."""
+        return bool(self.variables["heads"]) or not self.drafter.trained
+
+    def drafts_by(self, tree: Tree | None = None) -> str:
+        """The drafter of a tree (default: the model's): "hydra", "hydra+copy", "copy" or "none"."""
+        tree = self.tree if tree is None else tree
+        who = [self.drafter.heads.drafter] if tree.drafted.depth else []
+        return "+".join([*who, "copy"] if tree.copied_C.size else who) or "none"
+
+    @property
+    def products(self) -> str:
+        """The implementation of products of few rows: "native" (our kernels) or "plain" (XLA's)."""
+        return "native" if self.storage.panel else "plain"
+
+    def guarantee(self, acceptance: str) -> bool | str:
+        """Whether drafted text equals plain text: "bitwise", True (except at ties) or False."""
+        rule = rule_named(acceptance)
+        if not rule.lossless:
+            return False
+        return "bitwise" if self.llama.kernels.bitwise and not rule.by_drafts else True
+
+    def variables_by(self, acceptance: str) -> Params:
+        """`variables` for decoding by this rule.
+
+        If the rule's text depends on the drafts and the heads were by default stored narrower than
+        the weights, reads the heads again, as wide as the weights, and keeps both.
+        """
+        if self._read_wide is None or not rule_named(acceptance).by_drafts:
+            return self.variables
+        if self._wide is None:
+            self._wide = self._read_wide()
+        return self.variables | {"heads": self._wide}
+
+    def draft_weights(self, acceptance: str) -> str | None:
+        """The stored type of the drafter's kernels under this rule; None without kernels."""
+        if not self.variables["heads"]:
+            return None
+        form = self.storage
+        if self.drafter.trained:
+            by_drafts = rule_named(acceptance).by_drafts
+            form = form.of_deciding_drafts if by_drafts else form.of_drafts
+        return form.weights or str(self.dtype)
+
+    @property
+    def backbone(self) -> Backbone:
+        """The backbone as drafters see it."""
+        return Backbone(self.llama, self.variables["backbone"])
+
+    def tree_at(self, rows: int) -> Tree:
+        """The default tree for this number of rows."""
+        return tree_at(self.ladder, rows) if self.ladder else self.tree
+
+    def parse_tree(self, spec: str | Tree | None) -> Tree:
+        """The tree a `--tree` value names, checked against the loaded heads."""
+        no_heads = UserError(
+            "no draft heads are loaded: give --drafter, or use --tree none"
+        )
+        if spec is None or spec == "auto":
+            tree = self.tree
+        elif isinstance(spec, Tree):
+            tree = spec
+        elif not self.drafts and spec.isdecimal():
+            raise no_heads
+        else:
+            tree = parse_tree(spec, self.calibrated)
+        if tree.drafted.depth and not self.drafts:
+            raise no_heads
+        self.drafter.check_tree(tree)
+        size = self.drafter.heads.draft_vocab
+        if tree.max_rank >= (size or self.config.vocab_size):
+            whose = f"heads' draft vocabulary of {size}" if size else "vocabulary"
+            raise UserError(f"tree rank {tree.max_rank} exceeds the {whose}")
+        return tree
+
+    @known_arguments()
+    @read_arguments
+    def engine(
+        self,
+        tree: str | Tree | None = None,
+        acceptance: str = "auto",
+        sampled: bool = False,
+        logprobs: int | None = None,
+    ) -> Engine:
+        """The compile-time part of decoding.
+
+        Args:
+          sampled: whether any row has temperature > 0.
+          logprobs: the largest number of alternatives of any row, None if no row has log-probabilities.
+        """
+        if acceptance == "auto":
+            acceptance = "sampled" if sampled else "greedy"
+        one_of("acceptance", acceptance, ("auto", *RULES))
+        if acceptance == "greedy" and sampled:
+            raise UserError("acceptance 'greedy' needs temperature 0")
+        if (logprobs or 0) > self.config.vocab_size:
+            raise UserError(
+                f"logprobs {logprobs} exceeds the vocabulary of {self.config.vocab_size}"
+            )
+        tree = self.parse_tree(tree)
+        return Engine(
+            self.llama,
+            # Plain decoding skips layers that only drafting needs.
+            self.drafter if tree.drafted.depth else no_drafter(self.config),
+            tree,
+            acceptance,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            logprobs=logprobs,
+        )
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt, BOS first where the tokenizer puts one.
+
+        Raises:
+          UserError: nothing to start from (an empty prompt and no BOS), or ids out of range.
+        """
+        return prompt_ids(self.tokenizer, prompt, self.config.vocab_size)
+
+    def request(
+        self,
+        prompts: Sequence[Prompt],
+        options: Sequence[Options],
+        ids: Sequence[int] | None = None,
+    ) -> loop.DecodeRequest:
+        """Prompts and per-row options in the decode loop's form.
+
+        Args:
+          ids: request ids, which decide the noise together with the seed; by default 0, 1, ...
+
+        Raises:
+          UserError: a prompt that leaves no room in the context.
+        """
+        if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
+            raise self.tokenizer.missing("stop strings cannot be found")
+        token_ids = [self.encode(p) for p in prompts]
+        guides = None
+        if any(o.constraint for o in options):
+            guide: Any = self._grammars.guide
+            guides = [
+                guide(o.constraint, ends_of(o, self.eos_ids)) if o.constraint else None
+                for o in options
+            ]
+        return request_of(token_ids, options, self.config, self.eos_ids, ids, guides)
+
+    @cached_property
+    def _grammars(self) -> "Grammars":
+        """Compiler of constraints."""
+        from medusa_jax.constraints import Grammars  # here: few requests have constraints
+
+        return Grammars(self.tokenizer, self.config.vocab_size)
+
+    @cached_property
+    def step_sizes(self) -> StepSizes:
+        """The sizes that steps choose from."""
+        return StepSizes(self.mark, self.calibrated)
