@@ -137,7 +137,7 @@ class Server:
     def submit_all(
         self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None
     ) -> list[Handle]:
-        """Queue several requests, or none of them if one is refused.
+        """Queue several requests, or none of them if one is refused; a queue with room takes them all.
 
         Args:
           deliver: for each request, a function to call with its deltas, instead of the handle.
@@ -154,7 +154,7 @@ class Server:
         with self._wake:
             if not self.running:
                 raise Stopped("the server is closed")
-            if self.waiting + len(jobs) > self.queue:
+            if self.waiting >= self.queue:
                 raise Busy(f"{self.waiting} requests are waiting already")
             self._inbox += jobs
             self._wake.notify()

@@ -11,6 +11,7 @@ from medusa_jax.whole_files import Json
 ROLES = {**MESSAGE_ROLES, "tool": "tool"}
 # Fields that OpenAI's client sends back with an answer, with their neutral values.
 NEUTRAL: Json = {"annotations": [[]], "audio": [], "function_call": [], "refusal": []}
+NEUTRAL["prefix"] = [True, False]  # other servers mark a turn to be continued
 
 
 def read_messages(fields: BodyFields) -> list[Json]:
@@ -20,8 +21,9 @@ def read_messages(fields: BodyFields) -> list[Json]:
       HttpError: no turns, or content other than text.
     """
     turns = [_turn(turn) for turn in fields.each("messages", "a list of turns", NEUTRAL)]
-    if not turns or turns[-1]["role"] not in ("user", "tool"):
-        problem = "should be a list of turns, the last one the user's or a tool's"
+    last = turns[-1] if turns else {"role": ""}
+    if last["role"] not in ("user", "tool", "assistant") or "tool_calls" in last:
+        problem = "should be a list of turns; after the last one the assistant can write"
         raise fields.refused("messages", problem)
     return turns
 
