@@ -1,6 +1,6 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import (
+    NO_TOKEN,
+    PREDICTED,
     DecodeState,
     Engine,
     Progress,
@@ -157,7 +159,9 @@ class Batch:
         room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
         row = rows.begin_row(
             self._engine,
-            row.replace(logprobs=room.logprobs),
+            row.replace(
+                logprobs=room.logprobs, predicted_BP=self._predicted(request, group)
+            ),
             sampling_of(request, self._vocab_size),
             np.array(request.limits, np.int32),
             np.array(request.max_steps or [FOREVER], np.int32),
@@ -170,6 +174,16 @@ class Batch:
         if self._by_drafts[source] != rule_named(_rule(group)).by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
+
+    def _predicted(self, request: DecodeRequest, group: Group) -> np.ndarray | None:
+        if self._state.predicted_BP is None:
+            return None
+        tokens: Sequence[int] = request.predicted[0] if request.predicted else ()
+        if rule_named(_rule(group)).by_drafts:  # they would change the text
+            tokens = ()
+        predicted_BP = np.full((1, PREDICTED), NO_TOKEN, np.int32)
+        predicted_BP[0, : len(tokens)] = tokens[:PREDICTED]
+        return predicted_BP
 
     def _piece(self, n: int) -> int:
         """Return the size of the next piece: up to four small ones instead of a half-empty large one."""

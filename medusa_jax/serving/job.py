@@ -10,7 +10,7 @@ import numpy as np
 
 from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
-from medusa_jax.constraints.guide import SLOW_MASKS
+from medusa_jax.constraints.guide import SLOW_MASKS, Patience
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import any_penalties
@@ -205,6 +205,7 @@ def make_job(
         )
     decode = model.request([prompt], [options], [request.id])
     decode.limits = [min(decode.limits[0], most_new)]
+    decode.predicted = [request.predicted]
     stops = decode.stops[0] if decode.stops else ()
     if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:
         raise UserError(
@@ -220,5 +221,5 @@ def make_job(
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
-        job.guide.patience = SLOW_MASKS
+        job.guide.patience = Patience(SLOW_MASKS)
     return job

@@ -151,6 +151,9 @@ class Server:
             make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
             for request, handle, each in zip(requests, handles, delivers)
         ]
+        guides = [job.guide for job in jobs if job.guide]
+        for guide in guides:  # choices of one call
+            guide.patience = guides[0].patience
         with self._wake:
             if not self.running:
                 raise Stopped("the server is closed")

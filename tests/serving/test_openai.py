@@ -118,6 +118,26 @@ def test_a_last_turn_of_the_assistant_is_continued(port, client, http, stream):
     assert text not in other
 
 
+def test_a_prediction(port, client):
+    """The tree of this server copies nothing, so none of it is accepted."""
+    asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 9, "temperature": 0}
+    plain = client.chat.completions.create(**asked)
+    for content in ("the cat and", [{"type": "text", "text": "the cat and"}]):
+        prediction = {"type": "content", "content": content}
+        answer = client.chat.completions.create(**asked, prediction=prediction)
+        assert answer.choices[0].message.content == plain.choices[0].message.content
+        counts = answer.usage.completion_tokens_details
+        expected = len(port.model.encode("the cat and"))
+        assert (counts.accepted_prediction_tokens, counts.rejected_prediction_tokens) == (
+            0,
+            expected,
+        )
+    with pytest.raises(
+        openai.BadRequestError, match="'type' in 'prediction' should be content"
+    ):
+        client.chat.completions.create(**asked, prediction={"type": "x", "content": ""})
+
+
 CAT = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}
 
 

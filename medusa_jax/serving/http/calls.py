@@ -12,7 +12,7 @@ from medusa_jax.api.prompts import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
-from medusa_jax.serving.http.messages import read_messages
+from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
@@ -22,6 +22,8 @@ from medusa_jax.whole_files import Json
 
 # Most choices of a call (as many as OpenAI allows), and most stop strings.
 MOST_CHOICES, MOST_STOPS = 128, 16
+# Characters of a `prediction` that are read: more than there is room for tokens.
+MOST_PREDICTED = 1 << 16
 # Default number of new tokens of a completion; a chat has no such limit.
 COMPLETION_TOKENS = 16
 # Variables of chat templates that `chat_template_kwargs` cannot set.
@@ -222,6 +224,7 @@ def _call(
         "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
         "stop_ids": frozenset(stop_ids),
         "min_tokens": fields.whole("min_tokens", 0, 0, options.max_new_tokens),
+        "predicted": _predicted(fields, model),
     }
     for name in ("ignore_eos", "min_tokens"):
         # The constraint may leave no token but an end.
@@ -234,6 +237,18 @@ def _call(
     fields.finish()
     requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
     return Call(requests, stream, usage, options.seed, **settings)
+
+
+def _predicted(fields: BodyFields, model: Model) -> list[int]:
+    """Read OpenAI's `prediction`: text that is expected in the answer."""
+    prediction = fields.inside("prediction")
+    if not prediction.body:
+        return []
+    if prediction.text("type") != "content":
+        raise prediction.refused("type", "should be content")
+    text = content_of(prediction)[:MOST_PREDICTED]
+    with fields.blamed("prediction"):
+        return model.encode(text) if text else []
 
 
 def _stops(fields: BodyFields) -> tuple[str, ...]:

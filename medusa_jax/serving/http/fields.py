@@ -24,7 +24,7 @@ NEUTRAL: Values = {
         ("continue_final_message early_stopping echo include_stop_str_in_output", False),
         ("return_token_ids return_tokens_as_token_ids use_beam_search", False),
         ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
-        ("guided_whitespace_pattern prediction prompt_logprobs reasoning_effort",),
+        ("guided_whitespace_pattern prompt_logprobs reasoning_effort",),
         ("request_id thinking_token_budget truncate_prompt_tokens web_search_options",),
         ("bad_words documents functions logits_processors", []),
         ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),

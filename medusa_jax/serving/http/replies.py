@@ -161,15 +161,16 @@ class Reply:
         prompt_tokens = sum(ending.result.prompt_tokens for ending in firsts)
         new_tokens = sum(ending.result.new_tokens for ending in endings)
         reused = sum(ending.reused_tokens for ending in firsts)
+        predicted = sum(len(self.call.requests[i].predicted) for i in self.endings)
+        copied = sum(depth < 0 for e in endings for depth in e.result.draft_depths)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": reused},
-            # Those of the call's own `prediction`, which is not supported.
             "completion_tokens_details": {
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": min(copied, predicted),
+                "rejected_prediction_tokens": max(0, predicted - copied),
             },
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.fields import BodyFields, HttpError, Values
+from medusa_jax.serving.http.messages import content_of
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta
 from medusa_jax.whole_files import Json
@@ -28,6 +29,18 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
     "logprobs": "include",
+}
+# Fields that a response repeats, with their defaults.
+REPEATED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": 1.0,
 }
 SYSTEM = ("system", "developer")
 
@@ -68,18 +81,8 @@ def responses_call(body: Any, *settings: Any) -> Call:
     call = chat_call(chat, *settings)
     if len(call.requests) > 1:
         raise HttpError(400, "'n' should be 1: a response is one answer", "n")
-    options = call.requests[0].options
-    repeated = {
-        "instructions": body.get("instructions"),
-        "max_output_tokens": limit,
-        "metadata": body.get("metadata") or {},
-        "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "temperature": options.temperature,
-        "text": {"format": form},
-        "tool_choice": choice,
-        "tools": tools,
-        "top_p": options.top_p,
-    }
+    given = {name: body.get(name) for name in REPEATED}
+    repeated = {name: REPEATED[name] if one is None else one for name, one in given.items()}
     return dataclasses.replace(call, repeated=repeated)
 
 
@@ -100,7 +103,7 @@ def _turns(fields: BodyFields) -> list[Json]:
         )  # of answers that come back
         last = turns[-1] if turns else {"role": ""}
         if kind == "message":
-            role, content = item.text("role"), _text(item, "content")
+            role, content = item.text("role"), content_of(item)
             if role in SYSTEM and last["role"] in SYSTEM:
                 last["content"] += f"\n\n{content}"
             else:
@@ -112,28 +115,12 @@ def _turns(fields: BodyFields) -> list[Json]:
                 turns.append({"role": "assistant"})
             turns[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            call_id, output = item.text("call_id"), _text(item, "output")
+            call_id, output = item.text("call_id"), content_of(item, "output")
             turns.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:
             problem = "should be message, function_call or function_call_output"
             raise item.refused("type", f"{problem}, not {kind!r}")
     return turns
-
-
-def _text(item: BodyFields, name: str) -> str:
-    """Return the text of a field, which may have parts."""
-    value = item.take(name, (str, list), "text, or parts of text", "")
-    if isinstance(value, str):
-        return value
-    text = ""
-    for part in item.each(name, ""):
-        kind = part.text("type")
-        if kind not in ("input_text", "output_text", "text"):
-            raise part.refused("type", f"is {kind!r}: the model reads text alone")
-        for of_answers in ("annotations", "logprobs"):
-            part.take(of_answers, (list,), "a list", [])
-        text += part.text("text")
-    return text
 
 
 def _function(tool: Any) -> Json:
