@@ -125,9 +125,11 @@ class Port:
         return HTMLResponse(self._page, headers=PAGE_HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
-        """Return 200 while requests are taken."""
+        """Return 200 while requests are taken and need not wait for a first compilation."""
         if not self._server.running:
             raise Stopped("no requests are taken")
+        if not self._server.ready:
+            raise HttpError(503, "compiling the first program", None, "compiling", 1)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
