@@ -82,7 +82,8 @@ def answer_calls(
         log_all=flags.log == "requests",
     )
     shown = f"[{host}]" if ":" in host else host
-    url, note, start = f"http://{shown}:{port}", first_note(server), time.monotonic()
+    url, start, model = f"http://{shown}:{port}", time.monotonic(), server.model
+    note = DeviceCache("first_answer", model.fingerprint, model.mark, server.slots)
     expected = note.read().get("seconds")
     about = f", first answer in about {expected:.0f} s" if expected else ""
     log(f"{name}: compiling the first program{about}; the page is there: {url}/")
@@ -101,12 +102,6 @@ def answer_calls(
     http = make_listener(app, limits, flags.drain)
     server.when_failed(lambda: setattr(http, "should_exit", True))
     http.run([listener])
-
-
-def first_note(server: Server) -> DeviceCache:
-    """The seconds that the first compilation took here the last time."""
-    model = server.model
-    return DeviceCache("first_answer", model.fingerprint, model.mark, server.slots)
 
 
 def name_of(model: str | None) -> str:

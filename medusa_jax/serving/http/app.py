@@ -178,8 +178,7 @@ class Port:
     async def responses(self, request: HttpRequest) -> ASGIApp:
         model, limit = self._server.model, self._server.most_new
         more = self._name, model, self._template, limit, self._check_length
-        read = partial(self._call, lambda body: responses_call(body, *more))
-        return partial(read, make_reply=ResponsesReply)
+        return partial(self._call, lambda body: responses_call(body, *more))
 
     async def stored(self, request: HttpRequest) -> Response:
         """Refuse to look up an answer."""
@@ -187,18 +186,12 @@ class Port:
         raise HttpError(404, f"{request.url.path} {STORED}", code="not_found")
 
     async def _call(
-        self,
-        reader: Callable[[Any], Call],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        make_reply: type[Reply] = Reply,
+        self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer a call; count it, and log it when it has ended.
 
         Args:
           reader: makes the call of a JSON body.
-          make_reply: writes the answer.
         """
         request, start = HttpRequest(scope, receive), time.perf_counter()
         events, response, error = Events(send), None, None
@@ -206,7 +199,8 @@ class Port:
         try:
             self._check_key(request)
             call = await asyncio.to_thread(reader, await self._body(request))
-            reply = make_reply(call, self._vocabulary, self._name)
+            kind = ResponsesReply if call.repeated else Reply
+            reply = kind(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
             status, note = 200, reply.counts()
         except (ClientGone, ClientDisconnect):

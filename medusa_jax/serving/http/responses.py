@@ -5,6 +5,7 @@ import secrets
 import time
 from typing import Any
 
+from medusa_jax.errors import did_you_mean
 from medusa_jax.serving.http.calls import Call, chat_call
 from medusa_jax.serving.http.fields import BodyFields, HttpError, Values
 from medusa_jax.serving.http.messages import content_of
@@ -12,24 +13,17 @@ from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.request import Delta
 from medusa_jax.whole_files import Json
 
-# Fields that a chat lacks or has in another form. All others are a chat's.
+# Fields that a chat lacks or has in another form, and a chat's that are none of a response's.
 OWN = {"include", "input", "instructions", "max_output_tokens", "max_tool_calls"}
 OWN |= {"text", "tool_choice", "tools"}
+FOREIGN = {*"logprobs max_completion_tokens max_tokens messages n response_format".split()}
 NEUTRAL: Values = {
     "background": (False,),
     "reasoning": ({}, {"effort": None}),
     "truncation": ("disabled",),
 }
-STATE = ("previous_response_id", "conversation", "prompt")
+STATE = {"previous_response_id", "conversation", "prompt"}
 STORED = "needs stored answers, and none are stored here: send the earlier turns in 'input'"
-# A chat's fields that have another name here.
-CHAT_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text",
-    "logprobs": "include",
-}
 # Fields that a response repeats, with their defaults.
 REPEATED: Json = {
     "instructions": None,
@@ -54,13 +48,15 @@ def responses_call(body: Any, *settings: Any) -> Call:
     Raises:
       HttpError: as for `chat_call`.
     """
-    for name in BodyFields(body, {}).body:
-        if name in CHAT_NAMES:
-            raise HttpError(400, f"{name!r} is {CHAT_NAMES[name]!r} here", name)
-        if name in STATE and body[name] is not None:
-            raise HttpError(400, f"{name!r} {STORED}", name)
-    names = {*OWN, *NEUTRAL, *STATE}
-    fields = BodyFields({n: body[n] for n in names if n in body}, NEUTRAL)
+    body = BodyFields(body, {}).body
+    given = {name: one for name, one in body.items() if one is not None}
+    for name in FOREIGN & given.keys():
+        hint = did_you_mean(name, OWN, {"messages": "input", "response_format": "text"})
+        raise HttpError(400, f"unknown field {name!r} in a response{hint}", name)
+    for name in STATE & given.keys():
+        raise HttpError(400, f"{name!r} {STORED}", name)
+    names = OWN | NEUTRAL.keys()
+    fields = BodyFields({n: given[n] for n in names & given.keys()}, NEUTRAL)
     tools = fields.take("tools", (list,), "a list of functions", [])
     choice = fields.take("tool_choice", (str, dict), "a choice", "auto")
     limit = fields.whole("max_output_tokens", None, 1, 2**31 - 1)
@@ -68,7 +64,7 @@ def responses_call(body: Any, *settings: Any) -> Call:
     text = fields.inside("text")
     form = text.take("format", (dict,), "an object", {"type": "text"})
     included = fields.take("include", (list,), "a list of names", [])
-    chat = {name: value for name, value in body.items() if name not in names} | {
+    chat = {name: one for name, one in given.items() if name not in names} | {
         "messages": _turns(fields),
         "max_tokens": limit,
         "tools": [_function(tool) for tool in tools],
@@ -79,10 +75,7 @@ def responses_call(body: Any, *settings: Any) -> Call:
     }
     fields.finish()
     call = chat_call(chat, *settings)
-    if len(call.requests) > 1:
-        raise HttpError(400, "'n' should be 1: a response is one answer", "n")
-    given = {name: body.get(name) for name in REPEATED}
-    repeated = {name: REPEATED[name] if one is None else one for name, one in given.items()}
+    repeated = {name: given.get(name, default) for name, default in REPEATED.items()}
     return dataclasses.replace(call, repeated=repeated)
 
 
@@ -96,11 +89,8 @@ def _turns(fields: BodyFields) -> list[Json]:
         return [*turns, {"role": "user", "content": given}]
     for item in fields.each("input", ""):
         kind = item.text("type", "message")
-        (
-            item.text("id"),
-            item.text("status"),
-            item.text("phase"),
-        )  # of answers that come back
+        for name in ("id", "status", "phase"):  # of an answer that comes back
+            item.text(name)
         last = turns[-1] if turns else {"role": ""}
         if kind == "message":
             role, content = item.text("role"), content_of(item)
@@ -179,12 +169,13 @@ class ResponsesReply(Reply):
         return self._finished()
 
     def first(self) -> list[Json]:
-        kinds = ("response.created", "response.in_progress")
-        return [self._event_of(kind, response=self._response) for kind in kinds]
+        return [
+            self._say(kind, response=self._response) for kind in ("created", "in_progress")
+        ]
 
     def last(self) -> list[Json | str]:
         response = self._finished()
-        return [self._event_of(f"response.{response['status']}", response=response)]
+        return [self._say(response["status"], response=response)]
 
     def piece(self, index: int, delta: Delta) -> list[Json]:
         content, events = self._delta(index, delta), list[Json]()
@@ -198,13 +189,11 @@ class ResponsesReply(Reply):
             part["text"] += text
             part["logprobs"] += entries
             more = {"content_index": 0, "delta": text, "logprobs": entries}
-            events.append(self._item_event("output_text.delta", **more))
+            events.append(self._say("output_text.delta", **more))
         for call in content.get("tool_calls", ()):
             events += self._open("function_call", call)
             arguments = self._items[-1]["arguments"] = call["function"]["arguments"]
-            events.append(
-                self._item_event("function_call_arguments.delta", delta=arguments)
-            )
+            events.append(self._say("function_call_arguments.delta", delta=arguments))
         if delta.ending:
             self.endings[index] = delta.ending
             events += self._close(self._status())
@@ -228,11 +217,11 @@ class ResponsesReply(Reply):
                 "arguments": "",
             }
         self._items.append({"type": kind, "status": "in_progress", **item})
-        events.append(self._at_item("output_item.added", item={**self._items[-1]}))
+        events.append(self._say("output_item.added", item={**self._items[-1]}))
         if not call:
             self._items[-1]["content"] = [part | {"text": "", "logprobs": []}]
             empty = part | {"text": "", "logprobs": []}
-            added = self._item_event("content_part.added", content_index=0, part=empty)
+            added = self._say("content_part.added", content_index=0, part=empty)
             events.append(added)
         return events
 
@@ -247,24 +236,23 @@ class ResponsesReply(Reply):
             [part] = item["content"]
             texts = {"text": part["text"], "logprobs": part["logprobs"]}
             events = [
-                self._item_event("output_text.done", content_index=0, **texts),
-                self._item_event("content_part.done", content_index=0, part=part),
+                self._say("output_text.done", content_index=0, **texts),
+                self._say("content_part.done", content_index=0, part=part),
             ]
         else:
             whole = {"name": item["name"], "arguments": item["arguments"]}
-            events = [self._item_event("function_call_arguments.done", **whole)]
-        return [*events, self._at_item("output_item.done", item=item)]
+            events = [self._say("function_call_arguments.done", **whole)]
+        return [*events, self._say("output_item.done", item=item)]
 
-    def _item_event(self, kind: str, /, **fields: Any) -> Json:
-        return self._at_item(kind, item_id=self._items[-1]["id"], **fields)
-
-    def _at_item(self, kind: str, /, **fields: Any) -> Json:
-        place = len(self._items) - 1
-        return self._event_of(f"response.{kind}", output_index=place, **fields)
-
-    def _event_of(self, kind: str, /, **fields: Any) -> Json:
-        self._n_events += 1
-        return {"type": kind, "sequence_number": self._n_events - 1, **fields}
+    def _say(self, kind: str, /, **fields: Any) -> Json:
+        """Return an event, of the last item unless it is the whole response's."""
+        number, self._n_events = self._n_events, self._n_events + 1
+        if "response" not in fields:
+            fields |= {
+                "output_index": len(self._items) - 1,
+                "item_id": self._items[-1]["id"],
+            }
+        return {"type": f"response.{kind}", "sequence_number": number, **fields}
 
     def _finished(self) -> Json:
         """Return the response after its end."""
