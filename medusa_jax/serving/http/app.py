@@ -256,9 +256,9 @@ class Port:
         if not stream:
             # In a thread, since the log-probabilities of a long answer take time.
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
-        *pieces, last = reply.last()
-        for piece in pieces:
-            await events.push(piece)
+        *counts, last = reply.last()
+        for count in counts:
+            await events.push(count)
         await events.end(last)
         return None
 

@@ -16,7 +16,8 @@ from medusa_jax.whole_files import Json
 # Fields that a chat lacks or has in another form, and a chat's that are none of a response's.
 OWN = {"include", "input", "instructions", "max_output_tokens", "max_tool_calls"}
 OWN |= {"text", "tool_choice", "tools"}
-FOREIGN = {*"logprobs max_completion_tokens max_tokens messages n response_format".split()}
+FOREIGN = {"messages", "max_tokens", "max_completion_tokens", "n", "response_format"}
+FOREIGN |= {"logprobs"}
 NEUTRAL: Values = {
     "background": (False,),
     "reasoning": ({}, {"effort": None}),
