@@ -87,7 +87,10 @@ class Batch:
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
-        self._engine = replace(engine, tree=stand_in(trees.values()))
+        # A tree with copies, so that all states have the text; but some drafters have their own step.
+        can_copy = engine.drafter.own_step is None
+        copies = Tree.copies(deepest.depth if can_copy else 0)
+        self._engine = replace(engine, tree=stand_in([*trees.values(), copies]))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
@@ -97,8 +100,12 @@ class Batch:
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
         extra = self._engine.n_rows - self._engine.tree.n_nodes
-        self.widest = max(tree.n_nodes for tree in trees.values()) + extra
         self.longest = self._engine.tree.path_length
+        self._copying = {
+            n: tree.with_copies(self.longest - 1) if can_copy else tree
+            for n, tree in trees.items()
+        }
+        self.widest = max(tree.n_nodes for tree in self._copying.values()) + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -178,9 +185,8 @@ class Batch:
     def _predicted(self, request: DecodeRequest, group: Group) -> np.ndarray | None:
         if self._state.predicted_BP is None:
             return None
-        tokens: Sequence[int] = request.predicted[0] if request.predicted else ()
-        if rule_named(_rule(group)).by_drafts:  # they would change the text
-            tokens = ()
+        asked = request.predicted if group.predicted else None
+        tokens: Sequence[int] = asked[0] if asked else ()
         predicted_BP = np.full((1, PREDICTED), NO_TOKEN, np.int32)
         predicted_BP[0, : len(tokens)] = tokens[:PREDICTED]
         return predicted_BP
@@ -257,7 +263,8 @@ class Batch:
 
         Returns: the progress after the chunk, and the tree's node count.
         """
-        tree, drafter = self.trees[self.rows], self._engine.drafter
+        trees = self._copying if group.predicted else self.trees
+        tree, drafter = trees[self.rows], self._engine.drafter
         if not group.drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
