@@ -60,7 +60,9 @@ async function loadModel() {
     const found = (await (await call("/v1/models")).json()).data[0], more = found.medusa;
     if (!model && !restored) at("markdown").checked = more.chat;
     model = found;
-    showReadiness(`${model.id}, weights in ${more.weights}, drafter ${more.drafter}, ${more.tree_nodes} nodes`);
+    const about = `${model.id}, weights in ${more.weights}, drafter ${more.drafter}, ${more.tree_nodes} nodes`;
+    at("about").textContent = about;
+    showReadiness(about);
     at("about").classList.remove("error");
     legend(more);
     examples();
