@@ -82,11 +82,12 @@ def describe(
     return facts
 
 
-def summary(facts: Json, first_seconds: float) -> str:
+def summary(facts: Json, load_seconds: float, first_seconds: float) -> str:
     """One line of measurements.
 
     Args:
-      first_seconds: from the start of the command to the first token.
+      load_seconds: from the start of the command until the model was loaded.
+      first_seconds: from then on to the first token, without compiling.
     """
     weights = facts["weights"]
     storage = "" if weights == facts["dtype"] else f", {weights} weights"
@@ -97,9 +98,12 @@ def summary(facts: Json, first_seconds: float) -> str:
         f"{facts['guarantee'].partition(':')[0]}, {facts['dtype']}{storage}, "
         f"{facts['device'].split(':')[0]}"
     )
-    if facts["compile_seconds"] >= 0.1:
-        line += f"; compiled in {facts['compile_seconds']:.1f} s"
-    line += f"), first token after {first_seconds:.1f} s"
+    compile_seconds = facts["compile_seconds"]
+    total = load_seconds + compile_seconds + first_seconds
+    line += (
+        f"), first token after {total:.1f} s: loaded in {load_seconds:.1f} s, compiled in "
+        f"{compile_seconds:.1f} s, prompt read in {first_seconds:.2f} s"
+    )
     if "speedup" not in facts:
         return line
     rate = facts["autoregressive"]["tokens_per_second"]

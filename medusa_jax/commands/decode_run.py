@@ -31,6 +31,7 @@ def run(flags: Flags, began: float) -> int:
     if is_conversation(flags):
         return talk(flags)
     job = read_job(flags)
+    load_seconds = time.perf_counter() - began
     if flags.prompts_file:
         from medusa_jax.commands.request_file import answer_file
 
@@ -38,7 +39,10 @@ def run(flags: Flags, began: float) -> int:
     if flags.json:
         return answer_as_json(job)
     status = answer_one(
-        job, show_drafts=flags.show_drafts, save_drafts=flags.save_drafts, began=began
+        job,
+        show_drafts=flags.show_drafts,
+        save_drafts=flags.save_drafts,
+        load_seconds=load_seconds,
     )
     if flags.compare and flags.drafter and flags.drafter not in BASELINES:
         from medusa_jax.commands.next_command import print_next
@@ -154,16 +158,17 @@ def answer_as_json(job: DecodeJob) -> int:
 
 
 def answer_one(
-    job: DecodeJob, *, show_drafts: bool, save_drafts: str | None, began: float
+    job: DecodeJob, *, show_drafts: bool, save_drafts: str | None, load_seconds: float
 ) -> int:
     """Print one text as it is decoded, then a line of measurements.
 
     Args:
       show_drafts: colour accepted drafts by their tree depth.
       save_drafts: an SVG file for the coloured text.
-      began: when the command began.
+      load_seconds: from the start of the command until the model was loaded.
     """
     seconds = job.compile([0])
+    began = time.perf_counter()
     segments: list[tuple[str, int]] = [(p, 0) for p in job.prompts if isinstance(p, str)]
     sys.stdout.write("".join(text for text, _ in segments))
     results: list[Result] = []
@@ -188,7 +193,8 @@ def answer_one(
         inform(LEGEND)
     [result] = results
     result.compile_seconds = seconds
-    inform(summary(job.facts([0], results, as_json=False)[0], first_seconds))
+    facts = job.facts([0], results, as_json=False)[0]
+    inform(summary(facts, load_seconds, first_seconds))
     if result.tree_nodes == 1 and result.steps:
         inform(
             f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import NoReturn
 
 from medusa_jax.api import Model
@@ -15,6 +16,7 @@ from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import log
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
+from medusa_jax.measured import DeviceCache
 from medusa_jax.serving import Server
 from medusa_jax.text.chat import PLAIN, is_chat_model, template_source
 from medusa_jax.whole_files import read_text
@@ -80,7 +82,18 @@ def answer_calls(
         log_all=flags.log == "requests",
     )
     shown = f"[{host}]" if ":" in host else host
-    log(f"{name}: http://{shown}:{port}/ is the page, http://{shown}:{port}/v1 the API")
+    url, start, model = f"http://{shown}:{port}", time.monotonic(), server.model
+    note = DeviceCache("first_answer", model.fingerprint, model.mark, server.slots)
+    expected = note.read().get("seconds")
+    about = f", first answer in about {expected:.0f} s" if expected else ""
+    log(f"{name}: compiling the first program{about}; the page is there: {url}/")
+
+    def announce() -> None:
+        seconds = time.monotonic() - start
+        note.write({"seconds": seconds})
+        log(f"{name}: ready after {seconds:.1f} s: {url}/ is the page, {url}/v1 the API")
+
+    server.prepare(announce)
     if not key and not ipaddress.ip_address(host).is_loopback:
         log(f"warning: others can reach {shown} and there is no key: set {KEY}")
     # uvicorn raises the signal again when it is done; by then it is served.

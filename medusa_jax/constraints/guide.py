@@ -1,19 +1,57 @@
 """The tokens that a constraint allows next in one text, and along the paths of a tree."""
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import numpy as np
 
 from medusa_jax.errors import UserError
 
+T = TypeVar("T")
 # Every token is allowed.
 ALL = np.uint32(0xFFFFFFFF)
 # `LIMITS` bound the work for each mask. The last resort is CPU seconds of a mask that counts as slow, and of
 # all slow masks of a served request: far more than a usual mask's 50 us, so that speed does not decide.
 SLOW_MASK, SLOW_MASKS = 0.1, 10.0
+# Calls of the grammar engine that hold the interpreter for longer take turns (`Patience`).
+HELD = 0.005
+TURN = threading.Lock()
+
+
+class Patience:
+    """Seconds left for slow calls of the grammar engine, of one text or of all choices of a request.
+
+    Most calls hold the interpreter, so those of one client could stall the texts of others. With a bound,
+    slow ones take turns in the whole process, and a pause of the same length follows each.
+    """
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds, self._is_bounded = seconds, seconds < math.inf
+        self._is_slow = False
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call the engine.
+
+        Raises:
+          UserError: no time is left.
+        """
+        with TURN if self._is_slow else nullcontext():
+            start = time.thread_time()
+            result = function(*args)
+            seconds = time.thread_time() - start
+            if self._is_bounded and seconds > HELD:
+                self._is_slow = True
+                time.sleep(seconds)
+        self.seconds -= seconds if seconds > SLOW_MASK else 0.0
+        if self.seconds < 0:
+            raise UserError(
+                "the constraint is too costly: its sets of tokens take too long"
+            )
+        return result
 
 
 class MatcherGuide:
@@ -28,7 +66,7 @@ class MatcherGuide:
       consumed: tokens of the text so far.
       possible: whether any token may come first.
       first_W: bits of the tokens that may come first.
-      patience: seconds left for slow masks.
+      patience: bounds the engine's calls.
       error: as in `Guide`.
     """
 
@@ -37,7 +75,7 @@ class MatcherGuide:
         self._text: list[int] = []
         self._ends = frozenset(ends)
         self._ordinary_W = ordinary_W
-        self.consumed, self.patience, self.error = 0, math.inf, ""
+        self.consumed, self.patience, self.error = 0, Patience(), ""
         self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
 
@@ -52,14 +90,8 @@ class MatcherGuide:
         return is_possible
 
     def _mask(self, into_W: np.ndarray) -> bool:
-        start = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(into_W.ctypes.data, into_W.nbytes)
-        seconds = time.thread_time() - start
-        self.patience -= seconds if seconds > SLOW_MASK else 0.0
-        if self.patience < 0:
-            raise UserError(
-                "the constraint is too costly: its sets of tokens take too long"
-            )
+        mask = self._matcher.unsafe_compute_mask_ptr
+        self.patience.call(mask, into_W.ctypes.data, into_W.nbytes)
         into_W &= self._ordinary_W
         return not self._matcher.is_error() and bool(into_W.any())
 
@@ -79,7 +111,7 @@ class MatcherGuide:
             if token in self._ends:
                 return
             self._text.append(token)
-            self._matcher.consume_token(token)
+            self._consume(token)
         self._check()
 
     def replace_forbidden(
@@ -111,7 +143,7 @@ class MatcherGuide:
                         continue
                     nodes_M[child] = token
                 if children[child] and token not in self._ends:
-                    if self._matcher.consume_token(token):
+                    if self._consume(token):
                         visit(child, [*path, token])
                     self._take_back(path)
 
@@ -140,7 +172,7 @@ class MatcherGuide:
                 if token in self._ends:
                     into_MW[child] = ALL
                     continue
-                if self._matcher.consume_token(token) and self._mask(into_MW[child]):
+                if self._consume(token) and self._mask(into_MW[child]):
                     visit(child, [*path, token])
                 else:
                     nodes_M[child] = self._forbidden(into_MW[node])
@@ -154,13 +186,16 @@ class MatcherGuide:
             return False
         if token in self._ends:
             return self._matcher.is_accepting()
-        return self._matcher.validate_tokens([token]) == 1
+        return self.patience.call(self._matcher.validate_tokens, [token]) == 1
+
+    def _consume(self, token: int) -> bool:
+        return self.patience.call(self._matcher.consume_token, token)
 
     def _take_back(self, path: Sequence[int]) -> None:
         """Undo the last token; `path` has the earlier ones that are not in the text yet."""
         if self._matcher.is_error():  # for good: nothing can be taken back
             self._matcher = self._start.deep_copy()
-            self._matcher.consume_tokens([*self._text, *path])
+            self.patience.call(self._matcher.consume_tokens, [*self._text, *path])
         else:
             self._matcher.rollback(1)
 

@@ -5,6 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from medusa_jax.constraints.guide import Patience
+
 
 class Guide(Protocol):
     """The host's side of one row's constraint.
@@ -12,13 +14,13 @@ class Guide(Protocol):
     Attributes:
       consumed: number of emitted tokens that it has read.
       first_W: bits of the tokens that may come first.
-      patience: seconds left for computing slow sets of tokens.
+      patience: bounds the time for computing sets of tokens.
       error: why its text cannot continue, if a thread failed.
     """
 
     consumed: int
     first_W: np.ndarray
-    patience: float
+    patience: Patience
     error: str
 
     def advance(self, tokens: Sequence[int]) -> None:

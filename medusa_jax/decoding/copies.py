@@ -65,7 +65,7 @@ Nodes = Tree | TreeArrays
 
 
 def copied_tokens(
-    text_BS: jax.Array, root_at_B: jax.Array, n: int
+    text_BS: jax.Array, root_at_B: jax.Array, n: int, predicted_BP: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The n tokens after the best earlier match for the end of each text [B, n], and its length [B].
 
@@ -73,10 +73,27 @@ def copied_tokens(
 
     Args:
       root_at_B: index of the last valid token, which is repeated if nothing matches.
+      predicted_BP: as in `DecodeState`; preferred to matches in the text that are no longer.
     """
     copies_BL, length_B = continuations(text_BS, root_at_B, NGRAM, n, latest=True)
     root_B1 = jnp.take_along_axis(text_BS, root_at_B[:, None], axis=1)
-    return jnp.where((length_B > 0)[:, None], copies_BL, root_B1), length_B
+    copies_BL = jnp.where((length_B > 0)[:, None], copies_BL, root_B1)
+    if predicted_BP is None:
+        return copies_BL, length_B
+
+    def with_predicted() -> tuple[jax.Array, jax.Array]:
+        at_BN = root_at_B[:, None] + jnp.arange(1 - NGRAM, 1)[None, :]
+        tail_BN = jnp.take_along_axis(text_BS, jnp.maximum(at_BN, 0), axis=1)
+        searched_BS = jnp.concatenate([predicted_BP, tail_BN], axis=1)
+        last_B = jnp.full_like(root_at_B, searched_BS.shape[1] - 1)
+        others_BL, others_B = continuations(searched_BS, last_B, NGRAM, n, latest=False)
+        others_BL = jnp.where(others_BL < 0, root_B1, others_BL)
+        better_B = (others_B > 0) & (others_B >= length_B)
+        tokens_BL = jnp.where(better_B[:, None], others_BL, copies_BL)
+        return tokens_BL, jnp.where(better_B, others_B, length_B)
+
+    any_predicted = jnp.any(predicted_BP >= 0)
+    return lax.cond(any_predicted, with_predicted, lambda: (copies_BL, length_B))
 
 
 def with_copies(
@@ -85,6 +102,7 @@ def with_copies(
     text_BS: jax.Array,
     root_at_B: jax.Array,
     running_B: jax.Array,
+    predicted_BP: jax.Array | None = None,
 ) -> tuple[Proposal, Nodes]:
     """Fill a tree with drafted and copied tokens; also returns the tree that they fill.
 
@@ -95,8 +113,10 @@ def with_copies(
       propose: fills a tree without copied nodes. If the tree has spares, its ranked guesses are dropped:
         they belong to one of two trees, and rules that read them use no spares.
       running_B: the rows that decide whether spares are used.
+      predicted_BP: as in `DecodeState`.
     """
-    copied_BC, length_B = copied_tokens(text_BS, root_at_B, len(tree.copied_C))
+    n_copied = len(tree.copied_C)
+    copied_BC, length_B = copied_tokens(text_BS, root_at_B, n_copied, predicted_BP)
     drafted = Tree(tree.choices).drafted
     place = {path: node for node, path in enumerate(((), *drafted.choices))}
     place |= {tree.choices[c - 1]: drafted.n_nodes + i for i, c in enumerate(tree.copied_C)}

@@ -103,6 +103,7 @@ class DecodeRequest:
       guides: the constraint of each row, not used before; None if no row has one.
       gate: of a gated engine, before the first step.
       sizes: nodes of the trees that steps may take, if the caller gave no tree.
+      predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -121,6 +122,7 @@ class DecodeRequest:
     guides: "Sequence[Guide | None] | None" = None
     gate: Gate | None = None
     sizes: Sequence[int] = ()
+    predicted: Sequence[Sequence[int]] | None = None
 
 
 class RowCache(Protocol):

@@ -20,7 +20,14 @@ from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.decoding.prefill import PromptPiece, prefill_start, read_piece
 from medusa_jax.decoding.sampling import Sampling
-from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
+from medusa_jax.decoding.state import (
+    NO_TOKEN,
+    PREDICTED,
+    DecodeState,
+    Engine,
+    empty_logprobs,
+    fresh_state,
+)
 from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
 from medusa_jax.devices.platforms import program
@@ -49,6 +56,9 @@ def idle_rows(engine: Engine, sizes: Sizes, rows: int, slots: int) -> DecodeStat
     stop_BQW = jnp.full((rows, *sizes.stops), NEVER, jnp.int32)
     state = fresh_state(engine, slots, sampling, tokens_BO, zero_B, zero_B, stop_BQW)
     state = state.replace(status_B=zero_B + STOPPED)
+    if engine.tree.copied_C.size:
+        none_BP = jnp.full((rows, PREDICTED), NO_TOKEN, jnp.int32)
+        state = state.replace(predicted_BP=none_BP)
     return pin_state(engine.llama.mesh, state)
 
 

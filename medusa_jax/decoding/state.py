@@ -20,6 +20,9 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
+# Most tokens of a row that are expected in its text, and the entry for none.
+PREDICTED, NO_TOKEN = 4096, -1
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -106,6 +109,7 @@ class DecodeState(struct.PyTreeNode):
       histogram_BL: numbers of steps that appended 1, 2, ..., L tokens.
       text_BS: prompt and emitted tokens by position, valid up to the root; None unless the engine
         keeps the text. S is the cache's slots plus a path.
+      predicted_BP: tokens that are expected in the text, to copy from, then `NO_TOKEN`; served rows only.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
       gate: chooses the size of the next step's tree; None unless the engine is gated.
     """
@@ -125,6 +129,7 @@ class DecodeState(struct.PyTreeNode):
     steps_B: jax.Array
     histogram_BL: jax.Array
     text_BS: jax.Array | None = None
+    predicted_BP: jax.Array | None = None
     logprobs: Logprobs | None = None
     gate: Gate | None = None
 

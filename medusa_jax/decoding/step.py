@@ -82,9 +82,9 @@ def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> 
     filled: Nodes = tree
     if tree.copied_C.size:
         assert state.text_BS is not None  # `Engine.keeps_text`
-        (nodes_BM, ranked), filled = with_copies(
-            tree, propose, state.text_BS, state.length_B, state.status_B == RUNNING
-        )
+        texts = state.text_BS, state.length_B, state.status_B == RUNNING
+        copied = with_copies(tree, propose, *texts, state.predicted_BP)
+        (nodes_BM, ranked), filled = copied
     else:
         nodes_BM, ranked = propose(tree)
     return Drafts(filled, nodes_BM.astype(jnp.int32), ranked, backbone.ids_O)

@@ -1,6 +1,6 @@
 """The device's side of serving: one batch of rows, and the programs that run on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.penalties import PenaltyOptions
 from medusa_jax.decoding.prefill import PromptPiece
 from medusa_jax.decoding.state import (
+    NO_TOKEN,
+    PREDICTED,
     DecodeState,
     Engine,
     Progress,
@@ -85,7 +87,10 @@ class Batch:
         deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
-        self._engine = replace(engine, tree=stand_in(trees.values()))
+        # A tree with copies, so that all states have the text; but some drafters have their own step.
+        can_copy = engine.drafter.own_step is None
+        copies = Tree.copies(deepest.depth if can_copy else 0)
+        self._engine = replace(engine, tree=stand_in([*trees.values(), copies]))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
@@ -95,8 +100,12 @@ class Batch:
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
         extra = self._engine.n_rows - self._engine.tree.n_nodes
-        self.widest = max(tree.n_nodes for tree in trees.values()) + extra
         self.longest = self._engine.tree.path_length
+        self._copying = {
+            n: tree.with_copies(self.longest - 1) if can_copy else tree
+            for n, tree in trees.items()
+        }
+        self.widest = max(tree.n_nodes for tree in self._copying.values()) + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -157,7 +166,9 @@ class Batch:
         room = rows.empty_extras(self._with_logprobs, row.tokens_BO)
         row = rows.begin_row(
             self._engine,
-            row.replace(logprobs=room.logprobs),
+            row.replace(
+                logprobs=room.logprobs, predicted_BP=self._predicted(request, group)
+            ),
             sampling_of(request, self._vocab_size),
             np.array(request.limits, np.int32),
             np.array(request.max_steps or [FOREVER], np.int32),
@@ -170,6 +181,15 @@ class Batch:
         if self._by_drafts[source] != rule_named(_rule(group)).by_drafts:
             position = 0  # other heads computed its drafter's state (`Model.variables_by`)
         return Reading(row, np.array(request.prompts[0], np.int32), position, group)
+
+    def _predicted(self, request: DecodeRequest, group: Group) -> np.ndarray | None:
+        if self._state.predicted_BP is None:
+            return None
+        asked = request.predicted if group.predicted else None
+        tokens: Sequence[int] = asked[0] if asked else ()
+        predicted_BP = np.full((1, PREDICTED), NO_TOKEN, np.int32)
+        predicted_BP[0, : len(tokens)] = tokens[:PREDICTED]
+        return predicted_BP
 
     def _piece(self, n: int) -> int:
         """Return the size of the next piece: up to four small ones instead of a half-empty large one."""
@@ -243,7 +263,8 @@ class Batch:
 
         Returns: the progress after the chunk, and the tree's node count.
         """
-        tree, drafter = self.trees[self.rows], self._engine.drafter
+        trees = self._copying if group.predicted else self.trees
+        tree, drafter = trees[self.rows], self._engine.drafter
         if not group.drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)

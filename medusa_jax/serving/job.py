@@ -10,8 +10,9 @@ import numpy as np
 
 from medusa_jax.api import Model, Options, StoppingText
 from medusa_jax.api.results import logprobs_of_row, results_of
-from medusa_jax.constraints.guide import SLOW_MASKS
+from medusa_jax.constraints.guide import SLOW_MASKS, Patience
 from medusa_jax.constraints.host_work import Guide
+from medusa_jax.decoding.acceptance import rule_named
 from medusa_jax.decoding.generate import DecodeRequest
 from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.state import Progress
@@ -33,6 +34,7 @@ class Group(NamedTuple):
       logprobs: whether log-probabilities are kept.
       penalties: whether they have biases or penalties.
       constrained: whether they have constraints, so that the host takes part in every step.
+      predicted: whether they have tokens to copy drafts from (`Request.predicted`).
     """
 
     drafts: bool
@@ -40,6 +42,7 @@ class Group(NamedTuple):
     logprobs: bool = False
     penalties: bool = False
     constrained: bool = False
+    predicted: bool = False
 
     def __str__(self) -> str:
         names = {
@@ -47,6 +50,7 @@ class Group(NamedTuple):
             "logprobs": self.logprobs,
             "penalties": self.penalties,
             "constraints": self.constrained,
+            "a prediction": self.predicted,
             self.rule: self.rule != "auto",
         }
         return ", ".join(name for name, is_set in names.items() if is_set)
@@ -119,12 +123,15 @@ class Job:
         """Rows of one group can take a step together."""
         rule = self.request.acceptance
         rule = "auto" if rule in ("greedy", "sampled") else rule
+        # Others' texts would change.
+        is_lossless = rule == "auto" or not rule_named(rule).by_drafts
         return Group(
             self.request.drafts,
             rule,
             logprobs=self.options.logprobs is not None,
             penalties=any_penalties(self.decode.penalties),
             constrained=self.decode.guides is not None,
+            predicted=bool(self.request.predicted) and self.request.drafts and is_lossless,
         )
 
     def begin(self, reused: int, drafted: int) -> None:
@@ -205,6 +212,7 @@ def make_job(
         )
     decode = model.request([prompt], [options], [request.id])
     decode.limits = [min(decode.limits[0], most_new)]
+    decode.predicted = [request.predicted]
     stops = decode.stops[0] if decode.stops else ()
     if len(stops) > STOPS[0] or max(map(len, stops), default=0) > STOPS[1]:
         raise UserError(
@@ -220,5 +228,5 @@ def make_job(
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
-        job.guide.patience = SLOW_MASKS
+        job.guide.patience = Patience(SLOW_MASKS)
     return job

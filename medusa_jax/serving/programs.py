@@ -90,6 +90,16 @@ class Compiler:
                 self._wake.notify_all()
         return programs in self._ready
 
+    def want(self, programs: Programs) -> None:
+        """Compile these before planned ones."""
+        with self._wake:
+            self._wanted.append(programs)
+            self._wake.notify_all()
+
+    def wanted(self, programs: Programs) -> bool:
+        """Return whether these have yet to be compiled, and `want` or a request has queued them."""
+        return programs in self._wanted
+
     def known(self, programs: Programs) -> bool:
         """Return whether these are compiled, without queueing them."""
         return programs in self._ready
@@ -105,10 +115,13 @@ class Compiler:
         with self._wake:
             self._wake.notify_all()
 
-    def wait(self) -> None:
-        """Wait until no planned programs are left."""
+    def wait(self, programs: Programs | None = None) -> None:
+        """Wait until these are not wanted any more, by default until no planned programs are left."""
         with self._wake:
-            self._wake.wait_for(lambda: not self._plan or self._closed)
+            left = (
+                (lambda: self.wanted(programs)) if programs else (lambda: bool(self._plan))
+            )
+            self._wake.wait_for(lambda: not left() or self._closed)
 
     def close(self) -> None:
         """Compile nothing more. A compilation cannot be interrupted; only the interpreter's exit waits for it."""

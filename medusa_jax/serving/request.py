@@ -20,6 +20,7 @@ class Request:
       acceptance: a rule of `decoding/acceptance`, or "auto".
       stop_ids: tokens that end the text and are cut off, like stop strings.
       min_tokens: EOS, stop strings and `stop_ids` end the text only after this many new tokens.
+      predicted: tokens that are expected in the text, to copy drafts from; the text is the same.
     """
 
     prompt: str | Sequence[int]
@@ -29,6 +30,7 @@ class Request:
     acceptance: str = "auto"
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    predicted: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

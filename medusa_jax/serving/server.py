@@ -8,9 +8,9 @@ from medusa_jax.api import Model
 from medusa_jax.console import log
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.echo import piece_for
+from medusa_jax.serving.echo import LEAST_SLOTS, piece_for
 from medusa_jax.serving.guide_threads import GuideThreads
-from medusa_jax.serving.job import LIKELY, SCORING, Group, Job, make_job
+from medusa_jax.serving.job import BASE, LIKELY, SCORING, Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
 from medusa_jax.serving.request import Busy, Deliver, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
@@ -68,6 +68,7 @@ class Server:
         self.most_prompt = min(max_prompt_tokens or context, context - 1)
         self.most_new = min(max_new_tokens or context, context)
         self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
+        self._first = Programs(BASE, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
@@ -120,6 +121,11 @@ class Server:
         return not self._closing and self._error is None
 
     @property
+    def ready(self) -> bool:
+        """Whether a first request need not wait for what `prepare` compiles."""
+        return not self._compiler.wanted(self._first)
+
+    @property
     def failed(self) -> bool:
         """Whether errors have ended the server."""
         return self._error is not None
@@ -137,7 +143,7 @@ class Server:
     def submit_all(
         self, requests: Sequence[Request], deliver: Sequence[Deliver] | None = None
     ) -> list[Handle]:
-        """Queue several requests, or none of them if one is refused.
+        """Queue several requests, or none of them if one is refused; a queue with room takes them all.
 
         Args:
           deliver: for each request, a function to call with its deltas, instead of the handle.
@@ -151,10 +157,13 @@ class Server:
             make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
             for request, handle, each in zip(requests, handles, delivers)
         ]
+        guides = [job.guide for job in jobs if job.guide]
+        for guide in guides:  # choices of one call
+            guide.patience = guides[0].patience
         with self._wake:
             if not self.running:
                 raise Stopped("the server is closed")
-            if self.waiting + len(jobs) > self.queue:
+            if self.waiting >= self.queue:
                 raise Busy(f"{self.waiting} requests are waiting already")
             self._inbox += jobs
             self._wake.notify()
@@ -180,6 +189,16 @@ class Server:
         self._compiler.plan(programs for *_, programs in sorted(plan, key=lambda p: p[:2]))
         if wait:
             self._compiler.wait()
+
+    def prepare(self, then: Callable[[], None]) -> None:
+        """Compile the programs of a first request before all others; `then` is called after that, in a thread."""
+        self._compiler.want(self._first)
+
+        def wait() -> None:
+            self._compiler.wait(self._first)
+            then()
+
+        threading.Thread(target=wait, name="preparing", daemon=True).start()
 
     def when_failed(self, callback: Callable[[], None]) -> None:
         """Call `callback`, in the server's thread, if errors end the server."""

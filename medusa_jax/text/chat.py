@@ -94,25 +94,39 @@ def encode_turns(
     more: Json,
     template_name: str = "",
     check: Callable[[str], None] = lambda text: None,
+    continued: bool = False,
 ) -> list[int]:
     """Like `encode_prompt`, for turns that are already in the template's form.
 
     Args:
       more: further variables of the template, such as `tools`.
       check: called with the text before it is tokenised; may raise.
+      continued: end the text within the last turn, the assistant's, so that the model continues it.
+
+    Raises:
+      UserError: the template leaves out the turn to be continued.
     """
     literal = literal_text(tokenizer)
     shown: Json = {"messages": list(turns), "more": more}
     hidden = literal.hide(shown)
     source = template_source(tokenizer, template_name, bool(more.get("tools")))
-    fields = hidden or shown
+    fields, mark = hidden or shown, f"turn{secrets.token_hex(16)}"
+    if continued:
+        turn = fields["messages"].pop()
+        fields["messages"].append(turn | {"content": f"{turn['content']}{mark} "})
     text, _ = render(
         source,
         fields["messages"],
         tokenizer.special_texts,
-        add_generation_prompt=True,
+        add_generation_prompt=not continued,
         more=fields["more"],
     )
+    if continued:
+        text, found, tail = text.rpartition(mark)
+        if not found:
+            raise UserError("the chat template leaves out the last turn, the assistant's")
+        if not tail.startswith(" "):  # the template strips turns
+            text = text.rstrip()
     check(literal.show(text) if hidden else text)
     return tokenize(tokenizer, text, hidden is not None)[0]
 

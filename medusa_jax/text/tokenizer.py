@@ -8,6 +8,7 @@ from typing import Any
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import optional_json
+from medusa_jax.text.growth import check_growth
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
@@ -50,6 +51,7 @@ class Tokenizer:
         special_texts: dict[str, str] | None = None,
         origin: str = "",
     ) -> None:
+        check_growth(backend)
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend

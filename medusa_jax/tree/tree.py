@@ -142,6 +142,11 @@ class Tree:
         guesses = (c for c in self.choices if c[0] != COPIED)
         return Tree(tuple(sorted((*guesses, *self.spares), key=lambda p: (len(p), p))))
 
+    def with_copies(self, depth: int) -> "Tree":
+        """The heads' nodes, and a chain of `depth` copied tokens."""
+        guesses = [c for c in self.choices if c[0] != COPIED]
+        return Tree.from_choices([*guesses, *_chain(COPIED, depth)])
+
     @cached_property
     def in_every_step(self) -> "Tree":
         """A tree of the same size for fixed use: half of the chain, and the best spares for the rest.

@@ -65,7 +65,10 @@ def test_kill_under_load(process):
     import httpx2 as httpx
 
     lines = iter(process.stderr.readline, "")
-    url = next(m[1] for line in lines if (m := re.search(r"(http://\S+)/v1", line)))
+    opened = next(line for line in lines if "the page is there" in line)
+    ready = next(m for line in lines if (m := re.search(r"ready .* (http://\S+)/v1", line)))
+    url = ready[1]
+    assert url in opened and httpx.get(url + "/health").status_code == 200
     started, answers = threading.Semaphore(0), []
 
     def ask():

@@ -52,6 +52,24 @@ def test_what_followed_the_latest_longest_match_is_copied(text, after):
 
 
 @pytest.mark.parametrize(
+    ("text", "predicted", "expected"),
+    [
+        ([5, 1, 2], [7, 1, 2, 3, 4, 6, 0], [3, 4, 6]),  # longer than in the text
+        ([1, 2, 5, 5, 1, 2], [1, 2, 3, 4, 6], [3, 4, 6]),  # as long: preferred
+        ([0, 1, 2, 5, 5, 0, 1, 2], [1, 2, 3, 4, 6], [5, 5, 0]),  # shorter
+        ([1, 2, 5, 5, 1, 2], [6, 6], [5, 5, 1]),
+        ([0, 1, 2], [1, 2, 3], [3, 2, 2]),  # then the root
+        ([0, 1, 2], [], [2, 2, 2]),
+    ],
+)
+def test_what_follows_in_predicted_tokens_is_copied(text, predicted, expected):
+    padded, own = np.full((1, 9), 9), np.full((1, 12), -1)
+    padded[0, : len(text)], own[0, : len(predicted)] = text, predicted
+    got, _ = copied_tokens(jnp.array(padded), jnp.array([len(text) - 1]), 3, jnp.array(own))
+    assert got[0].tolist() == expected
+
+
+@pytest.mark.parametrize(
     "texts, running, repeats",
     [
         ([[5, 6, 7, 5, 6]], [True], True),  # 5 6 occurred

@@ -166,7 +166,7 @@ def test_the_log(other, capfd):
         for more in ({"n": 0}, {}, {"stream": True}):
             other("POST", "/v1/completions", log_all=log_all, json=ASKED | more)
     said = [line[9:] for line in capfd.readouterr().err.splitlines() if "POST" in line]
-    refused = "POST /v1/completions 400: 'n' should be from 1 to 16, not 0, after "
+    refused = "POST /v1/completions 400: 'n' should be from 1 to 128, not 0, after "
     assert [line.startswith(refused) for line in said] == [True, True, False, False]
     assert all(re.search(r"200: \d+ \+ 60 tokens, the first", line) for line in said[2:])
 
@@ -209,8 +209,12 @@ CHAT = {"model": NAME, "messages": [{"role": "user", "content": "in"}], "tempera
 # Fields of a completion, and what the error says; a field with a colon is `param`.
 COMPLETIONS = [
     ({"model": "gpt-4"}, "model"),
-    ({"n": 17}, "n:"),
-    ({"n": 9}, "at most 6 choices here"),  # more than the queue holds
+    ({"n": 129}, "n:"),
+    (
+        {"prompt": ["a"] * 50, "n": 3},
+        "50 prompts with n = 3 are 150 choices, more than 128",
+    ),
+    ({"n": 2, "best_of": 3}, "best_of:"),
     ({"max_tokens": 2.5}, "max_tokens:"),
     ({"temperature": 2.5}, "temperature"),
     ({"stop": [""]}, "stop:"),
@@ -238,6 +242,7 @@ CHATS = [
     ({"top_logprobs": 2}, "top_logprobs:"),
     ({"messages": []}, "messages:"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    ({"continue_final_message": True}, "needs a last turn of the assistant"),
     *(({"messages": [turn]}, about) for turn, about in [
         ({"role": "user", "content": "x", "colour": 1}, "'colour' in 'messages[0]'"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "'image_url'"),

@@ -31,6 +31,26 @@ from medusa_jax.serving.request import NoScores
 from medusa_jax.serving.server import MOST_FAILURES
 
 
+def test_health_waits_for_the_first_program(port, http, monkeypatch):
+    """The page does not, and calls wait in the queue."""
+    compiled, told, true = threading.Event(), [], programs.Compiler._compile
+
+    def slow(self, asked):
+        compiled.wait(60)
+        return true(self, asked)
+
+    monkeypatch.setattr(programs.Compiler, "_compile", slow)
+    port.server.prepare(lambda: told.append(port.server.ready))
+    try:
+        answer = http.get("/health")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "compiling")
+        assert http.get("/").status_code == 200 and not told
+    finally:
+        compiled.set()
+    until(lambda: told == [True])
+    assert http.get("/health").status_code == 200
+
+
 def test_an_end_in_the_middle_of_work(port):
     """What SIGTERM starts: running answers are finished, new calls are refused."""
     expected = alone(port.model, ASKED["prompt"], max_new_tokens=60).text

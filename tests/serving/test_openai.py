@@ -5,7 +5,7 @@ import pytest
 from served import NAME, alone, both, events_of, texts_of
 
 from medusa_jax import Options
-from medusa_jax.text.chat import encode_prompt
+from medusa_jax.text.chat import encode_prompt, encode_turns
 
 PATH = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "in the hat and the other cat"}]
@@ -78,6 +78,68 @@ def test_completions_of_several_prompts_and_choices(port, client, http):
     for index in range(4):
         reasons = [c["finish_reason"] for c in choices if c["index"] == index]
         assert reasons == [None] * (len(reasons) - 1) + ["length"]
+
+
+def test_more_prompts_than_the_queue_holds(port, client):
+    """They wait together: LangChain sends twenty in a call."""
+    prompts = [f"the {word}" for word in ["cat", "hat", "rat", "mat", "bat"]] * 4
+    asked = {"model": NAME, "prompt": prompts, "max_tokens": 3, "temperature": 0}
+    answer = client.completions.create(**asked, n=2, best_of=2)
+    expected = [alone(port.model, prompt, max_new_tokens=3).text for prompt in prompts[:5]]
+    texts = [choice.text for choice in answer.choices]
+    assert len(prompts) * 2 > 16 > port.server.queue
+    assert texts[::2] == texts[1::2] == expected * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_turn_of_the_assistant_is_continued(port, client, http, stream):
+    """With the space that a sentencepiece tokenizer drops at the beginning of a text."""
+    start = alone(
+        port.model, encode_prompt(port.model.tokenizer, MESSAGES), max_new_tokens=9
+    )
+    turns = [*MESSAGES, {"role": "assistant", "content": start.text}]
+    fields = {"messages": turns, "temperature": 0, "max_tokens": 9, "stream": stream}
+    own = {"continue_final_message": True, "add_generation_prompt": False}
+    for extra in ({}, own):
+        answer = client.chat.completions.create(model=NAME, **fields, extra_body=extra)
+        pieces = (
+            [piece.choices[0].delta for piece in answer]
+            if stream
+            else [answer.choices[0].message]
+        )
+        text = "".join(piece.content or "" for piece in pieces)
+        prompt = encode_turns(port.model.tokenizer, turns, {}, continued=True)
+        expected = alone(port.model, prompt, max_new_tokens=9)
+        whole = port.model.tokenizer.decode([*prompt, *expected.token_ids])
+        assert whole.endswith(start.text + text) and text.endswith(expected.text)
+    other = http.post(
+        "/v1/chat/completions", json=fields | {"continue_final_message": False}
+    ).text
+    assert text not in other
+
+
+def test_a_prediction(port, client):
+    """A right one is accepted, and a wrong one changes nothing."""
+    asked = {"model": NAME, "messages": MESSAGES, "max_tokens": 30, "temperature": 0}
+    plain = client.chat.completions.create(**asked).choices[0]
+    right = plain.message.content
+    for content, least in ((right, 5), ([{"type": "text", "text": right}], 5), ("zzz", 0)):
+        prediction = {"type": "content", "content": content}
+        answer = client.chat.completions.create(**asked, prediction=prediction)
+        [choice] = answer.choices
+        assert choice.message.content == right
+        assert choice.medusa["steps"] <= plain.medusa["steps"]
+        counts = answer.usage.completion_tokens_details
+        accepted, rejected = (
+            counts.accepted_prediction_tokens,
+            counts.rejected_prediction_tokens,
+        )
+        text = content if isinstance(content, str) else right
+        assert accepted >= least and accepted + rejected == len(port.model.encode(text))
+    with pytest.raises(
+        openai.BadRequestError, match="'type' in 'prediction' should be content"
+    ):
+        client.chat.completions.create(**asked, prediction={"type": "x", "content": ""})
 
 
 CAT = {"model": NAME, "prompt": "the cat", "max_tokens": 20, "temperature": 0}

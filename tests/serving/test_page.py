@@ -76,6 +76,15 @@ class Page:
         return answer.find_element("css selector", ".text").get_attribute("textContent")
 
 
+def test_it_shows_that_the_first_program_is_compiled(page, port, monkeypatch):
+    compiling = [True]
+    monkeypatch.setattr(type(port.server), "ready", property(lambda _: not compiling[0]))
+    page.browser.get(port.url)
+    page.until(lambda: "compiling, the first answer waits" in page.one("#about").text)
+    compiling[0] = False
+    page.until(lambda: page.one("#about").text.endswith("nodes"))
+
+
 def test_the_same_text_with_and_without_drafts(page):
     page.until(lambda: "medusa" in page.one("#about").text)
     page.ask("in the hat", 60)

@@ -251,3 +251,24 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
     assert made._state.outputs >= 100 + made.longest
     assert made.slots_for(made.slots - made.widest) == made.slots
     assert made.slots_for(made.slots - made.widest + 1) == 2 * made.slots
+
+
+@pytest.mark.parametrize("tree", [TREE, Tree.from_choices([[0], [-1], [-1, -1]])])
+def test_predicted_tokens_are_copied_and_never_trusted(model, tree):
+    """No text depends on them; only a right prediction is fast, and only for its own request."""
+    scheduler = scheduler_of(model, {1: tree})
+    drawn = options(60, 0.9, seed=4)
+    right = alone(model, [Request("the cat and", drawn)])[0].token_ids
+    asked = [
+        Request("the cat and", drawn, predicted=ids) for ids in ([], right, right[::-1], [])
+    ]
+    asked += [replace(asked[1], prompt="in"), replace(asked[1], predicted=right * 99)]
+    clients = run(scheduler, {0: asked}, model)
+    check(model, clients)
+    steps = [client.result.steps for client in clients]
+    assert steps[0] == steps[3] and steps[1] == steps[5] < 0.8 * steps[0]
+    lossy = replace(asked[1], acceptance="typical")  # its text depends on drafts
+    jobs = (
+        make_job(model, one, 399, 300, None, None) for one in (asked[1], lossy, asked[0])
+    )
+    assert [job.group.predicted for job in jobs] == [True, False, False]

@@ -3,7 +3,9 @@
 import json
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Literal
 
 import httpx2 as httpx
@@ -16,8 +18,8 @@ from tiny import PRINTABLE
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Grammars, constraint_of, grammars, guide
-from medusa_jax.constraints.guide import MatcherGuide
-from medusa_jax.serving import job
+from medusa_jax.constraints.guide import MatcherGuide, Patience
+from medusa_jax.serving import Request, job
 from medusa_jax.serving.http.app import Limits
 from medusa_jax.text.chat import encode_prompt
 
@@ -184,6 +186,37 @@ def test_limits_are_errors(port, http, monkeypatch, slow, stream):
         with pytest.raises(UserError, match="too costly for its grammar engine"):
             constraint = {"grammar": FEW_ITEMS}
             port.model.generate(["in"], Options(constraint=constraint, max_new_tokens=30))
+
+
+def test_slow_calls_take_turns(monkeypatch):
+    """One at a time in the whole process, then a pause as long: others get the interpreter meanwhile."""
+    monkeypatch.setattr(guide, "HELD", 0.0)
+    spans, shared = [], Patience(100.0)
+
+    def busy():
+        start, end = time.perf_counter(), time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+        spans.append((start, time.perf_counter()))
+
+    shared.call(busy)  # from now on they are known to be slow
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(shared.call, [busy] * 6))
+    spans.sort()
+    pauses = [begin - end for (_, end), (begin, _) in pairwise(spans[1:])]
+    assert len(pauses) == 5 and min(pauses) >= 0.02
+
+
+def test_choices_of_a_call_share_their_time(port):
+    """Not those of two calls."""
+    options = Options(constraint={"regex": "[a-z]{3}"}, max_new_tokens=4)
+    with port.held():
+        handles = port.server.submit_all([Request("in", options, i) for i in range(3)])
+        handles += port.server.submit_all([Request("in", options)])
+        jobs = [*port.server._scheduler._jobs.waiting, *port.server._inbox]
+        assert len(jobs) == 4 and len({job.guide.patience for job in jobs}) == 2
+    for handle in handles:
+        assert len(list(handle)[-1].ending.result.text) == 3
 
 
 @pytest.fixture

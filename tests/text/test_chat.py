@@ -12,6 +12,7 @@ from medusa_jax.text.chat import (
     SPECIALS,
     TEMPLATES,
     encode_prompt,
+    encode_turns,
     render,
     shipped_template,
     stop_ids,
@@ -312,6 +313,29 @@ def test_threads_do_not_mix_their_marks(name):
     finally:
         sys.setswitchinterval(interval)
     assert together == alone
+
+
+TRIMMED = (
+    "{{ bos_token }}{% for m in messages %}{{ m.content | trim }}<|eot_id|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [TRIMMED, *map(shipped_template, ("llama3", "chatml"))]
+)
+@pytest.mark.parametrize("text", ["The answer is", "{", "So: \n", "", "x <|eot_id|> y"])
+def test_a_turn_is_continued_as_in_transformers(llama3, byte_level_dir, template, text):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(byte_level_dir)
+    talk = [*TALK[:-1], {"role": "assistant", "content": text}]
+    expected = theirs.apply_chat_template(
+        talk, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    ids = encode_turns(with_template(llama3, template), talk, {}, continued=True)
+    assert llama3.decode(ids, skip_special=False) == expected
+    with refused("leaves out the last turn"):
+        shorter = "{{ messages[0].content }}"
+        encode_turns(with_template(llama3, shorter), talk, {}, continued=True)
 
 
 # Constructs of published templates, beyond those that are shipped.

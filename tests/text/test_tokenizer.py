@@ -13,6 +13,7 @@ from refusals import refused
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from medusa_jax.text.growth import check_growth
 from medusa_jax.text.literal_text import literal_text
 from medusa_jax.text.token_bytes import TokenBytes
 from medusa_jax.text.tokenizer import (
@@ -293,3 +294,27 @@ def test_long_texts_are_read_as_short_ones(byte_level_dir):
     direct = tokenizer.backend.encode(text, add_special_tokens=False)
     assert tokenizer.encode(text) == direct.ids
     assert tokenizer.encode_with_offsets(text) == (direct.ids, direct.offsets)
+
+
+BOMBS = [
+    ("normalizer", normalizers.Replace("a", "a" * 10)),
+    ("normalizer", normalizers.Replace(tokenizers.Regex("(?=a)"), "a")),
+    ("normalizer", normalizers.Sequence([normalizers.Prepend("a"), normalizers.Replace("a", "aaa")])),
+    ("normalizer", normalizers.ByteLevel()),
+    ("pre_tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Split("a", "isolated"), pre_tokenizers.Metaspace()])),
+    ("decoder", decoders.Replace("a", "aa")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "step"), BOMBS)
+def test_steps_that_multiply_a_text(part, step):
+    """Nested forty times they would end the process; a few are as they were."""
+    for times in (2, 40):
+        backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
+        module = {"normalizer": normalizers, "decoder": decoders}.get(part, pre_tokenizers)
+        setattr(backend, part, module.Sequence([step] * times))
+        if times == 2:
+            check_growth(backend)
+            continue
+        with refused(f"{part} may make a text .* times as long"):
+            Tokenizer(backend)

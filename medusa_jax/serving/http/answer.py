@@ -90,10 +90,8 @@ class Answer:
         submit = partial(self._submit, [partial(deliver, i) for i in range(n)])
         n = n if executor else 0  # those that wait for a thread count as waiting
         try:
-            if n and server.waiting + server.preparing + n > server.queue:
-                raise Busy(
-                    f"{server.waiting + server.preparing} requests are waiting already"
-                )
+            if n and (waiting := server.waiting + server.preparing) >= server.queue:
+                raise Busy(f"{waiting} requests are waiting already")
             server.preparing += n
             try:  # in a thread, since tokenising a long text takes time
                 await loop.run_in_executor(executor, submit)
@@ -188,7 +186,9 @@ class Events:
     async def push(self, data: Json | str) -> None:
         """Send an event; waits while the client does not read."""
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        body = f"data: {text}\n\n".encode(errors="replace")
+        kind = "" if isinstance(data, str) else data.get("type", "")
+        event = f"event: {kind}\n" if kind else ""  # of the Responses API
+        body = f"{event}data: {text}\n\n".encode(errors="replace")
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, last: Json | str) -> None:

@@ -29,6 +29,7 @@ from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
+from medusa_jax.serving.http.responses import STORED, ResponsesReply, responses_call
 from medusa_jax.serving.request import Busy, Stopped
 from medusa_jax.serving.server import Server
 from medusa_jax.text.chat import PLAIN
@@ -78,6 +79,10 @@ def make_app(
             Route("/v1/models/{name:path}", port.models),
             Route("/v1/completions", port.completions, methods=["POST"]),
             Route("/v1/chat/completions", port.chat, methods=["POST"]),
+            Route("/v1/responses", port.responses, methods=["POST"]),
+            Route(
+                "/v1/responses/{id:path}", port.stored, methods=["GET", "POST", "DELETE"]
+            ),
         ],
         exception_handlers={
             **dict.fromkeys((HttpError, *ERRORS), _refused),
@@ -120,9 +125,11 @@ class Port:
         return HTMLResponse(self._page, headers=PAGE_HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
-        """Return 200 while requests are taken."""
+        """Return 200 while requests are taken and need not wait for a first compilation."""
         if not self._server.running:
             raise Stopped("no requests are taken")
+        if not self._server.ready:
+            raise HttpError(503, "compiling the first program", None, "compiling", 1)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: HttpRequest) -> Response:
@@ -168,6 +175,16 @@ class Port:
         more = self._name, model, self._template, limit, self._check_length
         return partial(self._call, lambda body: chat_call(body, *more))
 
+    async def responses(self, request: HttpRequest) -> ASGIApp:
+        model, limit = self._server.model, self._server.most_new
+        more = self._name, model, self._template, limit, self._check_length
+        return partial(self._call, lambda body: responses_call(body, *more))
+
+    async def stored(self, request: HttpRequest) -> Response:
+        """Refuse to look up an answer."""
+        self._check_key(request)
+        raise HttpError(404, f"{request.url.path} {STORED}", code="not_found")
+
     async def _call(
         self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
     ) -> None:
@@ -182,7 +199,8 @@ class Port:
         try:
             self._check_key(request)
             call = await asyncio.to_thread(reader, await self._body(request))
-            reply = Reply(call, self._vocabulary, self._name)
+            kind = ResponsesReply if call.repeated else Reply
+            reply = kind(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
             status, note = 200, reply.counts()
         except (ClientGone, ClientDisconnect):
@@ -215,14 +233,10 @@ class Port:
         """Return the answer to a call, or send it as a stream.
 
         Raises:
-          HttpError: too many choices, or no answer in time.
+          HttpError: no answer in time.
           UserError, Busy, Stopped: as for `Server.submit`; the server ended before the answer did.
         """
         seconds, stream = self._limits.seconds, reply.call.stream
-        n, limit = len(reply.call.requests), self._server.queue
-        if n > limit:
-            message = f"a call has at most {limit} choices here, this one {n}"
-            raise HttpError(400, message, "n")
         answering = Answer(self._server, reply, self._metrics)
         try:
             async with asyncio.timeout(seconds), answering:
@@ -232,7 +246,8 @@ class Port:
                         await events.push(piece)
                 async for index, delta in answering.deltas():
                     if stream:
-                        await events.push(reply.piece(index, delta))
+                        for piece in reply.piece(index, delta):
+                            await events.push(piece)
                     elif delta.ending:
                         reply.endings[index] = delta.ending
         except TimeoutError as error:
@@ -241,9 +256,10 @@ class Port:
         if not stream:
             # In a thread, since the log-probabilities of a long answer take time.
             return await asyncio.to_thread(lambda: JSONResponse(reply.whole()))
-        for piece in reply.last():
-            await events.push(piece)
-        await events.end("[DONE]")
+        *counts, last = reply.last()
+        for count in counts:
+            await events.push(count)
+        await events.end(last)
         return None
 
     def _check_length(self, prompt: str | list[int]) -> None:

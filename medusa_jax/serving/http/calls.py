@@ -4,7 +4,7 @@ import dataclasses
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_jax.api import Model, Options
@@ -12,7 +12,7 @@ from medusa_jax.api.prompts import ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
-from medusa_jax.serving.http.messages import read_messages
+from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
@@ -20,8 +20,10 @@ from medusa_jax.text.literal_text import literal_text
 from medusa_jax.text.tool_chat import CallForm, call_form
 from medusa_jax.whole_files import Json
 
-# Most choices of a call, and most stop strings.
-MOST_CHOICES, MOST_STOPS = 16, 16
+# Most choices of a call (as many as OpenAI allows), and most stop strings.
+MOST_CHOICES, MOST_STOPS = 128, 16
+# Characters of a `prediction` that are read: more than there is room for tokens.
+MOST_PREDICTED = 1 << 16
 # Default number of new tokens of a completion; a chat has no such limit.
 COMPLETION_TOKENS = 16
 # Variables of chat templates that `chat_template_kwargs` cannot set.
@@ -61,6 +63,8 @@ class Call:
       calls: form of tool calls in the answer and names of the tools; None if it can only be text.
       echo: the text of each request's prompt, if the answer repeats it; else empty.
       empty: whether no token is to be generated.
+      continued: whether the answer continues the last turn, which is the assistant's.
+      repeated: fields of the body that a response repeats.
     """
 
     requests: list[Request]
@@ -71,6 +75,8 @@ class Call:
     calls: tuple[CallForm, Sequence[str]] | None = None
     echo: Sequence[str] = ()
     empty: bool = False
+    continued: bool = False
+    repeated: Json = field(default_factory=dict)
 
 
 def completion_call(
@@ -144,6 +150,11 @@ def chat_call(
     elif best:
         raise HttpError(400, "'top_logprobs' needs 'logprobs'", "top_logprobs")
     turns, tools, form = read_messages(fields), asked_tools(fields), None
+    is_answer = turns[-1]["role"] == "assistant"
+    if (continued := fields.flag("continue_final_message", is_answer)) and not is_answer:
+        raise fields.refused("continue_final_message", "needs a last turn of the assistant")
+    if continued:
+        fields.flag("add_generation_prompt")  # which vLLM's clients set to false
     tokenizer, variables = model.tokenizer, _variables(fields, model, template, bool(tools))
     with fields.blamed("messages"):
         if tools or any("tool_calls" in t or t["role"] == "tool" for t in turns):
@@ -154,10 +165,11 @@ def chat_call(
             prompt = model.encode(literal_text(tokenizer).encode(text))
         else:
             variables |= {"tools": tools.given} if tools else {}
-            prompt = encode_turns(tokenizer, turns, variables, template, check)
+            prompt = encode_turns(tokenizer, turns, variables, template, check, continued)
             options = ending_turns(tokenizer, model.eos_ids, options, template)
     calls = (form, list(tools.callable)) if form and tools else None
-    return _call(fields, model, [prompt], options, chat=True, calls=calls)
+    more: Json = {"chat": True, "calls": calls, "continued": continued}
+    return _call(fields, model, [prompt], options, **more)
 
 
 def _options(
@@ -197,8 +209,12 @@ def _call(
 ) -> Call:
     """Read the remaining fields; every prompt gets `n` choices."""
     n = fields.whole("n", 1, 1, MOST_CHOICES)
-    if len(prompts) * n > MOST_CHOICES:
-        raise HttpError(400, f"a call has at most {MOST_CHOICES} choices", "n")
+    if (total := len(prompts) * n) > MOST_CHOICES:
+        sent = f"{len(prompts)} prompts with n = {n} are {total} choices"
+        problem = f"{sent}, more than {MOST_CHOICES}: send several calls"
+        raise HttpError(400, problem, "prompt")
+    if fields.whole("best_of", n, 1, MOST_CHOICES) not in (1, n):
+        raise fields.refused("best_of", "should be n: choices are not ranked here")
     size, problem = model.config.vocab_size, "token ids of the vocabulary"
     stop_ids = fields.take("stop_token_ids", (list,), problem, [])
     if not all(type(i) is int and 0 <= i < size for i in stop_ids):
@@ -208,6 +224,7 @@ def _call(
         "acceptance": fields.take("acceptance", (str,), "the name of a rule", "auto"),
         "stop_ids": frozenset(stop_ids),
         "min_tokens": fields.whole("min_tokens", 0, 0, options.max_new_tokens),
+        "predicted": _predicted(fields, model),
     }
     for name in ("ignore_eos", "min_tokens"):
         # The constraint may leave no token but an end.
@@ -220,6 +237,18 @@ def _call(
     fields.finish()
     requests = [Request(p, options, i, **request_fields) for p in prompts for i in range(n)]
     return Call(requests, stream, usage, options.seed, **settings)
+
+
+def _predicted(fields: BodyFields, model: Model) -> list[int]:
+    """Read OpenAI's `prediction`: text that is expected in the answer."""
+    prediction = fields.inside("prediction")
+    if not prediction.body:
+        return []
+    if prediction.text("type") != "content":
+        raise prediction.refused("type", "should be content")
+    text = content_of(prediction)[:MOST_PREDICTED]
+    with fields.blamed("prediction"):
+        return model.encode(text) if text else []
 
 
 def _stops(fields: BodyFields) -> tuple[str, ...]:

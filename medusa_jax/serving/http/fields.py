@@ -24,11 +24,11 @@ NEUTRAL: Values = {
         ("continue_final_message early_stopping echo include_stop_str_in_output", False),
         ("return_token_ids return_tokens_as_token_ids use_beam_search", False),
         ("allowed_token_ids audio cache_salt chat_template guided_decoding_backend",),
-        ("guided_whitespace_pattern prediction prompt_logprobs reasoning_effort",),
+        ("guided_whitespace_pattern prompt_logprobs reasoning_effort",),
         ("request_id thinking_token_budget truncate_prompt_tokens web_search_options",),
         ("bad_words documents functions logits_processors", []),
         ("kv_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs", {}),
-        ("best_of length_penalty", 1),
+        ("length_penalty", 1),
         ("function_call", "none", "auto"),
         ("modalities", ["text"]),
         ("priority", 0),
@@ -170,12 +170,12 @@ class BodyFields:
         for inner in self._inside:
             inner.finish()
         for name, value in self.body.items():
-            if name in self._read:
+            if name in self._read or value is None:
                 continue
             if name not in self._neutral:
                 hint = did_you_mean(name, {*self._read, *self._neutral})
                 message = f"unknown field {name!r}{self._place}{hint}"
                 raise HttpError(400, message, name, "unknown_field")
             kinds = [isinstance(x, bool) for x in self._neutral[name] if x == value]
-            if value is not None and isinstance(value, bool) not in kinds:  # 0 is not false
+            if isinstance(value, bool) not in kinds:  # 0 is not false
                 raise self.refused(name, "is not supported here")

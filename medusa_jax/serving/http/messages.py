@@ -11,6 +11,7 @@ from medusa_jax.whole_files import Json
 ROLES = {**MESSAGE_ROLES, "tool": "tool"}
 # Fields that OpenAI's client sends back with an answer, with their neutral values.
 NEUTRAL: Json = {"annotations": [[]], "audio": [], "function_call": [], "refusal": []}
+NEUTRAL["prefix"] = [True, False]  # other servers mark a turn to be continued
 
 
 def read_messages(fields: BodyFields) -> list[Json]:
@@ -20,8 +21,9 @@ def read_messages(fields: BodyFields) -> list[Json]:
       HttpError: no turns, or content other than text.
     """
     turns = [_turn(turn) for turn in fields.each("messages", "a list of turns", NEUTRAL)]
-    if not turns or turns[-1]["role"] not in ("user", "tool"):
-        problem = "should be a list of turns, the last one the user's or a tool's"
+    last = turns[-1] if turns else {"role": ""}
+    if last["role"] not in ("user", "tool", "assistant") or "tool_calls" in last:
+        problem = "should be a list of turns; after the last one the assistant can write"
         raise fields.refused("messages", problem)
     return turns
 
@@ -33,12 +35,8 @@ def _turn(fields: BodyFields) -> Json:
     calls = []
     if role == "assistant":
         calls = [_call(call) for call in fields.each("tool_calls", "a list of calls")]
-    content = fields.take("content", (str, list), "text, or parts of text", None)
-    if content is None and not calls:
-        raise fields.refused("content", "is missing")
-    if isinstance(content, list):
-        content = "".join(_part(part) for part in fields.each("content", ""))
-    turn: Json = {"role": ROLES[role], "content": content or ""}
+    content = content_of(fields, optional=bool(calls))
+    turn: Json = {"role": ROLES[role], "content": content}
     for name in ("name", "reasoning_content"):  # some templates write them
         if text := fields.text(name):
             turn[name] = text
@@ -46,9 +44,21 @@ def _turn(fields: BodyFields) -> Json:
     return turn | ({"tool_calls": calls} if calls else {})
 
 
+def content_of(fields: BodyFields, name: str = "content", optional: bool = False) -> str:
+    """Return the text of a field, which may be in parts; "" if an optional one is absent."""
+    content = fields.take(name, (str, list), "text, or parts of text", None)
+    if content is None and not optional:
+        raise fields.refused(name, "is missing")
+    if isinstance(content, list):
+        return "".join(_part(part) for part in fields.each(name, ""))
+    return content or ""
+
+
 def _part(fields: BodyFields) -> str:
     kind, text = fields.text("type", "text"), fields.text("text", None)
-    if kind != "text":
+    for name in ("annotations", "logprobs"):  # of an answer that comes back
+        fields.take(name, (list,), "a list", [])
+    if kind not in ("text", "input_text", "output_text"):
         raise fields.refused("type", f"is {kind!r}: the model reads text alone")
     if text is None:
         raise fields.refused("text", "is missing")

@@ -60,7 +60,9 @@ async function loadModel() {
     const found = (await (await call("/v1/models")).json()).data[0], more = found.medusa;
     if (!model && !restored) at("markdown").checked = more.chat;
     model = found;
-    at("about").textContent = `${model.id}, weights in ${more.weights}, drafter ${more.drafter}, ${more.tree_nodes} nodes`;
+    const about = `${model.id}, weights in ${more.weights}, drafter ${more.drafter}, ${more.tree_nodes} nodes`;
+    at("about").textContent = about;
+    showReadiness(about);
     at("about").classList.remove("error");
     legend(more);
     examples();
@@ -78,6 +80,14 @@ function legend({depth, copies}) {
   for (let d = 1; d <= Math.min(depth, 5); d += 1) parts.push(d > 1 ? " " : "", make("span", "d d" + d, d < depth && d === 5 ? "5+" : d));
   if (copies) parts.push(depth ? " or " : "", make("span", "d copied", "a copy"), " of earlier text");
   at("legend").replaceChildren(...(parts.length ? ["Who guessed a token: ", ...parts, "; unmarked: the model itself."] : []));
+}
+
+// What the model is; until its first program is compiled, that an answer waits for it.
+async function showReadiness(about) {
+  const state = await fetch("/health").then(response => response.json()).catch(() => null);
+  const compiling = state && state.error && state.error.code === "compiling";
+  at("about").textContent = about + (compiling ? "; compiling, the first answer waits for it" : "");
+  if (compiling) setTimeout(showReadiness, 1000, about);
 }
 
 // Server-sent events of a response, as the objects that they hold.

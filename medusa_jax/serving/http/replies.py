@@ -100,6 +100,8 @@ class Reply:
         self.echoes: dict[int, Delta] = {}
         self.readers = [CallReader(*call.calls) for _ in call.requests if call.calls]
         self._offsets = [Offsets(vocabulary) for _ in call.requests]
+        # Choices whose first token has not come yet.
+        self._continued = {*range(len(call.requests))} if call.continued else set()
 
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
@@ -128,7 +130,8 @@ class Reply:
             for i, echo in self.echoes.items()
         ]
 
-    def piece(self, index: int, delta: Delta) -> Json:
+    def piece(self, index: int, delta: Delta) -> list[Json]:
+        """Return the events of the next part of a choice."""
         content: Json = {"text": delta.text}
         if self.call.chat:
             content = {"delta": self._delta(index, delta)}
@@ -143,13 +146,12 @@ class Reply:
             choice["finish_reason"] = self._finish_reason(index, delta.ending)
             extension |= self._stats(delta.ending)
         choice["medusa"] = extension
-        return piece
+        return [piece]
 
-    def last(self) -> list[Json]:
-        """Return the end of a stream: the token counts, if requested."""
-        if not self.call.usage:
-            return []
-        return [self._event([]) | {"usage": self.usage()}]
+    def last(self) -> list[Json | str]:
+        """Return the end of a stream, with the token counts if requested."""
+        counts = [self._event([]) | {"usage": self.usage()}] if self.call.usage else []
+        return [*counts, "[DONE]"]
 
     def usage(self) -> Json:
         """Return the counts of tokens; a prompt of several choices counts once."""
@@ -159,15 +161,16 @@ class Reply:
         prompt_tokens = sum(ending.result.prompt_tokens for ending in firsts)
         new_tokens = sum(ending.result.new_tokens for ending in endings)
         reused = sum(ending.reused_tokens for ending in firsts)
+        predicted = sum(len(self.call.requests[i].predicted) for i in self.endings)
+        copied = sum(depth < 0 for e in endings for depth in e.result.draft_depths)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": new_tokens,
             "total_tokens": prompt_tokens + new_tokens,
             "prompt_tokens_details": {"cached_tokens": reused},
-            # Those of the call's own `prediction`, which is not supported.
             "completion_tokens_details": {
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": min(copied, predicted),
+                "rejected_prediction_tokens": max(0, predicted - copied),
             },
         }
 
@@ -181,7 +184,7 @@ class Reply:
         return f"{prompt_tokens} + {new_tokens} tokens, the first of them after {seconds:.2f} s"
 
     def _message(self, index: int, result: Result) -> Json:
-        text, calls = result.text, []
+        text, calls = self._space(index, result.token_ids) + result.text, []
         if self.readers:
             cut = result.finish_reason != "stop"
             text, _ = self.readers[index].push(text, ended=True, cut=cut)
@@ -191,12 +194,20 @@ class Reply:
         return message | ({"tool_calls": calls} if calls else {})
 
     def _delta(self, index: int, delta: Delta) -> Json:
-        text, calls, ending = delta.text, list[Json](), delta.ending
+        text = self._space(index, delta.token_ids) + delta.text
+        calls, ending = list[Json](), delta.ending
         if self.readers:
             cut = bool(ending and ending.result.finish_reason != "stop")
             text, calls = self.readers[index].push(text, ending is not None, cut)
         content = {"content": text} if text else {}
         return content | ({"tool_calls": calls} if calls else {})
+
+    def _space(self, index: int, token_ids: list[int]) -> str:
+        """Return the space that decoding drops between a turn and its continuation, or ""."""
+        if not token_ids or index not in self._continued:
+            return ""
+        self._continued.remove(index)
+        return self.vocabulary.dropped(token_ids)
 
     def _finish_reason(self, index: int, ending: Ending) -> str:
         """Return OpenAI's finish reason, in which a full context counts as "length"."""
