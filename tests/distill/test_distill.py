@@ -1,6 +1,7 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -225,6 +226,31 @@ def seeds(tmp_path_factory):
     lines = write_lines(file, ({"turns": turns} for turns in talks)).read_text().split("\n")
     file.write_text("\n".join([*lines[:20], "{broken", *lines[20:]]))
     return file
+
+
+@pytest.mark.wide
+def test_the_publishers_penalty_decides_the_text(model, seeds, tmp_path, capsys):
+    """Unless the flag names another; a run that was started with it goes on with it only."""
+    path = tmp_path / "model"
+    shutil.copytree(model, path)
+    (path / "generation_config.json").write_text('{"repetition_penalty": 3.0}')
+    more = [
+        ("theirs",),
+        ("ours", "--repetition_penalty", "3"),
+        ("none", "--repetition_penalty", "1"),
+    ]
+    for out, *flags in more:
+        assert (
+            distill.main(flags_for(path, tmp_path / out, seeds, "--limit=5", *flags)) == 0
+        )
+    theirs, ours, none = (
+        (tmp_path / out / "messages.jsonl").read_text() for out, *_ in more
+    )
+    assert theirs == ours != none
+    assert distill.main(
+        flags_for(path, tmp_path / "ours", seeds, "--limit=5", *more[2][1:])
+    )
+    assert "was started with repetition_penalty 3.0" in capsys.readouterr().err
 
 
 def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, capsys):
