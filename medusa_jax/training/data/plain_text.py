@@ -16,6 +16,7 @@ class Encoded(NamedTuple):
     problem: str
     pieces: Sequence[tuple[list[int], list[int]]] = ()
     form: str = ""
+    unread: Sequence[str] = ()
 
 
 class TextEncoder:
