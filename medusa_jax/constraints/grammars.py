@@ -32,7 +32,7 @@ KEPT = 8
 LIMITS = {
     "max_lexer_states": 50_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_max_items": 100_000,
     "max_items_in_row": 20_000,
     "max_grammar_size": 200_000,
     "initial_lexer_fuel": 1_000_000,
@@ -107,10 +107,13 @@ class Grammars:
         matcher = guidance.LLMatcher(tokens, reply["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"the {kind} cannot be used: {first_line(matcher.get_error())}")
-        if not MatcherGuide(matcher.deep_copy(), vocabulary.ordinary_W, ends).possible:
-            raise UserError(
-                f"the {kind} cannot be met: no token of the model may come first"
-            )
+        for order in (vocabulary.single_bytes, vocabulary.single_bytes[::-1]):
+            guide = MatcherGuide(matcher.deep_copy(), vocabulary.ordinary_W, ends)
+            if not guide.possible:
+                raise UserError(
+                    f"the {kind} cannot be met: no token of the model may come first"
+                )
+            guide.try_ahead(order)
         return matcher
 
 
@@ -164,6 +167,7 @@ class Vocabulary:
 
     Attributes:
       ordinary_W: bits of the tokens that a text may hold: all but special ones that do not end it.
+      single_bytes: the tokens of one byte that is no blank, ascending.
     """
 
     def __init__(
@@ -179,6 +183,8 @@ class Vocabulary:
         self._id_of = {
             text: i for i, text in enumerate(self.tokens) if text and i not in special
         }
+        singles = (text for text in self._id_of if len(text) == 1 and not text.isspace())
+        self.single_bytes = [self._id_of[text] for text in sorted(singles)]
         self._longest = max(map(len, self._id_of), default=0)
         allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
         allowed[:vocab_size] = 1

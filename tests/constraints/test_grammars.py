@@ -14,7 +14,7 @@ from tiny import PRINTABLE, write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
-from medusa_jax.constraints.grammars import KEPT
+from medusa_jax.constraints.grammars import KEPT, LIMITS
 from medusa_jax.text.tokenizer import load_tokenizer
 
 
@@ -359,3 +359,22 @@ def test_the_message_names_the_limit_that_was_met(grammars, monkeypatch, limits,
         monkeypatch.setattr(f"medusa_jax.constraints.grammars.{name}", value)
     with refused(f"more than {about} to compile"):
         grammars[0].guide(constraint_of({"regex": "abc|limited"}), [2])
+
+
+def test_a_schema_that_the_vocabulary_makes_costly_is_refused_at_once(tmp_path, monkeypatch):
+    """Not after `{"a0": `: each of these tokens reaches into the properties after a string."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(LIMITS, "step_max_items", 12_000)
+    write_tokenizer(tmp_path, characters=PRINTABLE)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.backend.add_tokens(['","', '", "', '" ,"', '",\n"', '",  "'])
+    made = Grammars(tokenizer, tokenizer.backend.get_vocab_size())
+
+    def schema(n):
+        properties = {f"a{i}": {"type": "string"} for i in range(n)}
+        asked = {"type": "object", "properties": properties, "required": [f"a{n - 1}"]}
+        return constraint_of({"json_schema": asked})
+
+    made.guide(schema(100), [2])
+    with refused("limit 12000; mask"):
+        made.guide(schema(1000), [2])
