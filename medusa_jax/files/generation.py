@@ -14,27 +14,20 @@ from medusa_jax.whole_files import Json
 FILES = ("generation_config.json", "config.json")
 # Fields of sampled text, which a conversation follows.
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Fields that are not applied here, with their values, besides null and empty ones, that change no text. Fields of
-# length are the caller's to set, and any other field changes no text.
-UNAPPLIED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers"), ()),
-    **dict.fromkeys(("exponential_decay_length_penalty", "force_words_ids"), ()),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_time"), ()),
-    **dict.fromkeys(("sequence_bias", "stop_strings", "suppress_tokens"), ()),
-    "watermarking_config": (),
-    **dict.fromkeys(("encoder_repetition_penalty", "guidance_scale", "num_beams"), (1,)),
-    **dict.fromkeys(("encoder_no_repeat_ngram_size", "penalty_alpha"), (0,)),
-    **dict.fromkeys(("min_length", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("remove_invalid_values", "token_healing"), (False,)),
-    # In the metadata of a GGUF file (`gguf/convert.py`).
-    "general.sampling.sequence": (),
-    "general.sampling.penalty_last_n": (-1,),
-    **dict.fromkeys(("general.sampling.xtc_probability", "general.sampling.mirostat"), (0,)),
-}  # fmt: skip
+# Fields that are not applied here, by their value besides null and empty ones that changes no text. Fields of length are
+# the caller's to set, and any other field changes no text. Those of GGUF files are as in `gguf/convert.py`.
+NEUTRAL: dict[Any, str] = {
+    None: "bad_words_ids begin_suppress_tokens constraints dola_layers exponential_decay_length_penalty "
+    "force_words_ids forced_bos_token_id forced_eos_token_id max_time sequence_bias stop_strings "
+    "suppress_tokens watermarking_config general.sampling.sequence",
+    0: "encoder_no_repeat_ngram_size min_length min_new_tokens penalty_alpha remove_invalid_values "
+    "token_healing general.sampling.mirostat general.sampling.xtc_probability",
+    1: "encoder_repetition_penalty guidance_scale num_beams",
+    -1: "general.sampling.penalty_last_n",
+}
+UNAPPLIED = {name: value for value, names in NEUTRAL.items() for name in names.split()}
 # The same for fields that only sampled text depends on.
-UNAPPLIED_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "typical_p": (1,), "top_h": (), "epsilon_cutoff": (0,), "eta_cutoff": (0,)
-}  # fmt: skip
+UNAPPLIED_SAMPLING = {"typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0}
 
 
 @dataclass(frozen=True)
@@ -69,11 +62,11 @@ def text_defaults(path: str) -> TextDefaults:
     penalty = config.get("repetition_penalty")
     penalty = 1.0 if penalty is None else penalty
     if type(penalty) not in (int, float) or not 1e-30 <= penalty <= 1e30:
-        neutral, penalty = neutral | {"repetition_penalty": ()}, 1.0
+        neutral, penalty = neutral | {"repetition_penalty": None}, 1.0
     unapplied = [
         f"{name} {config[name]!r:.40}"
-        for name, values in neutral.items()
-        if config.get(name) not in (None, [], {}, "", *values)
+        for name, value in neutral.items()
+        if config.get(name) not in (None, [], {}, "", value)
     ]
     numbers = {k: config[k] for k in SAMPLING if type(config.get(k)) in (int, float)}
     return TextDefaults(
