@@ -51,7 +51,7 @@ class MatcherGuide:
         Raises:
           UserError: as `fill`.
         """
-        bits_W = self.first_W.copy()
+        bits_W, self.patience = self.first_W.copy(), SLOW_MASKS
         for _ in range(TRIED):
             token = next((i for i in order if bits_W[i >> 5] >> (i & 31) & 1), None)
             if token is None:
