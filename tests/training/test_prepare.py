@@ -332,7 +332,7 @@ def test_a_broken_history_is_a_reason():
 def test_fields_that_are_not_read_are_named(vicuna, tmp_path, capsys):
     records = [ALPACA | {"source": "web"}, ALPACA | {"source": "book", "lang": "en"}]
     file = write_lines(tmp_path / "a.jsonl", records)
-    texts_of(text_config(vicuna, tmp_path, str(file), chat_template="vicuna", seq_len=256))
+    directory_of(text_config(vicuna, tmp_path, file, chat_template="vicuna", seq_len=256))
     said = capsys.readouterr().err
     assert (
         "fields with text that are not read: source (2 samples), lang (1 samples)" in said
