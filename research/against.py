@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from medusa_jax.api import Options, default_drafter
+from medusa_jax.api import default_drafter
 from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.questions import record_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, race
@@ -76,7 +77,7 @@ def run(flags: Flags) -> int:
     names = entries(flags.drafters or "") or [default_drafter(flags.model)]
     entrants = list(load_entrants(flags, names, flags.trees))
     model, threads = entrants[0].model, flags.threads or processors()
-    options = Options(max_new_tokens=flags.max_new_tokens, eos_ids=())
+    options = generation_options(flags, eos_ids=()).with_penalty(model.repetition_penalty)
     texts, _ = record_prompts(model, records, options)
     prompts = [model.encode(text) for text in texts]
     context = max(map(len, prompts)) + flags.max_new_tokens
@@ -97,8 +98,9 @@ def run(flags: Flags) -> int:
         facts = mine.facts | {"bytes": bytes_per_token(its_model, context // 2)}
         contenders.append(replace(mine, facts=facts))
     setting = Setting(
-        flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size
-    )
+        flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size,
+        options.repetition_penalty or 1.0,
+    )  # fmt: skip
     for name, _, place in sorted(peers):
         if place:
             contenders += folder.contenders(PEERS[name], place, setting)

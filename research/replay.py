@@ -118,7 +118,7 @@ def answers_to(
     file = Path(flags.out) / "texts.json"
     names = (
         "model", "dtype", "weights", "limit", "max_new_tokens", "temperature", "seed",
-        "no_repeat_ngram_size", "max_prompt_tokens",
+        "no_repeat_ngram_size", "repetition_penalty", "max_prompt_tokens",
     )  # fmt: skip
     settings = {name: getattr(flags, name) for name in names} | {"template": template}
     settings["questions"] = hashlib.sha256(Path(flags.questions).read_bytes()).hexdigest()

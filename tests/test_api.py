@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cases import wide
 from closeness import assert_close
-from tiny import CONTEXT, forward_logits, write_model, write_tokenizer
+from tiny import CONTEXT, forward_logits, set_template, write_model, write_tokenizer
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
@@ -19,6 +19,8 @@ from medusa_jax.api.load import open_model
 from medusa_jax.api.prompts import prompt_ids
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.compare import compare
+from medusa_jax.serving.job import make_job
+from medusa_jax.serving.request import Handle, Request
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -314,6 +316,26 @@ def test_the_publishers_bar_on_ngrams_is_kept(directory, tmp_path):
             assert {i for i, _ in place} == {*range(barred.config.vocab_size)} - {*text}
             text.append(token)
         assert len({*text}) == len({*barred.encode(prompt)}) + len(tokens)
+
+
+def test_the_publishers_penalty_is_the_default_everywhere(directory, tmp_path):
+    """In a text, a conversation and a served text; a request's own goes before it."""
+    path = tmp_path / "model"
+    shutil.copytree(directory[0], path)
+    settings = {"repetition_penalty": 3.0, "do_sample": False, "forced_eos_token_id": 2}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    set_template(path, "{{ messages[0].content }}")
+    model = medusa_jax.load(path, path / "heads", tree=TREE, dtype="float64")
+    assert model.repetition_penalty == 3
+    plain = Options(max_new_tokens=NEW)
+    ours, free = (dataclasses.replace(plain, repetition_penalty=p) for p in (3.0, 1.0))
+    for answer in (lambda o: model.generate(["in"], o)[0], lambda o: model.chat("in", o)):
+        first, second, third = (answer(o).token_ids for o in (plain, ours, free))
+        assert first == second != third
+    for least in (0, 3):
+        request = Request("in", plain, min_tokens=least)
+        job = make_job(model, request, 99, 99, Handle(print), print)
+        assert job.decode.penalties[0].repetition == 3
 
 
 def test_an_empty_prompt_starts_from_bos_or_is_refused(model, directory, tmp_path):

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from os import PathLike, fspath
 
 from jax.sharding import Mesh
@@ -17,7 +17,7 @@ from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
 from medusa_jax.errors import between
-from medusa_jax.files import hf
+from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
@@ -87,7 +87,8 @@ def load(
       batch: rows to be decoded at a time; "auto" begins with the tree for this number.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing; by
-        default `no_repeat_ngram_size` of the model's generation_config.json, else 0.
+        default `no_repeat_ngram_size` of the model's generation_config.json, else 0. The file's
+        `repetition_penalty` is the default of `Options`.
       eos_ids: tokens that end a text unless a request names others; by default from the model's and
         the tokenizer's files.
       allow_other_base: accept heads that were trained on another backbone of the same sizes:
@@ -103,6 +104,7 @@ def load(
     source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
+    generation.name_unapplied(files.directory, files.defaults.unapplied)
     dtype = dtype or default_dtype()
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
@@ -132,6 +134,7 @@ def load(
         mark=choice.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,
         no_repeat_ngram_size=files.ngram_size(no_repeat_ngram_size),
+        repetition_penalty=files.defaults.repetition_penalty,
         fingerprint=fingerprint,
         read_wide=drafts.read_wide,
     )
@@ -156,11 +159,15 @@ class ModelFiles:
         """Tokens that end a text, by the tokenizer's and the model's files."""
         return sorted(self.tokenizer.eos_ids | declared_eos_ids(self.directory))
 
+    @cached_property
+    def defaults(self) -> generation.TextDefaults:
+        """The publisher's defaults for texts."""
+        return generation.text_defaults(self.directory)
+
     def ngram_size(self, value: int | None) -> int:
         """`no_repeat_ngram_size`, or the size that the model's publisher recommends."""
         if value is None:
-            settings = hf.generation_config(self.directory)
-            value = settings.get("no_repeat_ngram_size") or 0
+            value = self.defaults.no_repeat_ngram_size
         size: int = read("no_repeat_ngram_size", value, int)
         between("no_repeat_ngram_size", size, 0, LONGEST_NGRAM)
         return size

@@ -51,6 +51,7 @@ class LoadedModel:
       kernels: the operations that differ by platform, by default the fastest for that form.
       calibrated: content of the tree file next to the heads, or None.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
+      repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
     """
 
@@ -73,6 +74,7 @@ class LoadedModel:
         mark: str = "",
         eos_ids: Sequence[int] | None = None,
         no_repeat_ngram_size: int = 0,
+        repetition_penalty: float = 1.0,
         fingerprint: str = "",
         read_wide: Callable[[], Params] | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class LoadedModel:
         self.tree = drafter.default_tree if self.drafts else Tree.none()
         self.tree = self.parse_tree(tree)
         self.no_repeat_ngram_size = no_repeat_ngram_size
+        self.repetition_penalty = repetition_penalty
         self.fingerprint = fingerprint
         self._read_wide = read_wide
         self._wide: Params | None = None
@@ -244,6 +247,7 @@ class LoadedModel:
         if isinstance(self.tokenizer, NoTokenizer) and any(o.stop for o in options):
             raise self.tokenizer.missing("stop strings cannot be found")
         token_ids = [self.encode(p) for p in prompts]
+        options = [o.with_penalty(self.repetition_penalty) for o in options]
         guides = None
         if any(o.constraint for o in options):
             guide: Any = self._grammars.guide

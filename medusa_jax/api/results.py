@@ -43,7 +43,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "delta": (lambda d: d > 0, "a positive number"),
     "presence_penalty": (lambda p: abs(p) <= 1e30, "from -1e30 to 1e30"),
     "frequency_penalty": (lambda p: abs(p) <= 1e30, "from -1e30 to 1e30"),
-    "repetition_penalty": (lambda p: 1e-30 <= p <= 1e30, "from 1e-30 to 1e30"),
+    "repetition_penalty": (lambda p: p is None or 1e-30 <= p <= 1e30, "from 1e-30 to 1e30"),
     "logit_bias": (
         lambda pairs: all(i >= 0 and abs(bias) <= 1e30 for i, bias in pairs),
         "numbers up to 1e30 by token id, such as {15: -100}",
@@ -72,7 +72,7 @@ class Options:
       presence_penalty: subtracted from the logits of tokens in the generated text.
       frequency_penalty: subtracted from them once per occurrence.
       repetition_penalty: divides the positive logits of tokens of prompt and text and multiplies the
-        negative ones; 1 changes nothing.
+        negative ones; 1 changes nothing, None: the model's.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
       constraint: restricts the text, one of {"json_schema": schema}, {"json_object": True},
         {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
@@ -95,7 +95,7 @@ class Options:
     logprobs: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     constraint: "Constraint | Json | None" = None
 
@@ -116,10 +116,17 @@ class Options:
 
             object.__setattr__(self, "constraint", constraint_of(self.constraint))
 
+    def with_penalty(self, default: float) -> "Options":
+        """These options with a repetition penalty, `default` if they name none."""
+        if self.repetition_penalty is not None:
+            return self
+        return dataclasses.replace(self, repetition_penalty=default)
+
     @property
     def penalties(self) -> PenaltyOptions:
-        """Biases and penalties as the decode loop takes them."""
-        numbers = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        """Biases and penalties as the decode loop takes them, after `with_penalty`."""
+        repetition = 1.0 if self.repetition_penalty is None else self.repetition_penalty
+        numbers = self.presence_penalty, self.frequency_penalty, repetition
         return PenaltyOptions(*numbers, bias=tuple(dict(self.logit_bias).items()))
 
 

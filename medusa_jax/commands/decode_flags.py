@@ -85,10 +85,6 @@ class SamplingFlags(GenerationFlags):
     min_p: float | None = flag(
         "drop tokens below this share of the likeliest (default: 0)", None
     )
-    repetition_penalty: float | None = flag(
-        "divides positive logits of tokens of prompt and text, multiplies negative ones (default: 1)",
-        None,
-    )
     presence_penalty: float = flag(
         "subtracted from the logits of tokens in the new text", 0.0
     )

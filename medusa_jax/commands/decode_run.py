@@ -63,8 +63,10 @@ def talk(flags: Flags) -> int:
     model = load(flags, n_requests=1)
     template = chosen_template(flags, model.tokenizer) or ""
     options = ending_turns(model.tokenizer, model.eos_ids, options, template)
-    if defaults:
-        sampling = ", ".join(f"{name} {getattr(options, name):g}" for name in defaults)
+    advised = {**defaults, "repetition_penalty": model.repetition_penalty}
+    if defaults or model.repetition_penalty != 1:
+        shown = options.with_penalty(model.repetition_penalty)
+        sampling = ", ".join(f"{name} {getattr(shown, name):g}" for name in advised)
         inform(f"sampled as the publisher advises, unless a flag differs: {sampling}")
     chat = Chat(
         model, options, template, acceptance=flags.acceptance, show_drafts=flags.show_drafts

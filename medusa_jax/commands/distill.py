@@ -80,6 +80,10 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
         type=at_least(1),
     )
     top_p: float = flag("keep the likeliest tokens up to this mass", 1.0)
+    repetition_penalty: float | None = flag(
+        "as for decode.py (default: that of the model's generation_config.json, else 1)",
+        None,
+    )
     seed: int = flag("of the draws", 0)
     max_new_tokens: int = flag("per answer", 200)
     max_turns: int = flag("most answers in a conversation", 4, type=at_least(1))
@@ -135,6 +139,7 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         max_new_tokens=flags.max_new_tokens,
         temperature=temperature,
         top_p=flags.top_p,
+        repetition_penalty=flags.repetition_penalty,
         seed=flags.seed,
     )
     model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
@@ -142,6 +147,8 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         template_source(model.tokenizer, flags.chat_template)  # fails before any work
         ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
         options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+    options = options.with_penalty(model.repetition_penalty)
+    flags = dataclasses.replace(flags, repetition_penalty=options.repetition_penalty)
     out = Path(flags.out)
     settings = files.settings_of(dataclasses.asdict(flags), mode, seeds, model)
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")

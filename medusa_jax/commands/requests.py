@@ -8,23 +8,16 @@ from typing import Any
 from medusa_jax.api import Options, find_model
 from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf import generation_config
+from medusa_jax.files.generation import text_defaults
 from medusa_jax.files.names import named_model
 from medusa_jax.whole_files import Json, read_text
-
-# Fields of generation_config.json that a conversation follows.
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(model: str | None) -> dict[str, Any]:
     """The sampling that a model's publisher recommends, {} if it is greedy or not named."""
     if row := named_model(model):
         return dict(row.sampling)
-    config = generation_config(find_model(model))
-    if config.get("do_sample") is not True:
-        return {}
-    numbers = {k: config[k] for k in SAMPLING if type(config.get(k)) in (int, float)}
-    return {"temperature": 1.0} | numbers
+    return text_defaults(find_model(model)).sampling
 
 
 def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> Options:

@@ -21,13 +21,16 @@ GBNF = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 STEPS = 3
 # Bytes of stack, less than threads of the server have.
 STACK = 4 << 20
+# Tokens by number, which the trial's vocabulary need not have.
+NUMBERED = re.compile(r"<\[\^?[\d,]+\]>")
 
 
-def grammar_of(guidance: Any, kind: str, text: str, blanks: str) -> str:
+def grammar_of(guidance: Any, kind: str, text: str, blanks: str, **tokens: Any) -> str:
     """Return a constraint in llguidance's form.
 
     Args:
       blanks: expression for the blanks between the parts of JSON.
+      tokens: arguments of `gbnf.lark_of`.
     """
     matcher = guidance.LLMatcher
     if kind in ("json_object", "json_schema"):
@@ -39,7 +42,7 @@ def grammar_of(guidance: Any, kind: str, text: str, blanks: str) -> str:
     if kind == "choice":  # one terminal: each alternative of a rule would be an item
         text = f"start: T\nT: {' | '.join(map(json.dumps, json.loads(text)))}"
     elif kind == "grammar" and GBNF.search(text):
-        text = neighbour("gbnf")["lark_of"](text)
+        text = neighbour("gbnf")["lark_of"](text, **tokens)
     return str(matcher.grammar_from_lark(text))
 
 
@@ -48,18 +51,19 @@ def neighbour(name: str) -> dict[str, Any]:
     return runpy.run_path(str(Path(__file__).with_name(f"{name}.py")))
 
 
-def answer(kind: str, text: str, blanks: str, limits: dict[str, Any]) -> dict[str, str]:
+def answer(limits: dict[str, Any], **constraint: Any) -> dict[str, str]:
     """Return {"grammar": in llguidance's form}, or {"unreadable" or "refused": why}."""
     import llguidance as guidance
 
     try:
-        grammar = grammar_of(guidance, kind, text, blanks)
+        grammar = grammar_of(guidance, **constraint)
     except Exception as error:  # parsers raise their own types
         return {"unreadable": str(error)}
     parser = guidance.LLParserLimits(**limits)
     # A grammar without bounds has none with any vocabulary, so the smallest one suffices.
     tokens = guidance.LLTokenizer("byte")
-    matcher = guidance.LLMatcher(tokens, grammar, log_level=0, limits=parser)
+    tried = NUMBERED.sub("<[0]>", grammar)
+    matcher = guidance.LLMatcher(tokens, tried, log_level=0, limits=parser)
     for _ in range(STEPS):  # some limits count only after a token
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         first_byte = (bits & -bits).bit_length() - 1

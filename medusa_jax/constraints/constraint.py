@@ -64,6 +64,8 @@ def _text(kind: str, value: Any) -> str | None:
     """Return a constraint's value as text; None if it has another form."""
     if kind == "json_object":
         return "" if value is True else None
+    if isinstance(value, str) and kind in ("json_schema", "grammar"):
+        value = value.removeprefix("\ufeff")  # a byte order mark
     if kind in ("regex", "grammar"):
         return value if isinstance(value, str) and value else None
     if kind == "choice":

@@ -4,6 +4,7 @@ Runs in the child process of `child.py`, which does not import the package.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 # Most characters of a rule as a regular expression.
@@ -13,11 +14,11 @@ LAST, SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
 TOKEN = re.compile(
     r"""(?P<space>(?:[ \t]|\#[^\r\n]*)+) | (?P<newline>\r\n?|\n) | (?P<define>::=)
     | (?P<name>[\w-]+) | (?P<literal>"(?:\\.|[^"\\])*") | (?P<set>\[(?:\\.|[^\]\\])*\]|\.)
-    | (?P<sign>[()|]) | (?P<times>[*+?]|\{\s*(\d+)\s*(,?)\s*(\d*)\s*\})""",
+    | (?P<token>!?<[^>]*>) | (?P<sign>[()|]) | (?P<times>[*+?]|\{\s*(\d+)\s*(,?)\s*(\d*)\s*\})""",
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
 CHARACTER = re.compile(
-    r'\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|([trn\\"\[\]]))|([^\\])',
+    r'\\(?:x([\da-fA-F]{2})|u([\da-fA-F]{4})|U([\da-fA-F]{8})|([trn\\"\[\]-]))|([^\\])',
     re.DOTALL,
 )
 CONTROLS = {"t": "\t", "r": "\r", "n": "\n"}
@@ -34,7 +35,7 @@ class Token(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a rule: a "set" (a regular expression), a rule by "name", "nothing", or a "sign"."""
+    """A part of a rule: a "set" (a regular expression), a rule by "name", a "token", "nothing", or a "sign"."""
 
     kind: str
     text: str
@@ -44,23 +45,28 @@ class Part(NamedTuple):
 NOTHING = Part("nothing", "")
 
 
-def lark_of(text: str) -> str:
+def lark_of(text: str, tokens: Mapping[str, int] = {}, ends: Sequence[int] = ()) -> str:
     """Return the Lark grammar with the language of a GBNF grammar.
 
     In GBNF every split of a text into rules counts, but llguidance's terminals take their longest match.
-    Therefore a grammar without recursion becomes one terminal, and otherwise each character is one.
+    Therefore a grammar without recursion becomes one terminal, and otherwise, and beside tokens, each character is one.
+
+    Args:
+      tokens: by their text in angle brackets, such as "<think>".
+      ends: tokens that end a text, which `!<think>` does not allow.
 
     Raises:
       ValueError: the grammar cannot be read; names the line.
     """
-    rules = _read(_tokens(text))
+    rules = _read(_tokens(text), tokens, ends)
     names = {
         name: [p.text for p in rule if p.kind == "name"] for name, rule in rules.items()
     }
     for name in ("root", *(one for used in names.values() for one in used)):
         if name not in rules:
             raise ValueError(f"there is no rule {name!r}")
-    flat, pending = dict[str, str](), set(rules)  # rules as regular expressions
+    flat = dict[str, str]()  # rules as regular expressions
+    pending = {n for n, rule in rules.items() if all(p.kind != "token" for p in rule)}
     while resolved := [name for name in pending if all(one in flat for one in names[name])]:
         for name in resolved:
             pending.remove(name)
@@ -116,7 +122,9 @@ def _tokens(text: str) -> list[Token]:
     return tokens
 
 
-def _read(tokens: list[Token]) -> dict[str, list[Part]]:
+def _read(
+    tokens: list[Token], ids: Mapping[str, int], text_ends: Sequence[int]
+) -> dict[str, list[Part]]:
     """Return the parts of each rule."""
     rules, parts, depth, line = dict[str, list[Part]](), list[Part](), 0, 1
     kinds = [token.kind for token in tokens]
@@ -146,6 +154,16 @@ def _read(tokens: list[Token]) -> dict[str, list[Part]]:
             parts.append(Part("name", text))
         elif kind == "set":
             parts.append(_set(text, line))
+        elif kind == "token":
+            name = text.removeprefix("!")
+            number = re.fullmatch(r"<\[(\d+)\]>", name)
+            if not number and name not in ids:
+                raise _problem(line, f"{name[:40]!r} is not one token of the model")
+            token = int(number[1]) if number else ids[name]
+            others = ",".join(map(str, sorted({token, *text_ends})))
+            parts.append(
+                Part("token", f"<[^{others}]>" if name != text else f"<[{token}]>")
+            )
         elif kind == "literal":
             letters = [_class([(code, code)]) for code, _ in _codes(text[1:-1], line)]
             group = [Part("sign", "("), *(letters or [NOTHING]), Part("sign", ")")]

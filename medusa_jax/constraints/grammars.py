@@ -5,6 +5,7 @@ outlines-core precompute, which takes seconds and hundreds of megabytes for larg
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ KEPT = 8
 LIMITS = {
     "max_lexer_states": 50_000,
     "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
+    "step_max_items": 100_000,
     "max_items_in_row": 20_000,
     "max_grammar_size": 200_000,
     "initial_lexer_fuel": 1_000_000,
@@ -72,10 +73,10 @@ class Grammars:
             bounds; no token ends a text, or there is no tokenizer.
         """
         ends = tuple(sorted(i for i in set(eos_ids) if i < self._vocab_size))
-        matcher = self._compiled(constraint, ends)  # other threads do not wait for it
+        matcher, allowed_W = self._compiled(constraint, ends)  # others do not wait for it
         with self._lock:
             matcher = matcher.deep_copy()
-        return MatcherGuide(matcher, self._vocabulary(ends)[0].ordinary_W, ends)
+        return MatcherGuide(matcher, allowed_W, ends)
 
     def _make_vocabulary(self, ends: tuple[int, ...]) -> tuple["Vocabulary", Any]:
         guidance = _llguidance()
@@ -89,11 +90,21 @@ class Grammars:
         wrapper, size = guidance.TokenizerWrapper(vocabulary), self._vocab_size
         return vocabulary, guidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(ends))
 
-    def _compile(self, constraint: Constraint, ends: tuple[int, ...]) -> Any:
+    def _named_tokens(self, constraint: Constraint) -> dict[str, int]:
+        """The tokens that a GBNF grammar may name by their text, as llama.cpp finds them."""
+        if constraint.kind != "grammar" or "::=" not in constraint.text:
+            return {}
+        texts = {*re.findall(r"<[^\[>][^>]*>", constraint.text)}
+        found = {text: self._tokenizer.encode(text) for text in texts}
+        return {text: ids[0] for text, ids in found.items() if len(ids) == 1}
+
+    def _compile(
+        self, constraint: Constraint, ends: tuple[int, ...]
+    ) -> tuple[Any, np.ndarray]:
         guidance = _llguidance()
         vocabulary, tokens = self._vocabulary(ends)
         kind = constraint.kind.replace("_", " ")
-        reply = try_to_compile(constraint)
+        reply = try_to_compile(constraint, self._named_tokens(constraint), ends)
         if "too_costly" in reply:
             raise UserError(
                 f"the {kind} is too costly: it takes more than {reply['too_costly']} to compile"
@@ -107,15 +118,27 @@ class Grammars:
         matcher = guidance.LLMatcher(tokens, reply["grammar"], log_level=0, limits=limits)
         if matcher.is_error():
             raise UserError(f"the {kind} cannot be used: {first_line(matcher.get_error())}")
-        if not MatcherGuide(matcher.deep_copy(), vocabulary.ordinary_W, ends).possible:
-            raise UserError(
-                f"the {kind} cannot be met: no token of the model may come first"
-            )
-        return matcher
+        allowed_W = vocabulary.ordinary_W.copy()
+        if constraint.kind == "grammar":  # special tokens that it names
+            for token in map(int, re.findall(r"<\[(\d+)\]>", reply["grammar"])):
+                allowed_W[token >> 5] |= np.uint32(1 << (token & 31))
+        for order in (vocabulary.single_bytes, vocabulary.single_bytes[::-1]):
+            guide = MatcherGuide(matcher.deep_copy(), allowed_W, ends)
+            if not guide.possible:
+                raise UserError(
+                    f"the {kind} cannot be met: no token of the model may come first"
+                )
+            guide.try_ahead(order)
+        return matcher, allowed_W
 
 
-def try_to_compile(constraint: Constraint) -> Json:
+def try_to_compile(
+    constraint: Constraint, tokens: dict[str, int] | None = None, ends: Sequence[int] = ()
+) -> Json:
     """Compile a constraint in a child process with limits.
+
+    Args:
+      tokens, ends: as for `gbnf.lark_of`.
 
     Returns: the child's answer, or {"too_costly": the limit that it met}.
     """
@@ -123,6 +146,8 @@ def try_to_compile(constraint: Constraint) -> Json:
         "kind": constraint.kind,
         "text": constraint.text,
         "blanks": BLANKS,
+        "tokens": tokens or {},
+        "ends": list(ends),
         "paths": [path for path in sys.path if path],
         "seconds": CPU_SECONDS,
         "most_bytes": MOST_BYTES,
@@ -164,6 +189,7 @@ class Vocabulary:
 
     Attributes:
       ordinary_W: bits of the tokens that a text may hold: all but special ones that do not end it.
+      single_bytes: the tokens of one byte that is no blank, ascending.
     """
 
     def __init__(
@@ -179,6 +205,8 @@ class Vocabulary:
         self._id_of = {
             text: i for i, text in enumerate(self.tokens) if text and i not in special
         }
+        singles = (text for text in self._id_of if len(text) == 1 and not text.isspace())
+        self.single_bytes = [self._id_of[text] for text in sorted(singles)]
         self._longest = max(map(len, self._id_of), default=0)
         allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
         allowed[:vocab_size] = 1

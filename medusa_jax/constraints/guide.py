@@ -17,6 +17,8 @@ ALL = np.uint32(0xFFFFFFFF)
 # `LIMITS` bound the work for each mask. The last resort is CPU seconds of a mask that counts as slow, and of
 # all slow masks of a served request: far more than a usual mask's 50 us, so that speed does not decide.
 SLOW_MASK, SLOW_MASKS = 0.1, 10.0
+# Tokens of a text that is tried before a constraint is used.
+TRIED = 64
 # Calls of the grammar engine that hold the interpreter for longer take turns (`Patience`).
 HELD = 0.005
 TURN = threading.Lock()
@@ -78,6 +80,22 @@ class MatcherGuide:
         self.consumed, self.patience, self.error = 0, Patience(), ""
         self.first_W = np.zeros_like(ordinary_W)
         self.possible = self.fill(self.first_W)
+
+    def try_ahead(self, order: Sequence[int]) -> None:
+        """Write the beginning of a text, always with the first of these tokens that may come.
+
+        Whether a limit is met depends on the vocabulary: a token such as `","` reaches into the properties after it.
+
+        Raises:
+          UserError: as `fill`.
+        """
+        bits_W, self.patience = self.first_W.copy(), Patience(SLOW_MASKS)
+        for _ in range(TRIED):
+            token = next((i for i in order if bits_W[i >> 5] >> (i & 31) & 1), None)
+            if token is None:
+                return
+            self.advance([token])
+            self.fill(bits_W)
 
     def fill(self, into_W: np.ndarray) -> bool:
         """Write the bits of the tokens that may come next; False if there are none.

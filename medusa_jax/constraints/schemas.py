@@ -1,6 +1,5 @@
 """JSON schemas for llguidance: annotations are dropped, and keywords that it misreads are refused."""
 
-import math
 from typing import Any
 
 from medusa_jax.errors import UserError
@@ -13,12 +12,12 @@ FORMATS = (
 # Keywords whose values are data, and those whose values are schemas by names of the user's.
 DATA = ("const", "enum", "default", "example", "examples", "required")
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-# Keywords whose numbers lose digits, or their meaning, beyond `LARGEST`.
+# Keywords whose numbers lose digits, or their meaning, beyond 64 bits.
 NUMBERS = (
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const"),
     "enum",
 )
-LARGEST = 2**63
+LEAST, LARGEST = -(2**63), 2**63 - 1
 # Keywords with whole numbers of characters, items or properties; llguidance reads no more than 32 bits of some.
 MOST_OF = ("maxLength", "maxItems", "maxProperties")
 LEAST_OF = ("minLength", "minItems", "minProperties")
@@ -43,7 +42,9 @@ def _served(schema: Any, root: Any) -> Any:
         return schema
     out: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in NUMBERS and _largest(value) >= LARGEST:
+        if value is None and name != "const":
+            continue  # as if it were absent
+        if name in NUMBERS and not _fits(value):
             raise UserError(f"json_schema: {name!r} has a number beyond 2^63")
         if name in (*MOST_OF, *LEAST_OF) and isinstance(value, int | float):
             if value >= LONGEST and name in MOST_OF:
@@ -75,18 +76,15 @@ def _served(schema: Any, root: Any) -> Any:
 
 
 def _requires(schema: Any, name: str, root: Any) -> bool:
-    fields = schema.get("required", ()), _resolved(schema, root).get("required", ())
-    return any(name in names for names in fields)
+    fields = schema.get("required"), _resolved(schema, root).get("required")
+    return any(name in names for names in fields if names)
 
 
-def _largest(value: Any) -> float:
-    """Return the largest absolute number in some data; NaN counts as infinite."""
+def _fits(value: Any) -> bool:
+    """Whether all numbers in some data are within 64 bits; NaN is not."""
     if isinstance(value, dict | list):
-        children = value.values() if isinstance(value, dict) else value
-        return max(map(_largest, children), default=0)
-    if isinstance(value, int | float):
-        return math.inf if value != value else abs(value)
-    return 0
+        return all(map(_fits, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int | float) or LEAST <= value <= LARGEST
 
 
 def _told_apart(schema: dict[str, Any], root: Any) -> str:

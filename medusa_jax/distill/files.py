@@ -41,8 +41,9 @@ def settings_of(
     The drafter is left out: acceptance is lossless here, so a resumed run may use other heads.
 
     Args:
-      options: the command's by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
+      options: the command's by name; `TEXT`, `USER_TURNS`, repetition_penalty, mesh and max_turns among them.
     """
+    penalty = options["repetition_penalty"]
     digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
         "model": options["model"] or "demo",
@@ -55,6 +56,7 @@ def settings_of(
         "seeds": len(seeds),
         "seeds_sha256": digest,
         "no_repeat_ngram_size": model.no_repeat_ngram_size,
+        **({} if penalty == 1 else {"repetition_penalty": penalty}),
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
         "platform": jax.default_backend(),

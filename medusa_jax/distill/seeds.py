@@ -40,10 +40,13 @@ class Seed:
 
 
 def read_seed(number: int, record: object) -> Seed:
-    """Parse a record of any common format; an unusable one gives a seed without turns and prompt.
+    """Parse a record of any common format; one that asks nothing gives a seed without turns and prompt.
 
     `{"prompt": ...}`, `{"prompt_ids": [...]}`, `{"turns": [...]}` (MT-bench), or a form of training data
     (`training/data/conversations.py`).
+
+    Raises:
+      UserError: the reason why none of its turns can be read.
     """
     if not isinstance(record, dict):
         return Seed(number)
@@ -55,11 +58,15 @@ def read_seed(number: int, record: object) -> Seed:
     if name == "prompt_ids" and isinstance(prompt, list):
         return Seed(number, prompt if all(isinstance(i, int) for i in prompt) else "")
     texts: dict[str, list[str]] = {"system": [], "user": [], "assistant": []}
-    for turn in conversations.turns_of(record, answered=False)[1]:
-        message, _ = conversations.parse_turn(turn)
+    problem = ""
+    for turn in conversations.turns_of(record, answered=False).turns:
+        message, reason = conversations.parse_turn(turn)
+        problem = problem or reason
         if message and message["content"].strip():
             texts[message["role"]].append(message["content"])
     text, system = prompt if isinstance(prompt, str) else "", (texts["system"] or [""])[0]
+    if problem and name in conversations.TURNS and not texts["user"]:
+        raise UserError(problem)
     return Seed(number, text, system, tuple(texts["user"]))
 
 

@@ -53,7 +53,7 @@ def with_prompt(record: Json) -> Json:
         return record
     if isinstance(text := record.get("text"), str):
         return record | {"prompt": text[:BEGINNING]}
-    _, turns = conversations.turns_of(record, answered=False)
+    turns = conversations.turns_of(record, answered=False).turns
     messages = [message for turn in turns if (message := conversations.parse_turn(turn)[0])]
     return record | {"messages": messages} if messages else record
 

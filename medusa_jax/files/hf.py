@@ -1,6 +1,5 @@
 """Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,19 +25,11 @@ from medusa_jax.files.hf_keys import (
     locate,
 )
 from medusa_jax.files.hub import resolve
-from medusa_jax.files.json_files import optional_json
 from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
-from medusa_jax.whole_files import Json
-
-
-def generation_config(path: str) -> Json:
-    """`generation_config.json` of a model directory or hub id; {} if there is none."""
-    name = "generation_config.json"
-    return optional_json(os.path.join(resolve(path, [name]), name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,10 +120,10 @@ def accepted_text_svg(segments: Sequence[tuple[str, int]], *, columns: int = 88)
                 f'lengthAdjust="spacingAndGlyphs">{escape(inner)}</text>'
             )
     y = _MARGIN + rows * _LINE + 10
-    legend, width = _legend({depth for _, depth in segments}, y)
+    legend, legend_width = _legend({depth for _, depth in segments}, y)
     height = y + (27 if legend else 0)
     n_columns = max((run.column + run.width for run in runs), default=0)
-    total = max(n_columns * _ADVANCE, width) + 2 * _MARGIN
+    total = max(n_columns * _ADVANCE, legend_width) + 2 * _MARGIN
     light, dark = (
         "".join(f".{name}{{fill:{pair[i]}}}" for name, pair in COLOURS.items())
         for i in (0, 1)

@@ -221,8 +221,9 @@ def make_job(
         )
     if request.min_tokens:
         ends = [ids[0] for ids in stops if len(ids) == 1]
+        [penalties] = decode.penalties or [options.penalties]
         asked = replace(
-            options.penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
+            penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
         )
         decode.penalties = [asked]
     text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)

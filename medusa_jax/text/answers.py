@@ -43,7 +43,7 @@ def encode_conversation(
     text, spans = render(source, messages, tokenizer.special_texts)
     if not MARKED.search(source):
         spans = _spans_by_stand_in(source, messages, tokenizer.special_texts, text)
-    ids, offsets = tokenize(tokenizer, text, hidden is not None)
+    ids, offsets = tokenize(tokenizer, text, template_name, hidden is not None)
     mask, ends = [0] * len(ids), stop_ids(tokenizer, template_name)
     for span in spans:
         _mark(mask, ids, offsets, span, ends, tokenizer.eos_ids)
@@ -145,7 +145,7 @@ def encode_user_opening(
     text = render(source, turns, tokenizer.special_texts, add_generation_prompt=True)[0]
     head, _, tail = text.partition(mark)
     # A space before the turn belongs to the first word that the model writes.
-    ids = tokenize(tokenizer, head.rstrip(" "))[0]
+    ids = tokenize(tokenizer, head.rstrip(" "), template_name)[0]
     ends = [
         tokenizer.decode([i], skip_special=False)
         for i in stop_ids(tokenizer, template_name)

@@ -128,7 +128,7 @@ def encode_turns(
         if not tail.startswith(" "):  # the template strips turns
             text = text.rstrip()
     check(literal.show(text) if hidden else text)
-    return tokenize(tokenizer, text, hidden is not None)[0]
+    return tokenize(tokenizer, text, template_name, hidden is not None)[0]
 
 
 def is_chat_model(tokenizer: Tokenizer, model: str | None) -> bool:
@@ -249,19 +249,24 @@ def render(
 
 
 def tokenize(
-    tokenizer: Tokenizer, text: str, hidden: bool = False
+    tokenizer: Tokenizer, text: str, template_name: str, hidden: bool = False
 ) -> tuple[list[int], list[Span]]:
-    """Ids and offsets of rendered text; a leading BOS is removed and added as an id.
+    """Ids and offsets of text that a template rendered.
 
-    Sentencepiece tokenizers treat the start of a text specially, which a spelled-out BOS would prevent.
+    That of the tokenizer's own templates is read as in transformers' `apply_chat_template`. After the BOS of a
+    shipped one a text starts, as in the code that these models were trained with: sentencepiece tokenizers may put
+    a blank there. So it does after a BOS that the tokenizer does not find in a text.
 
     Args:
       hidden: whether the text has stand-ins (`literal_text`).
     """
     encode = (literal_text(tokenizer) if hidden else tokenizer).encode_with_offsets
-    bos = tokenizer.special_texts.get("bos_token", "")
-    if not bos or not text.startswith(bos) or tokenizer.bos_id is None:
+    bos, bos_id = tokenizer.special_texts.get("bos_token", ""), tokenizer.bos_id
+    if not bos or not text.startswith(bos) or bos_id is None:
         return encode(text)
+    is_own = template_name in ("", *tokenizer.named_templates)
+    if is_own and (found := encode(text))[0][:1] == [bos_id]:
+        return found
     ids, offsets = encode(text[len(bos) :])
     shifted = [(start + len(bos), end + len(bos)) for start, end in offsets]
-    return [tokenizer.bos_id, *ids], [(0, len(bos)), *shifted]
+    return [bos_id, *ids], [(0, len(bos)), *shifted]

@@ -6,6 +6,8 @@ greedy tokens, and end-of-text tokens are ignored.
 
 from dataclasses import dataclass
 
+from medusa_jax.errors import UserError
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -21,3 +23,12 @@ class Setting:
     context: int
     threads: int
     no_repeat_ngram_size: int
+    repetition_penalty: float
+
+    def refuse_adjusted(self, engine: str) -> None:
+        """Refuse a setting whose text depends on more than the logits."""
+        if self.no_repeat_ngram_size or self.repetition_penalty != 1:
+            raise UserError(
+                f"{engine} bars no n-grams, and its penalty is another: give "
+                "--no_repeat_ngram_size 0 --repetition_penalty 1"
+            )

@@ -56,6 +56,7 @@ def contenders(setting: Setting) -> list[Contender]:
                 do_sample=False,
                 pad_token_id=0,
                 no_repeat_ngram_size=setting.no_repeat_ngram_size,
+                repetition_penalty=setting.repetition_penalty,
                 **drafts,
             )
             ids, clock, start = torch.tensor([list(prompt)]), Clock(), time.perf_counter()

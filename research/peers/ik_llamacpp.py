@@ -20,6 +20,7 @@ def contenders(setting: Setting) -> list[Contender]:
     Raises:
       UserError: not a GGUF file; ik-llama-cpp-python is not installed.
     """
+    setting.refuse_adjusted("ik_llama.cpp")
     path = gguf_file(setting.model)
     try:
         import ik_llama_cpp

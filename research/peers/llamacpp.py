@@ -18,8 +18,7 @@ def contenders(setting: Setting) -> list[Contender]:
     Raises:
       UserError: not a GGUF file; llama-cpp-python is not installed or cannot load the file.
     """
-    if setting.no_repeat_ngram_size:
-        raise UserError("llama.cpp bars no n-grams: give --no_repeat_ngram_size 0")
+    setting.refuse_adjusted("llama.cpp")
     path = gguf_file(setting.model)
     try:
         import llama_cpp

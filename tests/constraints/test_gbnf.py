@@ -37,6 +37,8 @@ CASES = [
     ('root ::= a{2,3} "a"\na ::= "a" | "b"', "aba", 3, True),
     ('root ::= a{2} "x"\na ::= "ab"*', "ababx", 5, True),
     ('root ::= Some-Rule\nSome-Rule ::= [-+a-] | ""', "-", 1, True),
+    ('root ::= [+\\-a]+ "\\-"', "+-a--", 5, True),
+    ("root ::= [\\--0]+", "-.0,", 3, False),
 ]
 
 
@@ -76,6 +78,12 @@ ODD_RULE = 'root ::= ("a" |\n "b") # one\n  # two\n\n"c"? ::= '
         ("root ::= [z-a]", "line 1: .* is not a set of characters"),
         ('root ::= "a"{3,2}', "line 1: the most in"),
         ("root ::= nothing", "there is no rule 'nothing'"),
+        (
+            'root ::= "a"\n  x ::= !<two words>',
+            "line 2: '<two words>' is not one token of the model",
+        ),
+        ("root ::= <[x]>", "line 1: .* is not one token"),
+        ('root ::= ! "a"', "line 1: .* is not part of a rule"),
         ('other ::= "a"', "there is no rule 'root'"),
     ],
 )

@@ -14,7 +14,7 @@ from tiny import PRINTABLE, write_tokenizer
 
 from medusa_jax import Options, UserError
 from medusa_jax.constraints import Constraint, Grammars, constraint_of
-from medusa_jax.constraints.grammars import KEPT
+from medusa_jax.constraints.grammars import KEPT, LIMITS
 from medusa_jax.text.tokenizer import load_tokenizer
 
 
@@ -359,3 +359,96 @@ def test_the_message_names_the_limit_that_was_met(grammars, monkeypatch, limits,
         monkeypatch.setattr(f"medusa_jax.constraints.grammars.{name}", value)
     with refused(f"more than {about} to compile"):
         grammars[0].guide(constraint_of({"regex": "abc|limited"}), [2])
+
+
+def test_a_schema_that_the_vocabulary_makes_costly_is_refused_at_once(
+    tmp_path, monkeypatch
+):
+    """Not after `{"a0": `: each of these tokens reaches into the properties after a string."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(LIMITS, "step_max_items", 12_000)
+    write_tokenizer(tmp_path, characters=PRINTABLE)
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokenizer.backend.add_tokens(['","', '", "', '" ,"', '",\n"', '",  "'])
+    made = Grammars(tokenizer, tokenizer.backend.get_vocab_size())
+
+    def schema(n):
+        properties = {f"a{i}": {"type": "string"} for i in range(n)}
+        asked = {"type": "object", "properties": properties, "required": [f"a{n - 1}"]}
+        return constraint_of({"json_schema": asked})
+
+    made.guide(schema(100), [2])
+    with refused("limit 12000; mask"):
+        made.guide(schema(1000), [2])
+
+
+# Tokens 45 and 46 are special, as most models have them; 47 is not.
+THINK = 'root ::= <think> !</think>* </think> x\nx ::= "a" | <[47]>'
+
+
+@pytest.mark.parametrize(
+    ("grammar", "ids", "stuck"),
+    [
+        (THINK, [45, 5, 47, 45, 46, 47, 2], 0),
+        (THINK, [45, 46, 46], 1),
+        (THINK, [5], 1),
+        (THINK, [45, 5, 2], 1),  # the grammar is not at its end
+        ('root ::= ("a" <[45]>)+ # <nothing>', [5, 45, 5, 45, 2], 0),
+        ('root ::= ("a" <[45]>){2}', [5, 45, 2], 1),
+        ("root ::= .*", [5, 45], 1),
+        ('root ::= "a" | "<think>"', [45], 1),
+    ],
+)
+def test_tokens_of_gbnf(tmp_path, grammar, ids, stuck):
+    """As grammars/README.md of llama.cpp has them: by text or number, negated with `!`; no end of the text."""
+    pytest.importorskip("llguidance")
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    while tokenizer.backend.get_vocab_size() < 45:
+        tokenizer.backend.add_tokens([f"~{tokenizer.backend.get_vocab_size()}"])
+    tokenizer.backend.add_special_tokens(["<think>", "</think>"])
+    tokenizer.backend.add_tokens(["<x>"])
+    a = tokenizer.encode("a")[-1]
+    guide = Grammars(tokenizer, 50).guide(constraint_of({"grammar": grammar}), [2])
+    bits_W = guide.first_W.copy()
+    *others, last = [a if i == 5 else i for i in ids]
+    for token in others:
+        guide.fill(bits_W)
+        assert bits_W[token >> 5] >> (token & 31) & 1
+        guide.advance([token])
+    guide.fill(bits_W)
+    assert bits_W[last >> 5] >> (last & 31) & 1 == 1 - stuck
+
+
+def test_a_token_that_the_model_has_not(grammars):
+    made, _ = grammars
+    for token in ("<nothing>", "<[999]>"):
+        with refused("cannot be"):
+            made.guide(constraint_of({"grammar": f'root ::= "c" {token}'}), [2])
+
+
+@pytest.mark.parametrize(
+    "schema", ['{"type": "integer", "minimum": -9223372036854775808}', "{}"]
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_texts_with_a_mark_and_the_least_integer(grammars, schema, mark):
+    assert constraint_of({"json_schema": mark + schema}).text == schema
+    grammar = {"grammar": mark + 'root ::= "c"'}
+    assert constraint_of(grammar) == constraint_of({"grammar": 'root ::= "c"'})
+
+
+def test_a_keyword_of_null_is_absent():
+    """As if the keyword were not there; a constant of null is a value."""
+    inner = {"type": "object", "required": None, "properties": {"k": {"const": "x"}}}
+    other = {"type": "object", "properties": {"k": {"const": None, "title": None}}}
+    schema = {"oneOf": [inner, other], "enum": None, "maximum": None, "$defs": None}
+    without = {
+        "oneOf": [
+            {k: v for k, v in inner.items() if v},
+            {**other, "properties": {"k": {"const": None}}},
+        ]
+    }
+    assert constraint_of({"json_schema": schema}) == constraint_of({"json_schema": without})
+    for number in (2**63, -(2**63) - 1, float("nan")):
+        with refused("a number beyond 2\\^63"):
+            constraint_of({"json_schema": {"minimum": number}})

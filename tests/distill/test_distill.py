@@ -1,6 +1,7 @@
 """Self-distillation: conversations turn by turn, files, and a run that is killed and resumed."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -65,13 +66,14 @@ def test_records_that_ask_nothing_are_named(tmp_path, capsys):
     """Their numbers stay: an answer's draws depend on them."""
     file = tmp_path / "a.jsonl"
     lines = [b'\xef\xbb\xbf{"prompt": "a"}', b"", b"{", b'"\xfc"', b"{}"]
-    lines.append(b'{"prompt": "b"}')
+    lines += [b'{"prompt": "b"}', b'{"messages": [{"who": "a", "text": "b"}]}']
     file.write_bytes(b"\r\n".join(lines))
     seeds = read_seeds(str(file), "train", 0)
     assert [(s.number, s.prompt) for s in seeds if s.prompt] == [(0, "a"), (4, "b")]
     said = capsys.readouterr().err
     reasons = "broken JSON, first in line 3; 1 x not UTF-8, first in line 4"
-    assert f"3 of 5 records skipped (1 x {reasons}; 1 x nothing to ask, first in" in said
+    assert f"4 of 6 records skipped (1 x {reasons}; 1 x nothing to ask, first in" in said
+    assert "1 x a turn with who, text, but none of role, from" in said
     file.write_bytes(b"\n".join(lines[2:5]))
     with refused(r"has no seeds: .*broken JSON, first in line 1"):
         read_seeds(str(file), "train", 0)
@@ -192,7 +194,7 @@ def test_a_silent_seed_s_first_turn_is_the_model_s_own(tokenizer):
 def test_where_a_user_s_turn_opens(tokenizer, monkeypatch, name, opening, stop):
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     seen, real = [], answers.tokenize
-    spy = lambda t, text: seen.append(text) or real(t, text)  # noqa: E731
+    spy = lambda t, text, name: seen.append(text) or real(t, text, name)  # noqa: E731
     monkeypatch.setattr(answers, "tokenize", spy)
     assert answers.encode_user_opening(tokenizer, talk, name)[1] == stop
     assert seen[0].endswith(opening)
@@ -225,6 +227,31 @@ def seeds(tmp_path_factory):
     lines = write_lines(file, ({"turns": turns} for turns in talks)).read_text().split("\n")
     file.write_text("\n".join([*lines[:20], "{broken", *lines[20:]]))
     return file
+
+
+@pytest.mark.wide
+def test_the_publishers_penalty_decides_the_text(model, seeds, tmp_path, capsys):
+    """Unless the flag names another; a run that was started with it goes on with it only."""
+    path = tmp_path / "model"
+    shutil.copytree(model, path)
+    (path / "generation_config.json").write_text('{"repetition_penalty": 3.0}')
+    more = [
+        ("theirs",),
+        ("ours", "--repetition_penalty", "3"),
+        ("none", "--repetition_penalty", "1"),
+    ]
+    for out, *flags in more:
+        assert (
+            distill.main(flags_for(path, tmp_path / out, seeds, "--limit=5", *flags)) == 0
+        )
+    theirs, ours, none = (
+        (tmp_path / out / "messages.jsonl").read_text() for out, *_ in more
+    )
+    assert theirs == ours != none
+    assert distill.main(
+        flags_for(path, tmp_path / "ours", seeds, "--limit=5", *more[2][1:])
+    )
+    assert "was started with repetition_penalty 3.0" in capsys.readouterr().err
 
 
 def test_a_run_writes_conversations_with_provenance(model, seeds, tmp_path, capsys):

@@ -153,16 +153,22 @@ LEFT_OUT = {"llama_biases", "qwen2_biases"}
 
 
 @pytest.mark.parametrize(
-    ("case", "ngram"),
-    [*((case, 0) for case in sorted(set(CASES) - LEFT_OUT)), ("llama_tied", 2)],
+    ("case", "ngram", "penalty"),
+    [
+        *((case, 0, 1.0) for case in sorted(set(CASES) - LEFT_OUT)),
+        ("llama_tied", 2, 1.0),
+        ("llama_tied", 0, 1.3),
+    ],
 )
-def test_greedy_text_is_the_same(case, ngram, tmp_path, byte_level_dir):
+def test_greedy_text_is_the_same(case, ngram, penalty, tmp_path, byte_level_dir):
     """Of the decode loop and `transformers.generate`.
 
-    `ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it.
+    `ngram`: no_repeat_ngram_size, as the model's own generation_config.json says it; `penalty`: its
+    repetition_penalty.
     """
     theirs = build(case, str(tmp_path))
     theirs.generation_config.no_repeat_ngram_size = ngram
+    theirs.generation_config.repetition_penalty = penalty
     theirs.generation_config.save_pretrained(str(tmp_path))
     form = {"dtype": "float32", "tokenizer": str(byte_level_dir)}
     ours = medusa_jax.load(str(tmp_path), drafter="none", **form)

@@ -9,7 +9,7 @@ from gguf_files import gguf, write
 
 from medusa_jax import UserError
 from medusa_jax.files.gguf.reader import read_gguf
-from research.peers import Setting, float32, huggingface, llamacpp
+from research.peers import Setting, float32, huggingface, ik_llamacpp, llamacpp
 
 Kind = gguf.GGMLQuantizationType
 
@@ -26,7 +26,14 @@ def test_what_is_missing_is_named(peer, model, words, monkeypatch):
     for name in ("llama_cpp", "torch"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=words):
-        peer.contenders(Setting(model, 3, 40, 3, 0))
+        peer.contenders(Setting(model, 3, 40, 3, 0, 1.0))
+
+
+@pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp])
+@pytest.mark.parametrize("adjusted", [(5, 1.0), (0, 1.1)])
+def test_peers_of_logits_alone(peer, adjusted):
+    with pytest.raises(UserError, match="--no_repeat_ngram_size 0 --repetition_penalty 1"):
+        peer.contenders(Setting("a.gguf", 3, 40, 3, *adjusted))
 
 
 @pytest.fixture

@@ -177,20 +177,50 @@ def test_calls_are_told_from_text_that_grows(form, text, said, calls, size):
         assert streamed[index] == {"index": index, **call}
 
 
-@pytest.mark.parametrize("form", FORMS.values())
-def test_a_call_that_is_cut_is_no_text(form):
-    """At any character, with text before it or not; what cannot become a call is text."""
-    head = f'{form.begin}{{"name": "now", "{form.arguments}": '
-    for before in ("", "hm ") if form.begin else ("",):
-        for size in range(1, len(head) + 1):
-            for cuts in ([size], range(size)):  # whole, and letter by letter
-                reader, said, at = CallReader(form), "", 0
-                for end in (*cuts, size):
-                    text = (before + head)[: len(before) + end]
-                    said += reader.push(text[at:], ended=end == size, cut=end == size)[0]
-                    at = len(text)
-                assert (said, len(reader.calls)) == (before, size >= len(head) - 1)
-    assert CallReader(form).push("{x", ended=True, cut=True)[0] == "{x"
+MARKS = [(form, form.begin) for form in FORMS.values()]
+MARKS += [(MARKS[0][0], ""), (MARKS[0][0], "```json\n")]
+
+
+@pytest.mark.parametrize("before", ["", "hm ", f"{CALL}\n"])
+@pytest.mark.parametrize(("form", "begin"), MARKS)
+def test_a_call_that_is_cut_is_no_text(form, begin, before):
+    """At any character, after text or a whole call; what cannot become a call is text."""
+    if not begin and before == "hm ":
+        return
+    n_calls, head = (
+        before != "hm " and bool(before),
+        f'{{"name": "now", "{form.arguments}": ',
+    )
+    for size in range(1, len(head) + 3):
+        for cuts in ([size], range(size)):  # whole, and letter by letter
+            reader, said, at = CallReader(form, ["now"]), "", 0
+            for end in (*cuts, size):
+                text = (before + begin + head + '{"')[: len(before + begin) + end]
+                said += reader.push(text[at:], ended=end == size, cut=end == size)[0]
+                at = len(text)
+            is_half = size >= len(head) - 1
+            assert said == ("" if n_calls else before)
+            assert (len(reader.calls) - n_calls, reader.half) == (is_half, is_half)
+    others = ["{x", '{"name": "now", "a": 1']
+    for text in others if begin == form.begin else [*others, '{"name": "nowhere']:
+        text = before + begin + text
+        assert "{" in CallReader(form, ["now"]).push(text, ended=True, cut=True)[0]
+
+
+@pytest.mark.parametrize("stop", ['"weather', '"city"', "</tool_call>"])
+def test_a_stop_string_within_a_call(client, stop):
+    """Half arguments are no call to be made; whole ones are, without the closing mark, too."""
+    for stream in (False, True):
+        answer = ask(client, tool_choice=NAMED, stop=[stop], stream=stream)
+        choices = [piece.choices[0] for piece in answer] if stream else answer.choices
+        parts = [one.delta if stream else one.message for one in choices]
+        calls = [call for part in parts for call in part.tool_calls or ()]
+        assert not any(part.content for part in parts)
+        reason = "tool_calls" if stop == "</tool_call>" else "stop"
+        assert choices[-1].finish_reason == reason
+        assert len(calls) == (stop != '"weather')
+        if calls and reason == "stop":
+            assert calls[0].function.arguments.strip() == "{"
 
 
 @pytest.mark.parametrize("limit", [*range(1, 11), 25, 36])

@@ -5,6 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from refusals import refused
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, normalizers, pre_tokenizers
 
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.chat import (
@@ -221,6 +223,40 @@ def test_templates_that_rewrite_turns(llama3, byte_level_dir, name, talk):
     assert any(counted)
 
 
+@pytest.mark.parametrize("added", [True, False])
+@pytest.mark.parametrize("start", ["", "bos", "bos blank"])
+@pytest.mark.parametrize("blank", ["first", "always", "never", "normalizer"])
+def test_a_written_bos_is_read_as_in_transformers(blank, start, added):
+    """Also what follows it, which some tokenizers take for the start of a text."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["<s>", "</s>", "▁", *"<s>/HiUser: "]
+    backend = Backend(
+        models.BPE({piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, [])
+    )
+    if blank == "normalizer":
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=blank, split=False)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Backend.from_str(backend.to_str()),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    if added:
+        backend.add_special_tokens(["<s>", "</s>"])
+    template = {"": "", "bos": "{{ bos_token }}", "bos blank": "{{ bos_token + ' ' }}"}[
+        start
+    ]
+    template += "User: {{ messages[0].content }}</s>{{ messages[0].content }}"
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours = Tokenizer(backend, bos_id=0, chat_template=template, special_texts=specials)
+    talk = [{"role": "user", "content": "Hi"}]
+    expected = theirs.apply_chat_template(talk, chat_template=template)["input_ids"]
+    found = encode_prompt(ours, talk)
+    assert found == expected if added else found[0] == 0 or not start
+
+
 def test_an_answer_shown_twice_is_refused(llama3):
     template = UNMARKED.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}")
     with refused("shows an answer several times", SampleError):
@@ -411,7 +447,7 @@ def test_refusals(llama2, llama3):
 
 
 def test_prompts(llama2):
-    # One BOS, and the first word as it is at the start of any text.
+    # One BOS, and after that of a shipped template the first word as it is at the start of any text.
     ids = llama2.encode("[INST] x [/INST]", add_bos=True)
     assert encode_prompt(llama2, "x", "mistral") == ids
     parts = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]

@@ -12,7 +12,7 @@ from medusa_jax.config import DataConfig
 from medusa_jax.errors import UserError
 from medusa_jax.text.answers import encode_conversation
 from medusa_jax.text.tokenizer import load_tokenizer
-from medusa_jax.training.data.conversations import RecordEncoder, parse_turns
+from medusa_jax.training.data.conversations import RecordEncoder, parse_turns, turns_of
 from medusa_jax.training.data.texts import token_directory
 
 
@@ -83,7 +83,7 @@ def test_forms_of_conversations(vicuna, record, form):
     if form == "instruction, input, output" and record["input"]:
         want[0]["content"] = "What is\n\na tree?"
     ids, counted = encode_conversation(tokenizer, want, "vicuna")
-    assert encode(record) == ("", [(ids, counted)], form)
+    assert encode(record)[:3] == ("", [(ids, counted)], form)
     system = {"role": "system", "content": "Be brief."}
     with_system = encode_conversation(tokenizer, [system, *want], "vicuna")
     if isinstance(record, dict):
@@ -281,7 +281,12 @@ PAIR = [("user", "a"), ("assistant", "b")]
          [*said(("system", "s"), PAIR[0]), said(PAIR[1])[0] | {"reasoning_content": "t"}]),
         ([ODD[2], *said(PAIR[1])], said(("user", "b"), PAIR[1])),
         ([], "no answered user turn"),
-        (["x"], "unknown role None"),
+        (["x"], "a turn that is no object"),
+        ([{"speaker": "User", "text": "a"}, {"sender": "ai", "message": "b"}], said(*PAIR)),
+        ([{"who": "a", "text": "x"}],
+         "a turn with who, text, but none of role, from, speaker, sender, author"),
+        ([{"role": "user", "content": None, "words": "a"}],
+         "a turn with role, words, but none of content, value, text, message, utterance"),
         (share(("human", "a")), "no answered user turn"),
         (share(("human", "a"), ("tool", "b")), "unknown role 'tool'"),
         (share(("human", "a"), ("human", "b"), ("gpt", "c")), "roles do not alternate"),
@@ -293,3 +298,42 @@ PAIR = [("user", "a"), ("assistant", "b")]
 )  # fmt: skip
 def test_turns_or_the_reason_why_not(turns, want):
     assert parse_turns(turns) == ((want, "") if isinstance(want, list) else ([], want))
+
+
+ALPACA = {"instruction": "e", "input": "", "output": "f"}
+PAIRS = [["a", "b"], ["c", "d"]]
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "texts", "unread"),
+    [
+        # LlamaFactory's, whose answers are learned too.
+        (ALPACA | {"history": PAIRS, "system": "s"}, "instruction, input, output, history", "sabcdef", []),
+        (ALPACA | {"history": [], "category": "x", "n": 3}, "instruction, input, output", "ef", ["category"]),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "t"}]}, "prompt, completion", "ab", ["tools"]),
+        ({"conversations": share(("human", "a"), ("gpt", "b")), "chosen": {"value": "x"}},
+         "conversations (from, value)", "ab", ["chosen"]),
+        ({"messages": [*said(PAIR[0]), said(PAIR[1])[0] | {"name": "n", "weight": 1}], "seed": 1,
+          "answers": [{"finish": "stop"}]}, "messages (role, content)", "ab", ["name"]),
+    ],
+)  # fmt: skip
+def test_fields_are_read_or_named(record, form, texts, unread):
+    found = turns_of(record)
+    assert (found.form, found.unread) == (form, unread)
+    messages, problem = parse_turns(found.turns)
+    assert ("".join(m["content"] for m in messages), problem) == (texts, "")
+
+
+def test_a_broken_history_is_a_reason():
+    for history in ("a", [["a", "b", "c"]], [["a", 3]]):
+        assert parse_turns(turns_of(ALPACA | {"history": history}).turns)[1]
+
+
+def test_fields_that_are_not_read_are_named(vicuna, tmp_path, capsys):
+    records = [ALPACA | {"source": "web"}, ALPACA | {"source": "book", "lang": "en"}]
+    file = write_lines(tmp_path / "a.jsonl", records)
+    directory_of(text_config(vicuna, tmp_path, file, chat_template="vicuna", seq_len=256))
+    said = capsys.readouterr().err
+    assert (
+        "fields with text that are not read: source (2 samples), lang (1 samples)" in said
+    )

@@ -37,7 +37,7 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 # Part of every directory's name: raise it when a file would be converted differently.
-VERSION = 4
+VERSION = 6
 
 
 def make_directory(path: str, sha256: str = "") -> str:
@@ -135,9 +135,15 @@ def names_of(file: GGUFFile) -> str:
 
 
 def sampling_of(file: GGUFFile) -> Json:
-    """The sampling defaults in the file's metadata, as generation_config.json has them."""
+    """The sampling defaults in the file's metadata, as generation_config.json has them; others by their key."""
+    prefix = "general.sampling."
     values = {
-        name: file.values.get(f"general.sampling.{key}") for key, name in SAMPLING.items()
+        k.removeprefix(prefix): v for k, v in file.values.items() if k.startswith(prefix)
     }
-    defaults = {name: value for name, value in values.items() if value is not None}
-    return {"do_sample": True} | defaults if defaults else {}
+    if values.get("penalty_last_n") == 0:  # the window of llama.cpp's penalty
+        values.pop("penalty_repeat", None)
+    if values.get("penalty_repeat") in (None, 1):
+        values.pop("penalty_last_n", None)
+    defaults = {SAMPLING.get(key, prefix + key): value for key, value in values.items()}
+    is_sampled = {"temperature", "top_k", "top_p", "min_p"} & defaults.keys()
+    return {"do_sample": True} | defaults if is_sampled else defaults

@@ -187,7 +187,7 @@ def _options(
             404, f"there is no model {model!r} here", "model", "model_not_found"
         )
     options: Json = {
-        name: float(fields.number(name, getattr(DEFAULTS, name), *bounds))
+        name: fields.number(name, getattr(DEFAULTS, name), *bounds)
         for name, bounds in NUMBERS.items()
     }
     seed = fields.take("seed", (int,), "a whole number", None)

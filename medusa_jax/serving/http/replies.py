@@ -186,7 +186,7 @@ class Reply:
     def _message(self, index: int, result: Result) -> Json:
         text, calls = self._space(index, result.token_ids) + result.text, []
         if self.readers:
-            cut = result.finish_reason != "stop"
+            cut = self._is_cut(index, result)
             text, _ = self.readers[index].push(text, ended=True, cut=cut)
             calls = self.readers[index].calls
         content = text.strip() or None if calls else text
@@ -197,7 +197,7 @@ class Reply:
         text = self._space(index, delta.token_ids) + delta.text
         calls, ending = list[Json](), delta.ending
         if self.readers:
-            cut = bool(ending and ending.result.finish_reason != "stop")
+            cut = ending is not None and self._is_cut(index, ending.result)
             text, calls = self.readers[index].push(text, ending is not None, cut)
         content = {"content": text} if text else {}
         return content | ({"tool_calls": calls} if calls else {})
@@ -213,7 +213,13 @@ class Reply:
         """Return OpenAI's finish reason, in which a full context counts as "length"."""
         if ending.result.finish_reason != "stop":
             return "length"
-        return "tool_calls" if self.readers and self.readers[index].calls else "stop"
+        reader = self.readers[index] if self.readers else None
+        return "tool_calls" if reader and reader.calls and not reader.half else "stop"
+
+    def _is_cut(self, index: int, result: Result) -> bool:
+        """Whether the limit or a stop string ended a chat's answer, and not the model."""
+        ends = self.call.requests[index].options.eos_ids or ()
+        return not {*result.token_ids[-1:]} & {*ends}
 
     def _piece(self, index: int, content: Json, logprobs: Json | None) -> Json:
         choice = {"index": index} | content | {"logprobs": logprobs, "finish_reason": None}

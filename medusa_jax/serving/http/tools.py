@@ -3,7 +3,7 @@
 import json
 import re
 import secrets
-from collections.abc import Container
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -157,13 +157,15 @@ class CallReader:
     Attributes:
       form: of the calls.
       names: of the tools.
-      calls: the calls so far, in OpenAI's form. If the answer reaches its limit, the last call's
-        arguments may be cut; a marked call that is cut before its arguments is dropped.
+      calls: the calls so far, in OpenAI's form. Of an answer that is cut, by its limit or by a stop string, the last
+        call's arguments may be cut; one that is cut before its arguments is dropped.
+      half: whether the last call's arguments are cut.
     """
 
     form: CallForm
-    names: Container[str] = ()
+    names: Sequence[str] = ()
     calls: list[Json] = field(default_factory=list)
+    half: bool = False
     _held: str = ""
     _mark: Mark | None = None  # of the call that may have begun
     _fresh: bool = True  # only blanks have come since the start, or since the last call
@@ -178,7 +180,7 @@ class CallReader:
         """Return the new text outside calls, and the newly completed calls, for a stream.
 
         Args:
-          cut: the answer reached its limit, so its last characters may begin a call.
+          cut: the model did not end the answer, so its last characters may begin a call.
         """
         self._held += text
         plain, n_calls = "", len(self.calls)
@@ -227,19 +229,21 @@ class CallReader:
             and head[2] in (self.form.arguments, "arguments")
             and (is_own or head[1] in self.names)
         ):
-            arguments, tail, closed = self._held[head.end() :], "", False
+            arguments, tail, closed, whole = self._held[head.end() :], "", False, False
             with suppress(ValueError, RecursionError):
-                _, size = json.JSONDecoder().raw_decode(arguments)
+                value, size = json.JSONDecoder().raw_decode(arguments)
                 arguments, tail = arguments[:size], arguments[size:]
                 closed = (end or "}") in tail
+                whole = closed or isinstance(value, dict)
             if not (closed or ended):
                 return None
+            self.half = not whole
             function = {"name": head[1], "arguments": arguments}
             number = f"call_{secrets.token_hex(12)}"
             self.calls.append({"id": number, "type": "function", "function": function})
             self._held, self._mark, self._fresh = tail.partition(end or "}")[2], None, True
             return ""
-        if not head and self._may_become_head() and (is_own or not ended):
+        if not head and self._may_become_head(is_own) and (is_own or cut or not ended):
             return None
         if is_own and end and not (closed or ended):
             return None
@@ -250,14 +254,22 @@ class CallReader:
         self._mark, self._fresh = None, False
         return raw
 
-    def _may_become_head(self) -> bool:
-        """Whether the held text is the beginning of a head."""
+    def _may_become_head(self, is_own: bool) -> bool:
+        """Whether the held text is the beginning of a head; without the template's marks, of a tool's."""
         text, start = "".join(self._held.split()), '{"name":"'
         name = re.match("[a-zA-Z0-9_-]*", text[len(start) :])
         assert name
         tail = text[len(start) + name.end() :]
-        key = f'","{self.form.arguments}":'
-        return start.startswith(text[: len(start)]) and key.startswith(tail)
+        if tail:
+            is_known = name[0] in self.names
+        else:
+            is_known = any(one.startswith(name[0]) for one in self.names)
+        keys = [f'","{key}":' for key in {self.form.arguments, "arguments"}]
+        return (
+            start.startswith(text[: len(start)])
+            and any(key.startswith(tail) for key in keys)
+            and (is_own or is_known)
+        )
 
 
 def _shared_end(text: str, mark: str) -> int:

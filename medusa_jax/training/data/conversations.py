@@ -1,6 +1,7 @@
 """Conversations to tokens: find the turns of a record, and the tokens that are targets."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from medusa_jax.config import DataConfig
 from medusa_jax.text import answers, chat
@@ -12,7 +13,8 @@ from medusa_jax.whole_files import Json
 FIELDS = {"sharegpt": "conversations", "messages": "messages"}
 # Fields that hold a list of turns.
 TURNS = ("conversations", "messages", "conversation")
-# Fields of one question, of its subject, and of its answer: Alpaca, Dolly, prompt and completion.
+# Fields of one question, of its subject, and of its answer: Alpaca, Dolly, prompt and completion. `history` has
+# earlier pairs of them (LlamaFactory).
 QUESTIONS = ("instruction", "prompt", "question", "query")
 ABOUT = ("input", "context")
 ANSWERS = ("output", "completion", "response", "answer")
@@ -22,8 +24,24 @@ DATA_ROLES = chat.MESSAGE_ROLES | dict.fromkeys(("human", "prompter"), "user")
 DATA_ROLES |= dict.fromkeys(
     ("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", "chatbot"), "assistant"
 )
-ROLES_IN, TEXTS_IN = ("role", "from"), ("content", "value", "text")
+ROLES_IN = ("role", "from", "speaker", "sender", "author")
+TEXTS_IN = ("content", "value", "text", "message", "utterance")
 THOUGHTS_IN = ("reasoning_content", "reasoning", "thinking")
+# Fields that `distill` writes besides the conversation.
+DISTILLED = ("seed", "answers", "cut", "problem")
+
+
+class Conversation(NamedTuple):
+    """The turns of a record, not parsed.
+
+    Attributes:
+      form: the fields that they are read from; "" if the record holds none.
+      unread: other fields that hold text, of the record and of its turns.
+    """
+
+    form: str = ""
+    turns: Sequence[object] = ()
+    unread: Sequence[str] = ()
 
 
 class RecordEncoder(TextEncoder):
@@ -42,17 +60,18 @@ class RecordEncoder(TextEncoder):
                 return Encoded(f"no list {field!r}")
             other_turns = set(TURNS) - {field}
             record = {k: v for k, v in fields.items() if k not in other_turns}
-        form, turns = turns_of(record)
-        if form:
+        found = turns_of(record)
+        if found.form:
             cut = bool(fields.get("cut"))  # as `distill` marks it
-            return self.conversation(turns, cut)._replace(form=form)
+            encoded = self.conversation(found.turns, cut)
+            return encoded._replace(form=found.form, unread=found.unread)
         if isinstance(record, str) or "text" in fields:
             return self.text(fields.get("text", record))
         return Encoded(
             f"none of the fields {', '.join(TURNS)}, text, or a question and its answer"
         )
 
-    def conversation(self, turns: list[object], cut: bool) -> Encoded:
+    def conversation(self, turns: Sequence[object], cut: bool) -> Encoded:
         """Encode a conversation: only the assistant's tokens count."""
         messages, problem = parse_turns(turns)
         if problem:
@@ -66,11 +85,11 @@ class RecordEncoder(TextEncoder):
         return Encoded("", [(ids, counted)])
 
 
-def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
-    """The form of a conversation and its turns, not parsed; ("", []) of a record that holds none.
+def turns_of(record: object, answered: bool = True) -> Conversation:
+    """The conversation of a record.
 
     Example: {"instruction": "Add.", "input": "1, 2", "output": "3"} ->
-    ("instruction, input, output", [{"role": "user", "content": "Add.\\n\\n1, 2"}, {"role": "assistant", ...}]).
+    "instruction, input, output", [{"role": "user", "content": "Add.\\n\\n1, 2"}, {"role": "assistant", ...}].
 
     Args:
       answered: whether a question needs an answer.
@@ -86,20 +105,51 @@ def turns_of(record: object, answered: bool = True) -> tuple[str, list[object]]:
         first = next((turn for turn in turns if isinstance(turn, dict)), {})
         keys = [field_of(first, names) for names in (ROLES_IN, TEXTS_IN)]
         form = f"{name} ({', '.join(filter(None, keys))})"
+        keys = [name]
     else:
         keys = [field_of(fields, names) for names in (QUESTIONS, ABOUT, ANSWERS)]
         question, about, answer = (fields.get(key) for key in keys)
         if not keys[0] or (answered and not keys[2]):
-            return "", []
+            return Conversation()
         if about and isinstance(question, str):
             question = f"{question}\n\n{about}"
-        turns = _as_turns("user", question) + _as_turns("assistant", answer)
+        history = fields.get("history") or []
+        turns = [turn for pair in _as_turns("", history) for turn in _turns_of_pair(pair)]
+        turns += _as_turns("user", question) + _as_turns("assistant", answer)
+        keys += ["history"] if history else []
         form = ", ".join(filter(None, keys))
-    system = fields.get(field_of(fields, SYSTEMS))
+    system_key = field_of(fields, SYSTEMS)
+    system = fields.get(system_key)
     opening = parse_turn(turns[0])[0] if turns else {}
     if isinstance(system, str) and system.strip() and opening.get("role") != "system":
         turns = _as_turns("system", system) + turns
-    return form, turns
+    unread = _texts_of(fields, (*keys, system_key, *DISTILLED))
+    for turn in turns:
+        fields = turn if isinstance(turn, dict) else {}
+        unread += _texts_of(fields, (*ROLES_IN, *TEXTS_IN, *THOUGHTS_IN))
+    return Conversation(form, turns, [*dict.fromkeys(unread)])
+
+
+def _turns_of_pair(pair: object) -> list[object]:
+    """The turns of a question and its answer, or a turn as it is."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        return [pair]
+    return _as_turns("user", pair[0]) + _as_turns("assistant", pair[1])
+
+
+def _texts_of(fields: Json, known: Sequence[str]) -> list[str]:
+    """The fields besides the known ones that hold text."""
+
+    def holds_text(value: object) -> bool:
+        if isinstance(value, dict | list):
+            return any(
+                map(holds_text, value.values() if isinstance(value, dict) else value)
+            )
+        return isinstance(value, str) and bool(value.strip())
+
+    return [
+        name for name, value in fields.items() if name not in known and holds_text(value)
+    ]
 
 
 def _as_turns(role: str, content: object) -> list[object]:
@@ -139,9 +189,14 @@ def parse_turns(turns: Sequence[object]) -> tuple[list[chat.Message], str]:
 
 def parse_turn(turn: object) -> tuple[chat.Message, str]:
     """(message, "") of a turn of training data, or ({}, reason)."""
-    fields: Json = turn if isinstance(turn, dict) else {}
-    role_field = field_of(fields, ROLES_IN) or ROLES_IN[0]
-    text_field = field_of(fields, TEXTS_IN) or TEXTS_IN[0]
+    if not isinstance(turn, dict):
+        return {}, "a turn that is no object"
+    fields: Json = turn
+    role_field, text_field = field_of(fields, ROLES_IN), field_of(fields, TEXTS_IN)
+    for field, names in ((role_field, ROLES_IN), (text_field, TEXTS_IN)):
+        if not field:
+            keys = ", ".join(k for k, v in fields.items() if v is not None) or "nothing"
+            return {}, f"a turn with {keys}, but none of {', '.join(names)}"
     if isinstance(role := fields.get(role_field), str):
         fields = fields | {role_field: role.strip().lower()}
     message, problem = chat.read_turn(fields, role_field, text_field, DATA_ROLES)

@@ -11,11 +11,12 @@ from medusa_jax.training.data import sources
 
 
 class Encoded(NamedTuple):
-    """A sample: the reason to skip it or "", its pieces (token ids, counted), and its form."""
+    """A sample: the reason to skip it or "", its pieces (token ids, counted), form and unread fields."""
 
     problem: str
     pieces: Sequence[tuple[list[int], list[int]]] = ()
     form: str = ""
+    unread: Sequence[str] = ()
 
 
 class TextEncoder:
@@ -34,7 +35,8 @@ class TextEncoder:
         if sample.problem:
             return sample
         pieces = [piece for piece in sample.pieces if not self.too_repetitive(*piece)]
-        return Encoded("" if pieces else "repeats itself", pieces, sample.form)
+        problem = "" if pieces else "repeats itself"
+        return sample._replace(problem=problem, pieces=pieces)
 
     def encode(self, record: object) -> Encoded:
         """Encode a parsed sample: a text, or a dictionary with one."""

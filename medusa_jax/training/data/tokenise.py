@@ -40,6 +40,7 @@ def tokenise(
     pipeline = grain.MapDataset.source(samples).map(encode).to_iter_dataset(options)
     problems: dict[int, str] = {}
     forms: collections.Counter[str] = collections.Counter()
+    unread: collections.Counter[str] = collections.Counter()
     pieces: list[tuple[list[int], list[int]]] = []
     with announced(f"tokenising {source}"):
         for i, sample in enumerate(pipeline):
@@ -48,6 +49,7 @@ def tokenise(
             else:
                 forms[sample.form] += 1
             pieces += sample.pieces
+            unread.update(sample.unread)
     reasons = sources.reasons(problems, samples)
     if not pieces:
         raise UserError(
@@ -55,6 +57,9 @@ def tokenise(
         )
     kinds = ", ".join(f"{n} x {form}" for form, n in forms.most_common())
     inform(f"{source}: {forms.total()} of {len(samples)} samples used ({kinds})")
+    if unread:
+        names = ", ".join(f"{name} ({n} samples)" for name, n in unread.most_common())
+        inform(f"{source}: fields with text that are not read: {names}")
     if problems:
         inform(f"{source}: {len(problems)} samples skipped ({reasons})")
     ids = [np.asarray(piece, np.int32) for piece, _ in pieces]

@@ -31,7 +31,7 @@ from refusals import refused
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
-from medusa_jax.files import hf
+from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
 from medusa_jax.files.gguf.convert import make_directory
 from medusa_jax.files.hf_config import read_config
@@ -234,7 +234,7 @@ def test_what_a_model_says_in_addition_to_its_weights(tmp_path, tokenizer_json):
     assert tokenizer.eos_ids == {1, 2, 6}  # <|im_end|> too, as in llama.cpp
     assert tokenizer.chat_template == "{{ messages[0]['content'] }}"
     assert tokenizer.special_texts["eos_token"] == "<|end_of_text|>"
-    assert hf.generation_config(path)["eos_token_id"] == [1, 2, 6]
+    assert generation_config(path)["eos_token_id"] == [1, 2, 6]
     silent = load_tokenizer(tiny(tmp_path / "b.gguf", tokenizer_json))
     assert (silent.bos_id, silent.eos_ids, silent.chat_template) == (None, {1, 2, 6}, "")
 
