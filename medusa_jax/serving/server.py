@@ -68,7 +68,8 @@ class Server:
         self.most_prompt = min(max_prompt_tokens or context, context - 1)
         self.most_new = min(max_new_tokens or context, context)
         self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
-        self._first = Programs(BASE, min(self._trees), LEAST_SLOTS)
+        usual = BASE._replace(penalties=model.repetition_penalty != 1)
+        self._first = Programs(usual, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
