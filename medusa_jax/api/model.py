@@ -218,6 +218,24 @@ class Model(LoadedModel):
         )
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
+    def complete(
+        self, prefix: str, suffix: str, options: Options = DEFAULTS, **engine_options: Any
+    ) -> Result:
+        """Fill in the middle between two texts, as an editor does at its cursor.
+
+        Args:
+          engine_options: as for `generate`.
+
+        Raises:
+          UserError: as `generate`; the tokenizer has no tokens for it.
+
+        Example:
+          print(model.complete("def add(a, b):\n    return ", "\n").text)
+        """
+        gap = read("prefix", prefix, str), read("suffix", suffix, str)
+        prompt, options = middle(self.tokenizer, self.eos_ids, Gap(*gap), options)
+        return self.generate([prompt], options, **engine_options)[0]
+
     def _stream(
         self, prompts: Any, options: Any, ids: Any, tree: Any, acceptance: str
     ) -> Iterator[Chunk]:

@@ -25,7 +25,10 @@ def checked(flags: Flags) -> Flags:
     """Refuse impossible combinations and missing files."""
     if flags.raw and flags.chat is not None:
         raise UserError("--raw continues text and --chat answers turns: give one of them")
-    n_prompts = (flags.prompt is not None) + (flags.prompts_file is not None)
+    files = flags.gap_files
+    n_prompts = (flags.prompt is not None) + (flags.prompts_file is not None) + bool(files)
+    if files and flags.chat is not None:
+        raise UserError("--prefix_file and --suffix_file take no --chat")
     may_talk = flags.chat is not None or (flags.model is not None and not flags.raw)
     if n_prompts > 1 or (n_prompts == 0 and not may_talk):
         raise UserError(NOTHING_ASKED)
@@ -35,8 +38,9 @@ def checked(flags: Flags) -> Flags:
         raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
     if flags.save_drafts:
         file_to_write(flags.save_drafts, "--save_drafts")
-    if flags.prompts_file is not None:
-        open(flags.prompts_file).close()
+    for file in (flags.prompts_file, *files.values()):
+        if file is not None:
+            open(file).close()
     if flags.model is not None:
         resolve(flags.model)
     return flags

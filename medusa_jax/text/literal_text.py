@@ -6,6 +6,7 @@ Those that the chat template writes remain special.
 import json
 import random
 import re
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -28,12 +29,16 @@ class LiteralText:
     are replaced by other stand-ins, which a copy of the tokenizer reads as the special tokens, and the messages
     get their text back, which the copy reads as text. So one pass over the whole text gives ids and correct
     offsets.
+
+    Args:
+      also: further added tokens that are treated like special ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
         self._tokenizer, self._backend = tokenizer, tokenizer.backend
         added = self._backend.get_added_tokens_decoder() if self._backend else {}
-        special = sorted((t.content for t in added.values() if t.special), key=len)[::-1]
+        texts = {t.content for t in added.values() if t.special or t.content in also}
+        special = sorted(texts, key=len)[::-1]
         draw = random.SystemRandom()
         firsts = iter(draw.sample(FIRST, 2 * len(special)))
 
@@ -70,11 +75,11 @@ class LiteralText:
         """Restore the text of the messages in a rendered text."""
         return _replace(self._stand_in, self._shown, text)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Ids of a text without a template; the BOS comes first if the tokenizer adds it."""
         if not self._special.search(text):
-            return self._tokenizer.encode(text, add_bos=True)
-        bos = self._tokenizer.bos_id if self._tokenizer.adds_bos else None
+            return self._tokenizer.encode(text, add_bos=add_bos)
+        bos = self._tokenizer.bos_id if add_bos and self._tokenizer.adds_bos else None
         return [*([] if bos is None else [bos]), *self._encode(text)[0]]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:

@@ -17,6 +17,11 @@ SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
 # Special tokens that chat templates read.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+# Tokens of prompts for filling in the middle (`text/fill.py`), under the names that some files give them.
+FILL_TOKENS = (
+    *("prefix_token", "suffix_token", "middle_token"),
+    *("fill_pad_token", "repository_token", "file_token"),
+)
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
 # second.
 LONG = 4096
@@ -35,6 +40,7 @@ class Tokenizer:
       chat_template: the Jinja source from the model directory, or ""; of several by name the default.
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
+      fill_texts: those of `FILL_TOKENS` that the files name.
       special_ids: ids that `decode` skips by default.
       origin: the model's name in its metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
@@ -49,6 +55,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | dict[str, str] = "",
         special_texts: dict[str, str] | None = None,
+        fill_texts: dict[str, str] | None = None,
         origin: str = "",
     ) -> None:
         check_growth(backend)
@@ -66,6 +73,7 @@ class Tokenizer:
         self.chat_template = chat_template if isinstance(chat_template, str) else default
         self.named_templates = templates
         self.special_texts, self.origin = special_texts or {}, origin
+        self.fill_texts = fill_texts or {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
@@ -157,6 +165,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
+    fill = {name: text for name in FILL_TOKENS if (text := text_of(name)) is not None}
     return Tokenizer(
         backend,
         bos_id=bos_id,
@@ -164,6 +173,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_template=_chat_templates(directory, settings),
         special_texts=special,
+        fill_texts=fill,
         origin=str(model.get("_name_or_path", "")),
     )
 
@@ -179,6 +189,7 @@ class NoTokenizer(Tokenizer):
         self.directory, self.backend = directory, None
         self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
         self.chat_template, self.named_templates, self.special_texts = "", {}, {}
+        self.fill_texts: dict[str, str] = {}
         self.origin = ""
         self.eos_ids = self.special_ids = self.byte_ids = frozenset()
 
