@@ -1,14 +1,14 @@
 """Prompts for filling in the middle, against llama.cpp's layout written out."""
 
-import json
+from itertools import pairwise
 
 import pytest
-from gguf_files import byte_level_metadata, tiny
+from gguf_files import tiny
 from tiny import write_coder, write_model
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
-from medusa_jax.text.fill import REPOSITORY, STEP, Gap, fill_of
+from medusa_jax.text.fill import STEP, Gap, fill_of
 from medusa_jax.text.tokenizer import load_tokenizer
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit(coder):
         assert f"{'q' * typed}ll<|fim_suffix|>" in text
         prompts.append(text[: text.index("<|fim_suffix|>") - 2])
     assert "a\na" not in prompts[0] and "b" * 300 in prompts[0] and "c" * 300 in prompts[0]
-    jumps = sum(not new.startswith(old) for old, new in zip(prompts, prompts[1:]))
+    jumps = sum(not new.startswith(old) for old, new in pairwise(prompts))
     assert jumps == 1 and len(prompts[0]) > 700
 
 
@@ -76,5 +76,7 @@ def test_names_in_the_files_count_before_spellings(tmp_path, tokenizer_json):
 
 def test_a_model_without_them(tmp_path):
     write_model(tmp_path)
-    with pytest.raises(UserError, match="cannot fill in a middle: its tokenizer has no prefix"):
+    with pytest.raises(
+        UserError, match="cannot fill in a middle: its tokenizer has no prefix"
+    ):
         fill_of(load_tokenizer(str(tmp_path)))

@@ -14,6 +14,7 @@ from medusa_jax.serving.request import Delta, Ending, Lines
 from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.whole_files import Json
 
+ANYTHING = (object, bool)
 # Fields that change nothing here: any row's cache is searched, and reading a prompt has no limit of time.
 IGNORED = [
     "cache_prompt",
@@ -98,11 +99,11 @@ def infill_call(
     """
     fields, tokenizer = BodyFields(body, NEUTRAL), model.tokenizer
     for ignored in IGNORED:
-        fields.take(ignored, (object,), "anything", None)
+        fields.take(ignored, ANYTHING, "anything", None)
     gap = Gap(_needed(fields, "input_prefix"), _needed(fields, "input_suffix"))
     line, files = fields.text("prompt"), []
     for file in fields.each("input_extra", "a list of objects with 'filename' and 'text'"):
-        file.take("time", (object,), "anything", None)  # of llama.vim's own
+        file.take("time", ANYTHING, "anything", None)  # of llama.vim's own
         files.append((file.text("filename", "tmp"), _needed(file, "text")))
     asked = fields.whole("n_predict", -1, -1, 2**31 - 1)
     n_new = min(most_new, asked if asked >= 0 else most_new)
@@ -116,7 +117,7 @@ def infill_call(
     indent = fields.whole("n_indent", 0, 0)
     seconds = fields.number("t_max_predict_ms", 0, 0) / 1000 or math.inf
     paths = fields.take("response_fields", (list,), "a list of paths", [])
-    completion: Json = {name: fields.take(name, (object,), "", None) for name in SHARED}
+    completion: Json = {name: fields.take(name, ANYTHING, "", None) for name in SHARED}
     completion |= _sampling(fields, ends)
     completion |= {"prompt": prompt, "max_tokens": max(1, n_new)}
     # llama.vim sends "" for the only model.
