@@ -3,23 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.text.literal_text import LiteralText
-from medusa_jax.text.tokenizer import FILL_TOKENS, Tokenizer
+from medusa_jax.text.fill_tokens import NEEDED
+from medusa_jax.text.literal_text import literal_text
+from medusa_jax.text.tokenizer import Tokenizer
 
-# Spellings of the tokens, for tokenizers whose files do not name them: llama.cpp's list.
-SPELLINGS = {
-    "prefix_token": "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim\u2581begin\uff5c> <PRE> \u2581<PRE> "
-    "<|code_prefix|> <|prefix|>",
-    "suffix_token": "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim\u2581hole\uff5c> <SUF> \u2581<SUF> "
-    "<|code_suffix|> <|suffix|>",
-    "middle_token": "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim\u2581end\uff5c> <MID> \u2581<MID> "
-    "<|code_middle|> <|middle|>",
-    "fill_pad_token": "<|fim_pad|> <fim-pad> <fim_pad>",
-    "repository_token": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
-    "file_token": "<|file_sep|>",
-}
 # What llama.cpp's server writes for the names that a client does not send, and between files for models without
 # tokens for them.
 REPOSITORY, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n"
@@ -51,21 +41,18 @@ class Fill:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        texts = {name: _spelling(tokenizer, name) for name in FILL_TOKENS}
-        spelled = [text for text in texts.values() if text]
-        self._literal = LiteralText(tokenizer, also=spelled)
-        ids = {name: tokenizer.token_to_id(text) for name, text in texts.items() if text}
-        missing = [name for name in FILL_TOKENS[:3] if ids.get(name) is None]
-        if missing:
+        texts = tokenizer.fill_texts
+        if not texts:
             raise UserError(
-                f"this model cannot fill in a middle: its tokenizer has no {missing[0].replace('_', ' ')}; "
-                "use a model of code such as Qwen2.5-Coder, or complete a prompt"
+                "this model cannot fill in a middle: its tokenizer has no tokens for it; use a model of code such "
+                "as Qwen2.5-Coder, or complete a prompt"
             )
-        self._prefix, self._suffix, self._middle = (ids[name] for name in FILL_TOKENS[:3])
+        ids: dict[str, Any] = {name: tokenizer.token_to_id(texts[name]) for name in texts}
+        self._prefix, self._suffix, self._middle = (ids.pop(name) for name in NEEDED)
         self._repository, self._file = ids.get("repository_token"), ids.get("file_token")
-        others = (ids.get(name) for name in FILL_TOKENS[3:])
-        self.ends = frozenset(i for i in others if i is not None)
-        self._start = [] if not tokenizer.adds_bos else [tokenizer.bos_id]
+        self.ends = frozenset(ids.values())
+        self._literal = literal_text(tokenizer)
+        self._start = [tokenizer.bos_id] if tokenizer.adds_bos else []
 
     def prompt(self, gap: Gap) -> list[int]:
         """Return the prompt for a gap of one file, without a limit on its length."""
@@ -117,14 +104,6 @@ class Fill:
 
     def _ids(self, text: str) -> list[int]:
         return self._literal.encode(text, add_bos=False) if text else []
-
-
-def _spelling(tokenizer: Tokenizer, name: str) -> str | None:
-    """Return the text of one of the tokens: the files' own, else the first of the known ones."""
-    if own := tokenizer.fill_texts.get(name):
-        return own
-    known = SPELLINGS[name].split()
-    return next((text for text in known if tokenizer.token_to_id(text) is not None), None)
 
 
 @lru_cache(maxsize=4)

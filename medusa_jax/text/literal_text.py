@@ -6,7 +6,6 @@ Those that the chat template writes remain special.
 import json
 import random
 import re
-from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -29,16 +28,12 @@ class LiteralText:
     are replaced by other stand-ins, which a copy of the tokenizer reads as the special tokens, and the messages
     get their text back, which the copy reads as text. So one pass over the whole text gives ids and correct
     offsets.
-
-    Args:
-      also: further added tokens that are treated like special ones.
     """
 
-    def __init__(self, tokenizer: Tokenizer, also: Iterable[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._backend = tokenizer, tokenizer.backend
         added = self._backend.get_added_tokens_decoder() if self._backend else {}
-        texts = {t.content for t in added.values() if t.special or t.content in also}
-        special = sorted(texts, key=len)[::-1]
+        special = sorted((t.content for t in added.values() if t.special), key=len)[::-1]
         draw = random.SystemRandom()
         firsts = iter(draw.sample(FIRST, 2 * len(special)))
 

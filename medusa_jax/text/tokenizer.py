@@ -9,6 +9,8 @@ from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import optional_json
 from medusa_jax.text.growth import check_growth
+from medusa_jax.text.fill_tokens import SPELLINGS
+from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"
@@ -17,11 +19,6 @@ SOURCES = ("tokenizer.model", "vocab.json", "vocab.txt")
 NO_DEFAULT = "{{ raise_exception('there are several by name and no default') }}"
 # Special tokens that chat templates read.
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Tokens of prompts for filling in the middle (`text/fill.py`), under the names that some files give them.
-FILL_TOKENS = (
-    *("prefix_token", "suffix_token", "middle_token"),
-    *("fill_pad_token", "repository_token", "file_token"),
-)
 # Texts with more characters are encoded by the library's batch call, which releases the GIL: a megabyte takes a
 # second.
 LONG = 4096
@@ -40,7 +37,7 @@ class Tokenizer:
       chat_template: the Jinja source from the model directory, or ""; of several by name the default.
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
-      fill_texts: those of `FILL_TOKENS` that the files name.
+      fill_texts: tokens for filling in the middle, by their names in `fill_tokens.py`.
       special_ids: ids that `decode` skips by default.
       origin: the model's name in its metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
@@ -66,6 +63,7 @@ class Tokenizer:
         if adds_bos is None:
             adds_bos = encode_text(backend, "a", special=True).ids[:1] == [bos_id]
         self.adds_bos = adds_bos and bos_id is not None
+        self.fill_texts = find_fill_texts(backend, fill_texts or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
         templates = {} if isinstance(chat_template, str) else dict(chat_template)
@@ -73,7 +71,6 @@ class Tokenizer:
         self.chat_template = chat_template if isinstance(chat_template, str) else default
         self.named_templates = templates
         self.special_texts, self.origin = special_texts or {}, origin
-        self.fill_texts = fill_texts or {}
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         bytes_ = [backend.token_to_id(f"<0x{b:02X}>") for b in range(256)]
@@ -165,7 +162,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
-    fill = {name: text for name in FILL_TOKENS if (text := text_of(name)) is not None}
+    fill = {name: text for name in SPELLINGS if (text := text_of(name)) is not None}
     return Tokenizer(
         backend,
         bos_id=bos_id,

@@ -6,12 +6,13 @@ import time
 
 import httpx2 as httpx
 import pytest
-from served import NAME, TREE, alone, events_of, listening, load_model, until
+from served import NAME, TREE, alone, ask_app, events_of, listening, load_model, until
 from tiny import write_coder
 
 from medusa_jax import Options
 from medusa_jax.api import StoppingText
 from medusa_jax.serving import Server, lines
+from medusa_jax.serving.http import make_app
 from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import Lines
 from medusa_jax.text.fill import Gap, fill_of
@@ -47,7 +48,7 @@ def port(tmp_path_factory):
 
 @pytest.fixture
 def http(port):
-    with httpx.Client(base_url=port.url, timeout=120) as client:
+    with httpx.Client(base_url=port.url, timeout=600) as client:
         yield client
     port.wait_idle()
 
@@ -144,11 +145,11 @@ def test_what_is_refused(http, fields, status, about):
     assert answer.status_code == status and about in answer.text
 
 
-def test_a_model_without_the_tokens(other):
-    answer = other("POST", "/infill", json=ASKED | {"model": None})
+def test_a_model_without_the_tokens(shared_port):
+    app = make_app(shared_port.server, name=NAME, template="")
+    answer = ask_app(app, "POST", "/infill", json=ASKED)
     assert answer.status_code == 501 and "cannot fill in a middle" in answer.text
-    body = {"prompt": "a", "suffix": "b"}
-    answer = other("POST", "/v1/completions", json=body)
+    answer = ask_app(app, "POST", "/v1/completions", json={"prompt": "a", "suffix": "b"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "suffix"
 
 

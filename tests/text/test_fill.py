@@ -24,6 +24,10 @@ def shown(tokenizer, ids):
 
 
 def test_a_gap(coder):
+    names = coder.fill_texts.values()
+    assert (
+        coder.decode([coder.token_to_id(name) for name in names]) == "" and len(names) == 6
+    )
     ids = fill_of(coder).prompt(Gap("def f(", "):\n"))
     assert shown(coder, ids) == "<|fim_prefix|>def f(<|fim_suffix|>):\n<|fim_middle|>"
 
@@ -77,6 +81,6 @@ def test_names_in_the_files_count_before_spellings(tmp_path, tokenizer_json):
 def test_a_model_without_them(tmp_path):
     write_model(tmp_path)
     with pytest.raises(
-        UserError, match="cannot fill in a middle: its tokenizer has no prefix"
+        UserError, match="cannot fill in a middle: its tokenizer has no tokens for it"
     ):
         fill_of(load_tokenizer(str(tmp_path)))

@@ -102,7 +102,7 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
-# Of filling in the middle (`text/tokenizer.py: FILL_TOKENS`), with the names in older files.
+# Of filling in the middle (`text/fill_tokens.py`), with the names in older files.
 FILL_TOKENS = {
     "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
     "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
