@@ -221,13 +221,7 @@ class Model(LoadedModel):
     def complete(
         self, prefix: str, suffix: str, options: Options = DEFAULTS, **engine_options: Any
     ) -> Result:
-        """Fill in the middle between two texts, as an editor does at its cursor.
-
-        Args:
-          engine_options: as for `generate`.
-
-        Raises:
-          UserError: as `generate`; the tokenizer has no tokens for it.
+        """Fill in the middle between two texts; a `UserError` if the model has no tokens for it.
 
         Example:
           print(model.complete("def add(a, b):\n    return ", "\n").text)

@@ -28,10 +28,7 @@ class StoppingText:
       least: stop strings within the first `least` tokens do not end it.
 
     Attributes:
-      text: the text that may be shown.
-      stopped: whether it has ended.
-      stop_reason: why, as in `Result.finish_reason`.
-      tokens_used: number of tokens until then.
+      stop_reason: `Result.finish_reason` of a text that has ended here.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, MeshFlags, HostFlag
     prefix_file: str | None = flag(
         "fill in the middle after this file's text, for models of code", None
     )
-    suffix_file: str | None = flag("the text after the middle", None)
+    suffix_file: str | None = flag("the text after that middle, if any", None)
     batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
     chat: str | None = flag(
         "the prompt is a user's turn in the tokenizer's chat template (or a shipped one by name); "
@@ -156,9 +156,3 @@ class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, MeshFlags, HostFlag
     )
     raw: bool = flag("continue the prompt as it is, for chat models as well", False)
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
-
-    @property
-    def gap_files(self) -> dict[str, str]:
-        """The files around a middle, by "prefix" and "suffix"."""
-        files = {"prefix": self.prefix_file, "suffix": self.suffix_file}
-        return {name: file for name, file in files.items() if file is not None}

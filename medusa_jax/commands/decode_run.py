@@ -145,7 +145,7 @@ def is_conversation(flags: Flags) -> bool:
     """Whether the flags ask for a conversation: no prompt, and a chat model or --chat."""
     if flags.prompt is not None or flags.prompts_file is not None or flags.raw:
         return False
-    if flags.gap_files:
+    if flags.prefix_file is not None:
         return False
     if flags.chat is not None or flags.model is None:
         return flags.chat is not None

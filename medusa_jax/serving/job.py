@@ -229,7 +229,7 @@ def make_job(
         )
         decode.penalties = [asked]
     ends = model.tokenizer, options.stop, request.stop_ids, request.min_tokens
-    text = LineText(*ends, request.lines) if request.lines else StoppingText(*ends)
+    text = LineText(request.lines, *ends) if request.lines else StoppingText(*ends)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
         job.guide.patience = Patience(SLOW_MASKS)

@@ -209,5 +209,6 @@ def test_a_middle_between_two_files(decode, tmp_path):
     assert text == model.complete(**texts, options=Options(20)).text + "\n"
     assert model.complete(**texts, options=Options(20), tree="copy:3").text + "\n" == text
     assert "cannot fill in a middle" in decode(*files)[2]
+    assert "needs a --prefix_file" in decode(*files[2:])[2]
     assert "give one of" in decode(*files, "--prompt", "a")[2]
-    assert "take no --chat" in decode(*files, "--chat")[2]
+    assert "--chat answers turns" in decode(*files, "--chat")[2]

@@ -69,7 +69,7 @@ def test_llama_vim_types_waits_and_accepts(coder, tmp_path, monkeypatch):
     with server, listening(server) as port:
         fields = {"endpoint_fim": f"{port.url}/infill", "n_predict": 8, "show_info": 0}
         editor = Editor(tmp_path, file, PLUGIN, **fields)
-        until(lambda: b"add" in editor.screen)
+        until(lambda: b"def" in editor.screen)
         editor.type("o    ret", 0.1)
         asked = "def add(a, b):\n    ret<|fim_suffix|>"
         until(lambda: any(asked in text for text, _ in answers), 240)

@@ -176,7 +176,7 @@ def shown_of(tokenizer, text, rules, monkeypatch, seconds_a_token=0.0, pieces=1)
     """The text that a completion of these characters shows, and whether a rule ended it."""
     clock = [0.0]
     monkeypatch.setattr(lines.time, "perf_counter", lambda: clock[0])
-    made = LineText(tokenizer, (), (), 0, rules)
+    made = LineText(rules, tokenizer, ())
     ids, shown = tokenizer.encode(text), ""
     for at in range(0, len(ids), pieces):
         part = ids[at : at + pieces]

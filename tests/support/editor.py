@@ -18,10 +18,10 @@ from typing import ClassVar
 
 # A vim that reads nothing of its user's; g:llama_config must come before the plugin.
 VIMRC = """
-set nocompatible noswapfile encoding=utf-8 shortmess+=I
+set nocompatible noloadplugins noswapfile encoding=utf-8 shortmess+=I
 let g:llama_config = {config}
 set runtimepath+={plugin}
-runtime plugin/llama.vim
+silent runtime plugin/llama.vim
 """
 ESCAPE, TAB = "\x1b", "\t"
 

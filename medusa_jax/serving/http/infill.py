@@ -16,48 +16,16 @@ from medusa_jax.whole_files import Json
 
 ANYTHING = (object, bool)
 # Fields that change nothing here: any row's cache is searched, and reading a prompt has no limit of time.
-IGNORED = [
-    "cache_prompt",
-    "id_slot",
-    "n_cache_reuse",
-    "n_keep",
-    "return_progress",
-    "sse_ping_interval",
-    "t_max_prompt_ms",
-    "timings_per_token",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "dynatemp_exponent",
-    "mirostat_eta",
-    "mirostat_tau",
-    "repeat_last_n",
-    "xtc_threshold",
-]
+IGNORED = (
+    "cache_prompt id_slot n_cache_reuse n_keep t_max_prompt_ms timings_per_token dry_base dry_allowed_length "
+    "dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta mirostat_tau repeat_last_n xtc_threshold"
+)
 # Unsupported fields, with their neutral values.
-NEUTRAL: Values = {
-    name: values
-    for names, *values in (
-        ("dry_multiplier dynatemp_range min_keep mirostat n_probs xtc_probability", 0),
-        ("grammar json_schema", ""),
-        ("n_cmpl typical_p", 1),
-        ("post_sampling_probs return_tokens", False),
-        ("lora", []),
-        ("top_n_sigma", -1),
-    )
-    for name in str(names).split()
-}
+NEUTRAL: Values = {"grammar": ("",), "json_schema": ("",), "lora": ([],), "typical_p": (1,)}
+NEUTRAL |= dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs"), (0,))
+NEUTRAL |= dict.fromkeys(("min_keep", "xtc_probability", "return_tokens"), (0, False))
 # Fields with the same meaning in `/v1/completions`.
-SHARED = [
-    "drafts",
-    "frequency_penalty",
-    "ignore_eos",
-    "model",
-    "presence_penalty",
-    "stop",
-    "stream",
-]
+SHARED = "drafts frequency_penalty ignore_eos logit_bias model presence_penalty stop stream"
 # llama.cpp's samplers: the default of each one's field, and its value for a sampler that is not listed.
 SAMPLERS = {
     "temperature": (0.8, 1.0),
@@ -88,22 +56,21 @@ class InfillCall(Call):
 def infill_call(
     body: Any, name: str, model: Model, most_prompt: int, most_new: int
 ) -> InfillCall:
-    """Read a body of `/infill`.
+    """Read a body of `/infill`, for the model of this name.
 
     Args:
-      name: of the model.
       most_prompt, most_new: most tokens of a prompt and of a text.
 
     Raises:
       HttpError: a field that is not understood, or the model cannot fill in a middle.
     """
     fields, tokenizer = BodyFields(body, NEUTRAL), model.tokenizer
-    for ignored in IGNORED:
-        fields.take(ignored, ANYTHING, "anything", None)
+    for ignored in IGNORED.split():
+        fields.take(ignored, ANYTHING, "", None)
     gap = Gap(_needed(fields, "input_prefix"), _needed(fields, "input_suffix"))
     line, files = fields.text("prompt"), []
     for file in fields.each("input_extra", "a list of objects with 'filename' and 'text'"):
-        file.take("time", ANYTHING, "anything", None)  # of llama.vim's own
+        file.take("time", ANYTHING, "", None)  # of llama.vim's own
         files.append((file.text("filename", "tmp"), _needed(file, "text")))
     asked = fields.whole("n_predict", -1, -1, 2**31 - 1)
     n_new = min(most_new, asked if asked >= 0 else most_new)
@@ -114,57 +81,45 @@ def infill_call(
     context = model.config.max_position
     room = min(most_prompt, context - min(n_new, context // 4))
     prompt = fill_of(tokenizer).editor_prompt(gap, line, files, room)
-    indent = fields.whole("n_indent", 0, 0)
     seconds = fields.number("t_max_predict_ms", 0, 0) / 1000 or math.inf
+    lines = Lines(fields.whole("n_indent", 0, 0), seconds)
     paths = fields.take("response_fields", (list,), "a list of paths", [])
-    completion: Json = {name: fields.take(name, ANYTHING, "", None) for name in SHARED}
-    completion |= _sampling(fields, ends)
-    completion |= {"prompt": prompt, "max_tokens": max(1, n_new)}
-    # llama.vim sends "" for the only model.
-    completion["model"] = completion["model"] or None
+    completion: Json = {
+        name: fields.take(name, ANYTHING, "", None) for name in SHARED.split()
+    }
+    completion |= {"model": completion["model"] or None}  # llama.vim sends ""
+    completion |= {"prompt": prompt, "max_tokens": max(1, n_new), **_sampling(fields)}
+    if "infill" in (fields.body.get("samplers") or ()):
+        biases = {str(i): END_BIAS for i in ends or ()} | (completion["logit_bias"] or {})
+        completion |= {"temperature": 0, "logit_bias": biases}
     fields.finish()
     call = completion_call(completion, name, model, lambda prompt: None)
     [request] = call.requests
     options = ending_middles(tokenizer, model.eos_ids, request.options)
-    request = replace(request, options=options, lines=Lines(indent, seconds))
-    settings: Json = vars(call) | {"requests": [request]}
-    text = tokenizer.decode(prompt, skip_special=False)
-    return InfillCall(
-        **settings, text=text, fields=tuple(map(str, paths)), silent=asked == 0
-    )
+    settings: Json = vars(call) | {
+        "requests": [replace(request, options=options, lines=lines)]
+    }
+    text, fields_sent = tokenizer.decode(prompt, skip_special=False), tuple(map(str, paths))
+    return InfillCall(**settings, text=text, fields=fields_sent, silent=asked == 0)
 
 
 def _needed(fields: BodyFields, name: str) -> str:
-    text = fields.text(name, None)
+    text: str | None = fields.text(name, None)
     if text is None:
         raise fields.refused(name, "is missing")
-    return str(text)
+    return text
 
 
-def _sampling(fields: BodyFields, ends: tuple[int, ...]) -> Json:
-    """Return the fields of `/v1/completions` that sample as these do.
-
-    Args:
-      ends: the tokens that end a text.
-    """
+def _sampling(fields: BodyFields) -> Json:
+    """Return the fields of `/v1/completions` that sample as these do."""
     listed = fields.take("samplers", (list, str), "a list of names", None)
-    values: Json = {}
+    seed = fields.take("seed", (int,), "a whole number", None)
+    values: Json = {"seed": None if seed == -1 else seed}
+    values["repetition_penalty"] = fields.number("repeat_penalty", 1.0, 1e-3)
     for name, (default, neutral) in SAMPLERS.items():
         value = fields.number(name, default, -math.inf)
-        is_listed = not isinstance(listed, list) or name in listed
-        values[name] = max(0, value) if is_listed else neutral
-    problem = "a list of pairs of a token id and a number"
-    pairs = fields.take("logit_bias", (list, dict), problem, [])
-    pairs = [*pairs.items()] if isinstance(pairs, dict) else pairs
-    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise fields.refused("logit_bias", f"should be {problem}")
-    values["logit_bias"] = {str(token): bias for token, bias in pairs}
-    if isinstance(listed, list) and "infill" in listed:
-        values["temperature"] = 0
-        values["logit_bias"] = {str(i): END_BIAS for i in ends} | values["logit_bias"]
-    seed = fields.take("seed", (int,), "a whole number", None)
-    values["seed"] = None if seed == -1 else seed
-    values["repetition_penalty"] = fields.number("repeat_penalty", 1.0, 1e-3)
+        is_left_out = isinstance(listed, list) and name not in listed
+        values[name] = neutral if is_left_out else max(0, value)
     return values
 
 
@@ -199,60 +154,41 @@ class InfillReply(Reply):
     def _end(self, ending: Ending, content: str) -> Json:
         """Return the object of a finished text; a stream has sent the text before `content`."""
         call, result = self.call, ending.result
-        options = call.requests[0].options
-        n_new = 0 if call.silent else result.new_tokens
-        kind, word = self._stop()
-        whole = {
+        options, is_eos = call.requests[0].options, False
+        n_new, n_prompt = result.new_tokens, result.prompt_tokens
+        if call.silent:
+            n_new, content = 0, ""
+        if result.finish_reason == "stop":
+            is_eos = result.token_ids[-1] in (options.eos_ids or ())
+        stop = "eos" if is_eos else "word" if result.finish_reason == "stop" else "limit"
+        said = self.vocabulary.decode(result.token_ids) if stop == "word" else ""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
+        answer = {
             "index": 0,
-            "content": "" if call.silent else content,
+            "content": content,
             "tokens": [],
             "id_slot": 0,
             "stop": True,
             "model": self._head["model"],
             "tokens_predicted": n_new,
-            "tokens_evaluated": result.prompt_tokens,
-            "generation_settings": {
-                "n_predict": 0 if call.silent else options.max_new_tokens,
-                "seed": options.seed,
-                "temperature": options.temperature,
-                "top_k": options.top_k,
-                "top_p": options.top_p,
-                "min_p": options.min_p,
-                "stop": list(options.stop),
-            },
+            "tokens_evaluated": n_prompt,
+            "generation_settings": {name: getattr(options, name) for name in names},
             "prompt": call.text,
             "has_new_line": not call.silent and "\n" in result.text,
             "truncated": False,
-            "stop_type": kind,
-            "stopping_word": word,
-            "tokens_cached": result.prompt_tokens + max(0, n_new - 1),
+            "stop_type": stop,
+            "stopping_word": next((word for word in options.stop if word in said), ""),
+            "tokens_cached": n_prompt + max(0, n_new - 1),
             "timings": {
                 "cache_n": ending.reused_tokens,
+                **_times("prompt", n_prompt - ending.reused_tokens, result.prefill_seconds),
+                **_times("predicted", n_new, result.decode_seconds),
                 "draft_n": ending.drafted,
                 "draft_n_accepted": ending.accepted_drafts,
-                **_times(
-                    "prompt",
-                    result.prompt_tokens - ending.reused_tokens,
-                    result.prefill_seconds,
-                ),
-                **_times("predicted", n_new, result.decode_seconds),
             },
         }
-        return (
-            {path: x for path in call.fields if (x := _inner(whole, path)) is not None}
-            if call.fields
-            else whole
-        )
-
-    def _stop(self) -> tuple[str, str]:
-        """Return why the text ended in llama.cpp's terms, and the stop string that ended it."""
-        result, options = self.endings[0].result, self.call.requests[0].options
-        if result.finish_reason != "stop":
-            return "limit", ""
-        if result.token_ids[-1] in (options.eos_ids or ()):
-            return "eos", ""
-        text = self.vocabulary.decode(result.token_ids)
-        return "word", next((stop for stop in options.stop if stop in text), "")
+        inner = ((path, _inner(answer, path)) for path in call.fields)
+        return {path: x for path, x in inner if x is not None} if call.fields else answer
 
 
 def _times(name: str, n: int, seconds: float) -> Json:
