@@ -193,8 +193,8 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
         number = _token_id(file, key, len(tokens))
         if number is not None:
             settings[name] = tokens[number]
-    for name, keys in FILL_TOKENS.items():
-        numbers = (_token_id(file, key, len(tokens)) for key in keys)
+    for name, fill_keys in FILL_TOKENS.items():
+        numbers = (_token_id(file, key, len(tokens)) for key in fill_keys)
         if (number := next((n for n in numbers if n is not None), None)) is not None:
             settings[name] = tokens[number]
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
