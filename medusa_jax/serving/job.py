@@ -228,8 +228,8 @@ def make_job(
             penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
         )
         decode.penalties = [asked]
-    ends = model.tokenizer, options.stop, request.stop_ids, request.min_tokens
-    text = LineText(request.lines, *ends) if request.lines else StoppingText(*ends)
+    rules = model.tokenizer, options.stop, request.stop_ids, request.min_tokens
+    text = LineText(request.lines, *rules) if request.lines else StoppingText(*rules)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
         job.guide.patience = Patience(SLOW_MASKS)

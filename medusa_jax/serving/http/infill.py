@@ -21,9 +21,12 @@ IGNORED = (
     "dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta mirostat_tau repeat_last_n xtc_threshold"
 )
 # Unsupported fields, with their neutral values.
-NEUTRAL: Values = {"grammar": ("",), "json_schema": ("",), "lora": ([],), "typical_p": (1,)}
-NEUTRAL |= dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs"), (0,))
-NEUTRAL |= dict.fromkeys(("min_keep", "xtc_probability", "return_tokens"), (0, False))
+NEUTRAL: Values = {
+    **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs"), (0,)),
+    **dict.fromkeys(("min_keep", "xtc_probability", "return_tokens"), (0, False)),
+    **dict.fromkeys(("grammar", "json_schema"), ("",)),
+    **{"lora": ([],), "typical_p": (1,)},
+}
 # Fields with the same meaning in `/v1/completions`.
 SHARED = "drafts frequency_penalty ignore_eos logit_bias model presence_penalty stop stream"
 # llama.cpp's samplers: the default of each one's field, and its value for a sampler that is not listed.
