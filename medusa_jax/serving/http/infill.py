@@ -25,7 +25,8 @@ NEUTRAL: Values = {
     **dict.fromkeys(("dry_multiplier", "dynatemp_range", "mirostat", "n_probs"), (0,)),
     **dict.fromkeys(("min_keep", "xtc_probability", "return_tokens"), (0, False)),
     **dict.fromkeys(("grammar", "json_schema"), ("",)),
-    **{"lora": ([],), "typical_p": (1,)},
+    "lora": ([],),
+    "typical_p": (1,),
 }
 # Fields with the same meaning in `/v1/completions`.
 SHARED = "drafts frequency_penalty ignore_eos logit_bias model presence_penalty stop stream"
