@@ -15,9 +15,9 @@ from medusa_jax.text.tokenizer import Tokenizer
 REPOSITORY, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n"
 # Most tokens around a gap for which a client sends a whole window; three quarters before it.
 WINDOW = 2048
-# The text before a gap loses its beginning in steps of this many tokens, so that the prompt of the next keystroke
-# begins equally and its cache can be used.
-STEP = 256
+# The text before a gap loses its beginning in steps of this part of the window, so that the prompt of the next
+# keystroke begins equally and its cache can be used.
+STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Fill:
         """
         before, after, line_ids = map(self._ids, (gap.prefix, gap.suffix, line))
         window = min(WINDOW, room // 2)
-        excess = max(0, len(before) - 3 * (window // 4))
-        before = before[-(-excess // STEP) * STEP :]
+        excess, step = max(0, len(before) - 3 * (window // 4)), max(1, window // STEPS)
+        before = before[-(-excess // step) * step :]
         after = after[: max(0, window // 4 - 2 - len(line_ids))]
         around = self._around([*before, *line_ids], after)
         own = self._named(FILE) if self._file is not None else []

@@ -8,7 +8,7 @@ from tiny import write_coder, write_model
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
-from medusa_jax.text.fill import STEP, Gap, fill_of
+from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.tokenizer import load_tokenizer
 
 
@@ -57,7 +57,7 @@ def test_what_does_not_fit(coder):
     fill, room = fill_of(coder), 2 * 800
     files = [(name, name * 300) for name in "abc"]
     prompts = []
-    for typed in range(0, STEP, 8):
+    for typed in range(0, 256, 8):
         prefix = "p" * 1000 + "q" * typed
         ids = fill.editor_prompt(Gap(prefix, "s" * 900), "ll", files, room)
         text = shown(coder, ids)
@@ -66,7 +66,9 @@ def test_what_does_not_fit(coder):
         prompts.append(text[: text.index("<|fim_suffix|>") - 2])
     assert "a\na" not in prompts[0] and "b" * 300 in prompts[0] and "c" * 300 in prompts[0]
     jumps = sum(not new.startswith(old) for old, new in pairwise(prompts))
-    assert jumps == 1 and len(prompts[0]) > 700
+    assert jumps == 3 and len(prompts[0]) > 700
+    short = shown(coder, fill.editor_prompt(Gap("p" * 40, ""), "l", [], 110))
+    assert f"{34 * 'p'}l" in short and 35 * "p" not in short
 
 
 def test_names_in_the_files_count_before_spellings(tmp_path, tokenizer_json):
