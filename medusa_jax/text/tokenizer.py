@@ -8,9 +8,9 @@ from typing import Any
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import optional_json
-from medusa_jax.text.growth import check_growth
 from medusa_jax.text.fill_tokens import SPELLINGS
 from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
+from medusa_jax.text.growth import check_growth
 from medusa_jax.whole_files import Json, read_text
 
 BROKEN = "\ufffd"

@@ -131,7 +131,6 @@ class InfillReply(Reply):
     """Builds llama.cpp's answer to one call of `/infill`."""
 
     call: InfillCall
-    last_event = ""
 
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
@@ -152,8 +151,8 @@ class InfillReply(Reply):
             "id_slot": 0,
         }
 
-    def last(self) -> list[Json]:
-        return []
+    def last(self) -> list[Json | str]:
+        return [""]  # no further event
 
     def _end(self, ending: Ending, content: str) -> Json:
         """Return the object of a finished text; a stream has sent the text before `content`."""

@@ -85,10 +85,7 @@ class Reply:
       endings: the ending of each finished choice.
       echoes: by choice, its prompt, if the answer repeats it; a stream removes it with the first delta.
       readers: by choice, its `CallReader`; empty if the answer can only be text.
-      last_event: ends a stream; "" is no event.
     """
-
-    last_event = "[DONE]"
 
     def __init__(self, call: Call, vocabulary: Vocabulary, model: str) -> None:
         self.call, self.vocabulary = call, vocabulary
