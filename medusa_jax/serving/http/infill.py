@@ -139,17 +139,12 @@ class InfillReply(Reply):
     def first(self) -> list[Json]:
         return []
 
-    def piece(self, index: int, delta: Delta) -> Json:
+    def piece(self, index: int, delta: Delta) -> list[Json]:
         if delta.ending:
             self.endings[index] = delta.ending
-            return self._end(delta.ending, delta.text)
-        return {
-            "index": 0,
-            "content": delta.text,
-            "tokens": [],
-            "stop": False,
-            "id_slot": 0,
-        }
+            return [self._end(delta.ending, delta.text)]
+        part: Json = {"index": 0, "content": delta.text, "tokens": [], "id_slot": 0}
+        return [part | {"stop": False}]
 
     def last(self) -> list[Json | str]:
         return [""]  # no further event
