@@ -8,7 +8,7 @@ from typing import Any, overload
 import jax
 
 from medusa_jax.api.loaded import LoadedModel
-from medusa_jax.api.prompts import Prompt, conversation, is_message, read_arguments
+from medusa_jax.api.prompts import Prompt, conversation, is_message, middle, read_arguments
 from medusa_jax.api.results import DEFAULTS, Options, Result, results_of
 from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.api.text_stream import Chunk, OnEnd, OnTokens, TextStream, stream_rows
@@ -18,8 +18,9 @@ from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import pack_stops
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message
+from medusa_jax.text.fill import Gap
 from medusa_jax.tree.tree import Tree
-from medusa_jax.typed import known_arguments
+from medusa_jax.typed import known_arguments, read
 
 OPTIONS = [field.name for field in dataclasses.fields(Options)]
 
@@ -216,6 +217,28 @@ class Model(LoadedModel):
         prompt, options = conversation(
             self.tokenizer, self.eos_ids, messages, options, template
         )
+        return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
+
+    @known_arguments(OPTIONS)
+    def complete(
+        self,
+        prefix: str,
+        suffix: str,
+        options: Options = DEFAULTS,
+        *,
+        tree: str | Tree | None = None,
+        acceptance: str = "auto",
+    ) -> Result:
+        """Fill in the middle between two texts; a `UserError` if the model has no tokens for it.
+
+        Args:
+          tree, acceptance: as for `generate`.
+
+        Example:
+          print(model.complete("def add(a, b):\n    return ", "\n").text)
+        """
+        gap = Gap(read("prefix", prefix, str), read("suffix", suffix, str))
+        prompt, options = middle(self.tokenizer, self.eos_ids, gap, options)
         return self.generate([prompt], options, tree=tree, acceptance=acceptance)[0]
 
     def _stream(

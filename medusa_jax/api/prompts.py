@@ -11,6 +11,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.errors import UserError
 from medusa_jax.text.chat import Message, encode_prompt, stop_ids
+from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.tokenizer import Tokenizer
 from medusa_jax.typed import WRONG, as_type, read
 
@@ -107,6 +108,27 @@ def ending_turns(
     if options.eos_ids is not None:
         return options
     ends = {*eos_ids, *stop_ids(tokenizer, template)}
+    return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
+
+
+def middle(
+    tokenizer: Tokenizer, eos_ids: Sequence[int], gap: Gap, options: Options
+) -> tuple[list[int], Options]:
+    """Token ids of a prompt to fill a gap, and options for its text.
+
+    Raises:
+      UserError: the tokenizer has no tokens for it.
+    """
+    return fill_of(tokenizer).prompt(gap), ending_middles(tokenizer, eos_ids, options)
+
+
+def ending_middles(
+    tokenizer: Tokenizer, eos_ids: Sequence[int], options: Options
+) -> Options:
+    """Options whose text ends at the end of a middle, unless they name EOS ids."""
+    if options.eos_ids is not None:
+        return options
+    ends = {*eos_ids, *fill_of(tokenizer).ends}
     return dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
 
 

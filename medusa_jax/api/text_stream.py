@@ -26,6 +26,9 @@ class StoppingText:
     Args:
       stop, stop_ids: strings and tokens that end the text and are cut off.
       least: stop strings within the first `least` tokens do not end it.
+
+    Attributes:
+      stop_reason: `Result.finish_reason` of a text that has ended here.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class StoppingText:
         self._stop_ids, self._least = stop_ids, least
         self._held = ""
         self.text = ""
-        self.stopped = False
+        self.stopped, self.stop_reason = False, "stop"
         self.tokens_used = 0
 
     def push(self, token: int) -> str:
@@ -82,15 +85,18 @@ class StoppingText:
 
     def _release(self, text: str, final: bool) -> str:
         self._held += text
-        stops = [at for s in self._stop if (at := self._held.find(s)) >= 0]
-        if stops:
-            out, self.stopped = self._held[: min(stops)], True
+        if ends := self._ends():
+            out, self.stopped = self._held[: min(ends)], True
         else:
             keep = 0 if final else self._beginning()
             out = self._held[: len(self._held) - keep]
         self._held = self._held[len(out) :]
         self.text += out
         return out
+
+    def _ends(self) -> list[int]:
+        """Places in the held text where it ends."""
+        return [at for s in self._stop if (at := self._held.find(s)) >= 0]
 
     def _beginning(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""

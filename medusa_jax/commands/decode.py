@@ -25,7 +25,14 @@ def checked(flags: Flags) -> Flags:
     """Refuse impossible combinations and missing files."""
     if flags.raw and flags.chat is not None:
         raise UserError("--raw continues text and --chat answers turns: give one of them")
-    n_prompts = (flags.prompt is not None) + (flags.prompts_file is not None)
+    prompts = flags.prompt, flags.prompts_file, flags.prefix_file
+    n_prompts = sum(prompt is not None for prompt in prompts)
+    if flags.prefix_file is not None and flags.chat is not None:
+        raise UserError(
+            "--prefix_file continues a file and --chat answers turns: give one of them"
+        )
+    if flags.suffix_file is not None and flags.prefix_file is None:
+        raise UserError("--suffix_file needs a --prefix_file, which may be empty")
     may_talk = flags.chat is not None or (flags.model is not None and not flags.raw)
     if n_prompts > 1 or (n_prompts == 0 and not may_talk):
         raise UserError(NOTHING_ASKED)
@@ -35,8 +42,9 @@ def checked(flags: Flags) -> Flags:
         raise UserError("--save_drafts draws one text as it is shown: give --prompt alone")
     if flags.save_drafts:
         file_to_write(flags.save_drafts, "--save_drafts")
-    if flags.prompts_file is not None:
-        open(flags.prompts_file).close()
+    for file in (flags.prompts_file, flags.prefix_file, flags.suffix_file):
+        if file is not None:
+            open(file).close()
     if flags.model is not None:
         resolve(flags.model)
     return flags

@@ -12,14 +12,13 @@ EXAMPLES = """examples:
   python decode.py --model smollm2 --prompt "What is the capital of France?"   a chat model answers
   python decode.py --model smollm2 --chat                                      a conversation
   python decode.py --model path/to/model.gguf --raw --prompt "Once upon"       continue raw text
+  python decode.py --model coder.gguf --prefix_file before.py --suffix_file after.py      fill in the middle
   python decode.py --model path/to/model --drafter path/to/heads --prompt "Hello" --compare --json
   python decode.py --prompt "class Stack:" --temperature 0.8 --seed 3 --tree chain:3
   python decode.py --prompts_file requests.jsonl --batch_size 16 > answers.jsonl
 """
 ACCEPTANCE = ("auto", "greedy", "sampled", "rejection", "typical")
-NOTHING_ASKED = (
-    "give either --prompt TEXT or --prompts_file FILE (or --chat alone, to talk)"
-)
+NOTHING_ASKED = "give one of --prompt TEXT, --prompts_file FILE and --prefix_file FILE (or --chat alone, to talk)"
 
 
 def biases(text: str) -> dict[int, float]:
@@ -142,6 +141,10 @@ class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, MeshFlags, HostFlag
         "logit_bias, constraint; answers are JSON lines in the same order",
         None,
     )
+    prefix_file: str | None = flag(
+        "fill in the middle after this file's text, for models of code", None
+    )
+    suffix_file: str | None = flag("the text after that middle, if any", None)
     batch_size: int = flag("requests decoded at a time", 8, type=at_least(1))
     chat: str | None = flag(
         "the prompt is a user's turn in the tokenizer's chat template (or a shipped one by name); "

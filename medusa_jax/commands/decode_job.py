@@ -21,7 +21,7 @@ class DecodeJob:
     Attributes:
       acceptance: name of the rule.
       repeats: timed runs of a comparison with plain decoding; 0: no comparison.
-      form: how the prompts were read, "chat" or "raw text".
+      form: how the prompts were read, "chat", "raw text" or "a middle".
     """
 
     model: Model

@@ -49,7 +49,7 @@ def describe(
     With a comparison, all times are medians of its runs, so rates and speed-up agree.
 
     Args:
-      form: how the prompt was read, "chat" or "raw text".
+      form: how the prompt was read, "chat", "raw text" or "a middle".
     """
     if comparison is not None:
         result = dataclasses.replace(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from medusa_jax.api import Model, Options, Result, find_model
-from medusa_jax.api.prompts import ending_turns
+from medusa_jax.api.prompts import ending_turns, middle
 from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
@@ -19,6 +19,7 @@ from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unu
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
+from medusa_jax.text.fill import Gap
 from medusa_jax.text.tokenizer import Tokenizer
 
 
@@ -83,13 +84,19 @@ def read_job(flags: Flags) -> DecodeJob:
     prompts, options = read_requests(flags)
     refuse_conflicts(flags, options)
     model = load(flags, n_requests=len(options))
-    template = chosen_template(flags, model.tokenizer)
+    is_gap = isinstance(prompts[0], Gap)
+    template = None if is_gap else chosen_template(flags, model.tokenizer)
+    if is_gap:
+        ids, option = middle(model.tokenizer, model.eos_ids, prompts[0], options[0])
+        prompts, options = [tuple(ids)], [option]
     if template is not None:
         options = [
             ending_turns(model.tokenizer, model.eos_ids, option, template)
             for option in options
         ]
-    if model.tokenizer.chat_template and flags.chat is None and not flags.raw:
+    if model.tokenizer.chat_template and not (
+        flags.chat is not None or flags.raw or is_gap
+    ):
         note = "raw text (--chat makes the prompt a user's turn)"
         inform(note if template is None else "chat (--raw continues the prompt instead)")
     prompts = [
@@ -108,7 +115,7 @@ def read_job(flags: Flags) -> DecodeJob:
         options,
         acceptance=acceptance,
         repeats=flags.repeats if flags.compare else 0,
-        form="raw text" if template is None else "chat",
+        form="a middle" if is_gap else "raw text" if template is None else "chat",
     )
 
 
@@ -137,6 +144,8 @@ def load(flags: Flags, n_requests: int) -> Model:
 def is_conversation(flags: Flags) -> bool:
     """Whether the flags ask for a conversation: no prompt, and a chat model or --chat."""
     if flags.prompt is not None or flags.prompts_file is not None or flags.raw:
+        return False
+    if flags.prefix_file is not None:
         return False
     if flags.chat is not None or flags.model is None:
         return flags.chat is not None

@@ -10,6 +10,7 @@ from medusa_jax.commands.decode_flags import NOTHING_ASKED, Flags
 from medusa_jax.errors import UserError
 from medusa_jax.files.generation import text_defaults
 from medusa_jax.files.names import named_model
+from medusa_jax.text.fill import Gap
 from medusa_jax.whole_files import Json, read_text
 
 
@@ -36,14 +37,17 @@ def shared_options(flags: Flags, defaults: Mapping[str, Any] | None = None) -> O
 
 
 def read_requests(flags: Flags) -> tuple[list[Any], list[Options]]:
-    """Prompts (texts, token ids or message lists) and their options, from the flags or a JSONL file."""
-    if flags.prompt is None and flags.prompts_file is None:
+    """Prompts (texts, token ids, message lists or gaps) and their options, from the flags or a JSONL file."""
+    if flags.prompt is None and flags.prompts_file is None and flags.prefix_file is None:
         raise UserError(NOTHING_ASKED)
     options = shared_options(flags)
     if flags.prompts_file:
         from medusa_jax.commands.request_file import read_file
 
         return read_file(flags.prompts_file, options)
+    if flags.prefix_file is not None:
+        suffix = "" if flags.suffix_file is None else read_text(flags.suffix_file)
+        return [Gap(read_text(flags.prefix_file), suffix)], [options]
     if flags.prompt == "-":  # without a byte order mark
         return [sys.stdin.read().lstrip("\ufeff")], [options]
     return [flags.prompt], [options]

@@ -18,6 +18,7 @@ from medusa_jax.decoding.penalties import any_penalties
 from medusa_jax.decoding.state import Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.errors import UserError
+from medusa_jax.serving.lines import LineText
 from medusa_jax.serving.request import Deliver, Delta, Ending, Handle, Request, TooLong
 from medusa_jax.text.tokenizer import Tokenizer
 
@@ -183,6 +184,7 @@ class Job:
         [result] = results_of(*parts)
         if self.text.stopped:
             result.cut(len(self.token_ids), self.text.text)
+            result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
         return Ending(result, queue_seconds, self.reused, self.tree_nodes)
 
@@ -226,7 +228,8 @@ def make_job(
             penalties, least=request.min_tokens, ends=(*ends, *request.stop_ids)
         )
         decode.penalties = [asked]
-    text = StoppingText(model.tokenizer, options.stop, request.stop_ids, request.min_tokens)
+    rules = model.tokenizer, options.stop, request.stop_ids, request.min_tokens
+    text = LineText(request.lines, *rules) if request.lines else StoppingText(*rules)
     job = Job(request, decode, text, model.tokenizer, handle, deliver)
     if job.guide:
         job.guide.patience = Patience(SLOW_MASKS)

@@ -63,10 +63,20 @@ class PromptReader:
                 self.row_prompt = None
 
     def drop_cancelled(self) -> None:
-        """Stop reading a prompt whose client has cancelled."""
-        if self.row_prompt and self.row_prompt.job.handle.cancelled:
-            self._jobs.rows[self.row_prompt.at].job = None
-            self.row_prompt = None
+        """Stop reading a prompt whose client has cancelled; the row keeps what was read.
+
+        An editor replaces its request with every keystroke, so long prompts would otherwise never be read.
+        """
+        if not (self.row_prompt and self.row_prompt.job.handle.cancelled):
+            return
+        job, reading, at = self.row_prompt
+        row, batch = self._jobs.rows[at], self._batch
+        row.job = self.row_prompt = None
+        was_read = reading.position > job.reused
+        if was_read and self._room.known(job.group, batch.rows, batch.slots):
+            batch.insert(reading, at)
+            row.keep(reading.prompt[: reading.position], job.drafted)
+            row.used = self._jobs.turn
 
     def _begin(self) -> RowPrompt | None:
         """Give a row to the first request of the queue that can have one."""

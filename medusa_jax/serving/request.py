@@ -1,11 +1,25 @@
 """A client's request, and the parts of its answer."""
 
+import math
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medusa_jax.api import Options, Result
 from medusa_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Where the lines of a completion end it.
+
+    Attributes:
+      indent: the text ends before a line with fewer spaces and tabs at its beginning.
+      seconds: the text ends at a line's end this long after its first token.
+    """
+
+    indent: int = 0
+    seconds: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class Request:
       stop_ids: tokens that end the text and are cut off, like stop strings.
       min_tokens: EOS, stop strings and `stop_ids` end the text only after this many new tokens.
       predicted: tokens that are expected in the text, to copy drafts from; the text is the same.
+      lines: rules of a completion in an editor.
     """
 
     prompt: str | Sequence[int]
@@ -31,6 +46,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     predicted: Sequence[int] = ()
+    lines: Lines | None = None
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,11 @@ class LiteralText:
         """Restore the text of the messages in a rendered text."""
         return _replace(self._stand_in, self._shown, text)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Ids of a text without a template; the BOS comes first if the tokenizer adds it."""
         if not self._special.search(text):
-            return self._tokenizer.encode(text, add_bos=True)
-        bos = self._tokenizer.bos_id if self._tokenizer.adds_bos else None
+            return self._tokenizer.encode(text, add_bos=add_bos)
+        bos = self._tokenizer.bos_id if add_bos and self._tokenizer.adds_bos else None
         return [*([] if bos is None else [bos]), *self._encode(text)[0]]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[Span]]:

@@ -8,6 +8,8 @@ from typing import Any
 from medusa_jax.errors import UserError, library_errors
 from medusa_jax.files.hub import TEMPLATES_FOLDER, TOKENIZER_FILES, resolve
 from medusa_jax.files.json_files import optional_json
+from medusa_jax.text.fill_tokens import SPELLINGS
+from medusa_jax.text.fill_tokens import fill_texts as find_fill_texts
 from medusa_jax.text.growth import check_growth
 from medusa_jax.whole_files import Json, read_text
 
@@ -35,6 +37,7 @@ class Tokenizer:
       chat_template: the Jinja source from the model directory, or ""; of several by name the default.
       named_templates: the others by name, such as "tool_use".
       special_texts: {"bos_token": "<s>", ...} for chat templates.
+      fill_texts: tokens for filling in the middle, by their names in `fill_tokens.py`.
       special_ids: ids that `decode` skips by default.
       origin: the model's name in its metadata, or "".
       byte_ids: ids of the byte tokens <0x00> ... <0xFF> of a byte-fallback vocabulary.
@@ -49,6 +52,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         chat_template: str | dict[str, str] = "",
         special_texts: dict[str, str] | None = None,
+        fill_texts: dict[str, str] | None = None,
         origin: str = "",
     ) -> None:
         check_growth(backend)
@@ -59,6 +63,7 @@ class Tokenizer:
         if adds_bos is None:
             adds_bos = encode_text(backend, "a", special=True).ids[:1] == [bos_id]
         self.adds_bos = adds_bos and bos_id is not None
+        self.fill_texts = find_fill_texts(backend, fill_texts or {})
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids = frozenset(i for i in eos_ids if 0 <= i < self.vocab_size)
         templates = {} if isinstance(chat_template, str) else dict(chat_template)
@@ -157,6 +162,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     special = {name: text for name in SPECIALS if (text := text_of(name)) is not None}
     if bos_id is not None:
         special.setdefault("bos_token", backend.id_to_token(bos_id) or "")
+    fill = {name: text for name in SPELLINGS if (text := text_of(name)) is not None}
     return Tokenizer(
         backend,
         bos_id=bos_id,
@@ -164,6 +170,7 @@ def load_tokenizer(path: str) -> Tokenizer:
         eos_ids=eos_ids,
         chat_template=_chat_templates(directory, settings),
         special_texts=special,
+        fill_texts=fill,
         origin=str(model.get("_name_or_path", "")),
     )
 
@@ -179,6 +186,7 @@ class NoTokenizer(Tokenizer):
         self.directory, self.backend = directory, None
         self.bos_id, self.adds_bos, self.vocab_size = None, False, 0
         self.chat_template, self.named_templates, self.special_texts = "", {}, {}
+        self.fill_texts: dict[str, str] = {}
         self.origin = ""
         self.eos_ids = self.special_ids = self.byte_ids = frozenset()
 

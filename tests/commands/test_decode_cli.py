@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from files import write_lines
+from tiny import write_coder
 
-from medusa_jax import Options
+from medusa_jax import Options, load
 from medusa_jax.commands.decode import main
 from medusa_jax.commands.requests import read_requests, shared_options
 
@@ -192,3 +193,22 @@ def test_lines_of_a_file(tmp_path):
     _, [first, second] = read_requests(flags)
     assert first == Options(**own)
     assert second == Options(constraint={"regex": "b"})
+
+
+def test_a_middle_between_two_files(decode, tmp_path):
+    write_coder(tmp_path / "coder")
+    texts = {"prefix": "def f(", "suffix": "):\n"}
+    files = []
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+        files += [f"--{name}_file", tmp_path / name]
+    coder = {"model": tmp_path / "coder", "heads": "none", "tree": None}
+    status, text, err = decode(*files, **coder)
+    assert status == 0 and "a middle" in err
+    model = load(str(tmp_path / "coder"), "none")
+    assert text == model.complete(**texts, options=Options(20)).text + "\n"
+    assert model.complete(**texts, options=Options(20), tree="copy:3").text + "\n" == text
+    assert "cannot fill in a middle" in decode(*files)[2]
+    assert "needs a --prefix_file" in decode(*files[2:])[2]
+    assert "give one of" in decode(*files, "--prompt", "a")[2]
+    assert "--chat answers turns" in decode(*files, "--chat")[2]

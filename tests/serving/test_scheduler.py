@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import tiny_arch
-from turns import TREE, Client, alone, check, run, scheduler_of
+from turns import PIECE, TREE, Client, alone, check, finish, run, scheduler_of
 
 from examples.lookahead import LookaheadConfig
 from medusa_jax import Options, Tree, UserError
@@ -272,3 +272,18 @@ def test_predicted_tokens_are_copied_and_never_trusted(model, tree):
         make_job(model, one, 399, 300, None, None) for one in (asked[1], lossy, asked[0])
     )
     assert [job.group.predicted for job in jobs] == [True, False, False]
+
+
+def test_what_was_read_of_a_cancelled_prompt_is_kept(model):
+    """Each keystroke replaces the last request: a prompt of many pieces is read all the same."""
+    scheduler, prompt = scheduler_of(model, {1: TREE}), [5, 6, 7, 8] * 75
+    for n in range(9):
+        client = Client(scheduler, model, Request([*prompt, *[9] * n], options(20)))
+        for _ in range(2):
+            scheduler.step()
+        if client.deltas:
+            break
+        client.handle.cancel()
+    finish(scheduler)
+    check(model, [client])
+    assert client.deltas[-1].ending.reused_tokens >= len(prompt) - 2 * PIECE

@@ -191,3 +191,21 @@ def write_chat_model(path: Path, template: str = TEMPLATE, **fields):
     made = write_model(path, **fields)
     set_template(path, template)
     return made
+
+
+FILL = "<|fim_prefix|> <|fim_suffix|> <|fim_middle|> <|fim_pad|> <|repo_name|> <|file_sep|>"
+
+
+def write_coder(path: Path, **fields) -> None:
+    """`write_model` over printable characters, with Qwen's tokens for filling in the middle; no BOS."""
+    names = dict(zip("ÀÁÂÃÄÅ", FILL.split()))
+    fields = {"max_position": 1024} | fields
+    write_model(path, bos=False, characters=PRINTABLE + "".join(names), **fields)
+    file = path / "tokenizer.json"
+    data = json.loads(file.read_text())
+    vocab = data["model"]["vocab"]
+    like = data["added_tokens"][0] | {"special": False}  # as Qwen's files have it
+    for character, name in names.items():
+        vocab[name] = vocab.pop(character)
+        data["added_tokens"].append(like | {"id": vocab[name], "content": name})
+    file.write_text(json.dumps(data))

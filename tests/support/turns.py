@@ -63,7 +63,14 @@ class Client:
     def __init__(self, scheduler, model, request):
         self.deltas, self.request = [], request
         self.handle = Handle(lambda: None)
-        self.job = make_job(model, request, 399, 300, self.handle, self.deltas.append)
+        self.job = make_job(
+            model,
+            request,
+            model.config.max_position - 1,
+            300,
+            self.handle,
+            self.deltas.append,
+        )
         scheduler.add(self.job)
 
     @property

@@ -102,6 +102,15 @@ SPECIAL_TOKENS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+# Of filling in the middle (`text/fill_tokens.py`), with the names in older files.
+FILL_TOKENS = {
+    "prefix_token": ("fim_pre_token_id", "prefix_token_id"),
+    "suffix_token": ("fim_suf_token_id", "suffix_token_id"),
+    "middle_token": ("fim_mid_token_id", "middle_token_id"),
+    "fill_pad_token": ("fim_pad_token_id",),
+    "repository_token": ("fim_rep_token_id",),
+    "file_token": ("fim_sep_token_id",),
+}
 # Keys of the tokens that end a text, a turn, a message to a tool or an infill.
 ENDS = (
     *("eos_token_id", "eot_token_id", "eom_token_id"),
@@ -183,6 +192,10 @@ def tokenizer_settings(file: GGUFFile) -> dict[str, Any]:
     for name, key in SPECIAL_TOKENS.items():
         number = _token_id(file, key, len(tokens))
         if number is not None:
+            settings[name] = tokens[number]
+    for name, fill_keys in FILL_TOKENS.items():
+        numbers = (_token_id(file, key, len(tokens)) for key in fill_keys)
+        if (number := next((n for n in numbers if n is not None), None)) is not None:
             settings[name] = tokens[number]
     sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     adds_bos = sentencepiece or _splitting(file).adds_bos

@@ -192,5 +192,7 @@ class Events:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def end(self, last: Json | str) -> None:
-        await self.push(last)
+        """End the stream with an event, or with none if it is empty."""
+        if last:
+            await self.push(last)
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -27,6 +27,7 @@ from medusa_jax.evaluate.weight_bytes import stored_as
 from medusa_jax.serving.http.answer import Answer, ClientGone, Events, Limits, unless_gone
 from medusa_jax.serving.http.calls import Call, chat_call, completion_call
 from medusa_jax.serving.http.fields import ERRORS, HttpError, refusal
+from medusa_jax.serving.http.infill import InfillCall, InfillReply, infill_call
 from medusa_jax.serving.http.metrics import Metrics
 from medusa_jax.serving.http.replies import Reply, Vocabulary
 from medusa_jax.serving.http.responses import STORED, ResponsesReply, responses_call
@@ -83,6 +84,7 @@ def make_app(
             Route(
                 "/v1/responses/{id:path}", port.stored, methods=["GET", "POST", "DELETE"]
             ),
+            Route("/infill", port.infill, methods=["POST"]),
         ],
         exception_handlers={
             **dict.fromkeys((HttpError, *ERRORS), _refused),
@@ -185,6 +187,11 @@ class Port:
         self._check_key(request)
         raise HttpError(404, f"{request.url.path} {STORED}", code="not_found")
 
+    async def infill(self, request: HttpRequest) -> ASGIApp:
+        server = self._server
+        more = self._name, server.model, server.most_prompt, server.most_new
+        return partial(self._call, lambda body: infill_call(body, *more))
+
     async def _call(
         self, reader: Callable[[Any], Call], scope: Scope, receive: Receive, send: Send
     ) -> None:
@@ -199,7 +206,8 @@ class Port:
         try:
             self._check_key(request)
             call = await asyncio.to_thread(reader, await self._body(request))
-            kind = ResponsesReply if call.repeated else Reply
+            kind = InfillReply if isinstance(call, InfillCall) else Reply
+            kind = ResponsesReply if call.repeated else kind
             reply = kind(call, self._vocabulary, self._name)
             response = await unless_gone(receive, self._answer(reply, events))
             status, note = 200, reply.counts()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_jax.api import Model, Options
-from medusa_jax.api.prompts import ending_turns
+from medusa_jax.api.prompts import ending_middles, ending_turns
 from medusa_jax.constraints import Constraint, constraint_of
 from medusa_jax.serving.echo import MOST_BEST
 from medusa_jax.serving.http.fields import NEUTRAL, BodyFields, HttpError, Values
@@ -16,6 +16,7 @@ from medusa_jax.serving.http.messages import content_of, read_messages
 from medusa_jax.serving.http.tools import Tools, asked_tools
 from medusa_jax.serving.request import Request
 from medusa_jax.text.chat import PLAIN, SPECIALS, encode_turns, template_source
+from medusa_jax.text.fill import Gap, fill_of
 from medusa_jax.text.literal_text import literal_text
 from medusa_jax.text.tool_chat import CallForm, call_form
 from medusa_jax.whole_files import Json
@@ -108,8 +109,17 @@ def completion_call(
         check(text)
     if not prompts:
         raise fields.refused("prompt", "is an empty list")
-    with fields.blamed("prompt"):
-        tokens = [model.encode(text) for text in prompts]  # once, not for each choice
+    suffix = fields.text("suffix")
+    check(suffix)
+    if suffix and (echo or not all(isinstance(text, str) for text in prompts)):
+        raise fields.refused("suffix", "needs a prompt of text, and no 'echo'")
+    with fields.blamed("suffix" if suffix else "prompt"):
+        if suffix:
+            options = ending_middles(model.tokenizer, model.eos_ids, options)
+            fill = fill_of(model.tokenizer)
+            tokens = [fill.prompt(Gap(text, suffix)) for text in prompts]
+        else:
+            tokens = [model.encode(text) for text in prompts]  # once, not for each choice
     call = _call(fields, model, tokens, options, chat=False, empty=limit == 0)
     texts = []
     for text, ids in zip(prompts, tokens) if echo else ():

@@ -21,6 +21,7 @@ class Vocabulary:
 
     Attributes:
       least_tokens: as `TokenBytes.least_tokens`.
+      decode: as `Tokenizer.decode`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -33,7 +34,7 @@ class Vocabulary:
 
         # Text and bytes of a token; the text is U+FFFD for part of a character.
         self.name = lru_cache(maxsize=1 << 15)(name)
-        self._decode, self.skipped = tokenizer.decode, tokenizer.special_ids
+        self.decode, self.skipped = tokenizer.decode, tokenizer.special_ids
 
     def names(self, token_ids: Iterable[int]) -> dict[int, str]:
         """Return a unique name for each token: its text if no earlier token has it.
@@ -53,7 +54,7 @@ class Vocabulary:
         """Return the space that decoding drops at the beginning of a text with these tokens, or ""."""
         first = [i for i in token_ids if i not in self.skipped][:1]
         spaced = any(self.name(i)[0].startswith(" ") for i in first)
-        return " " if spaced and not self._decode(first).startswith(" ") else ""
+        return " " if spaced and not self.decode(first).startswith(" ") else ""
 
 
 class Offsets:
