@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 """
 RECIPE = Path(__file__).parents[2] / "configs" / "own.py"
 # Questions answered at a time; the last ones, which heads do not learn from; those of them that are compared.
-BATCH, HELD_OUT, COMPARED = 16, 12, 4
+BATCH, HELD_OUT, COMPARED = 16, 16, 4
 # Most epochs and steps of training; tokens that a chat template adds, roughly.
 EPOCHS, STEPS, TEMPLATE = 10, 400, 30
 
