@@ -13,7 +13,7 @@ from medusa_jax.tree.tree import Tree
 
 # What does not grow with the text, mostly compilation, in decoding loops; of answers for each size of prompts. And
 # seconds of reading a prompt over those of its products. From runs on two CPU cores.
-PROGRAMS = {"answers": 12.0, "training": 18.0, "tree": 20.0, "comparison": 20.0}
+PROGRAMS = {"answers": 4.0, "training": 22.0, "tree": 30.0, "comparison": 20.0}
 READING = 1.4
 # Plain steps that take as long as the timed ones of `calibrate`, and as the runs for each compared token.
 TIMED_STEPS, RUNS = 700, 2.5

@@ -181,14 +181,10 @@ def finite(value: Any) -> Any:
 def outlook(workdir: str | Path) -> str:
     """Whether longer training would help, by the last two held-out evaluations; "" if they are missing."""
     name, records = "accepted_length_tree", read_log(Path(workdir) / "log.jsonl")
-    *_, first, last = [
-        {},
-        {},
-        *(r for r in records if r.get("kind") == "eval" and name in r),
-    ]
-    if not first:
+    found = [r for r in records if r.get("kind") == "eval" and name in r]
+    if len(found) < 2:
         return ""
-    before, after, step = first[name], last[name], last["step"]
+    before, after, step = found[-2][name], found[-1][name], found[-1]["step"]
     line = f"held-out tokens per step: {before:.2f}, then {after:.2f} at step {step}: "
     if after > before * (1 + RISING):
         return f"{line}longer training helps, e.g. --config.train.steps={2 * step}"
