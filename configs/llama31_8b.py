@@ -1,6 +1,6 @@
 """Medusa-1 heads for Llama-3.1-8B-Instruct that share the backbone's LM head.
 
-    python -m medusa_jax distill --model meta-llama/Llama-3.1-8B-Instruct --chat_template llama3 \\
+    medusa distill --model meta-llama/Llama-3.1-8B-Instruct --chat_template llama3 \\
         --prompts HuggingFaceH4/ultrachat_200k --split train_sft --limit 100000 \\
         --max_new_tokens 1024 --out runs/llama31_8b_answers
     python train.py --config=configs/llama31_8b.py --workdir=runs/llama31_8b

@@ -1,6 +1,6 @@
 """DSpark for Qwen3-8B, the first model in the paper's tables (arXiv 2607.05147).
 
-    python -m medusa_jax distill --model Qwen/Qwen3-8B --prompts mlabonne/open-perfectblend --split train \\
+    medusa distill --model Qwen/Qwen3-8B --prompts mlabonne/open-perfectblend --split train \\
         --limit 100000 --max_new_tokens 1024 --out runs/qwen3_8b_answers
     python train.py --config=configs/qwen3_8b_dspark.py --workdir=runs/qwen3_8b_dspark
     python train.py --config=configs/qwen3_8b_dspark.py --config.dry_run     (shapes and memory only)

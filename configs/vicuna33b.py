@@ -1,6 +1,6 @@
 """Medusa-2 for Vicuna-33B by self-distillation: its training data is private, so it writes new data.
 
-    python -m medusa_jax distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
+    medusa distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
         --prompts Aeala/ShareGPT_Vicuna_unfiltered --limit 100000 --temperature 0.3 \\
         --max_new_tokens 1024 --batch_size 16 --out runs/vicuna33b_answers
     python train.py --config=configs/vicuna33b.py --workdir=runs/vicuna33b

@@ -1,6 +1,6 @@
 """Medusa-2 for Zephyr-7B by self-distillation: a model aligned with feedback; self-talk as data.
 
-    python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
+    medusa distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
         --prompts HuggingFaceH4/ultrachat_200k --split train_sft --limit 100000 \\
         --chat_template zephyr --max_new_tokens 1024 --out runs/zephyr7b_answers
     python train.py --config=configs/zephyr7b.py --workdir=runs/zephyr7b

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax COMMAND`: every command of the project, by name. Installed: `medusa`."""
+"""`medusa COMMAND`: every command of the project, by name; `python -m medusa_jax` is the same."""
 
 import sys
 from collections.abc import Sequence
@@ -14,6 +14,9 @@ COMMANDS: dict[str, Command] = {
     **_command("use", "decode", "generate, stream, chat, compare with plain decoding"),
     **_command("use", "serve", "an OpenAI-compatible port for many requests, and a page"),
     **_command("use", "convert", "heads from and to the layouts of other engines"),
+    **_command(
+        "train", "own", "from a model and questions to heads for it: all four below"
+    ),
     **_command("train", "train", "train backbones and heads"),
     **_command("train", "distill", "let a model write the text that its heads learn from"),
     **_command("train", "calibrate", "fit the tree to heads and device"),
@@ -22,8 +25,8 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m medusa_jax`."""
-    return run_named("python -m medusa_jax", COMMANDS, argv)
+    """Run `medusa`; returns the exit status."""
+    return run_named("medusa", COMMANDS, argv)
 
 
 if __name__ == "__main__":

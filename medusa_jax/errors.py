@@ -3,6 +3,7 @@
 import difflib
 import errno
 import importlib.util
+import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,23 @@ from contextlib import contextmanager
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+# Signals that end a command, and their names for messages.
+STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
 class UserError(Exception):
     """Bad input. Entry points print the message alone (no traceback) and exit with 2."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM, raised where Ctrl-C would raise `KeyboardInterrupt`."""
+
+
+def stop_signal(error: BaseException | None) -> int:
+    """The number of the signal that raised an error, 0 for other errors."""
+    if isinstance(error, Terminated):
+        return signal.SIGTERM
+    return signal.SIGINT if isinstance(error, KeyboardInterrupt) else 0
 
 
 @contextmanager

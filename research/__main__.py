@@ -25,6 +25,9 @@ COMMANDS = {
         "research.compiled.command",
         "a compiler's estimates and defects of a step on TPUs and GPUs",
     ),
+    "chart": Command(
+        "costs", "research.chart", "the bars beside llama.cpp in README and site"
+    ),
     "against": Command("costs", "research.against", "other engines on the same weights"),
     "hardware": Command(
         "costs", "research.hardware.command", "what this accelerator shows in nine minutes"

@@ -19,9 +19,9 @@ SITE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *SITE, ROOT / "medusa_jax" / "demo" / "README.md"]
 # Of its day: only its links are checked.
 LOG = sorted((ROOT / "research" / "log").glob("*.md"))
-# As pages call them: `python -m research family`.
+# As pages call them: `python -m research family`, `medusa serve`.
 ALL = COMMANDS | {f"research {name}": command for name, command in RESEARCH.items()}
-CALL = r"(?:python[\w./]* )(-m\s+(?:medusa_jax|research)\s+\w+|\w+\.py)([^\n`|]*)"
+CALL = r"(?:python[\w./]* |(?<![^\n`&]) *(?=medusa )|srun )(-m\s+research\s+\w+|\w+\.py|medusa \w+)([^\n`|]*)"
 
 
 def calls():
@@ -30,7 +30,7 @@ def calls():
         text = page.read_text().replace("\\\\\n", " ").replace("\\\n", " ")
         for program, arguments in re.findall(CALL, text):
             name = program.removesuffix(".py").removeprefix("-m ").split()
-            name = " ".join(name[name[0] == "medusa_jax" :])
+            name = " ".join(name[name[0] == "medusa" :])
             flags = re.findall(r"(?<!\S)(--\w+)", arguments)
             yield page.relative_to(ROOT).as_posix(), name, tuple(flags)
 

@@ -113,5 +113,5 @@ def test_what_is_distilled_is_that_of_one_host(model, tmp_path):
     processes = two(*together)
     said = ended(processes)
     assert [p.returncode for p in processes] == [0, 0], said
-    assert f"{there} of 80 seeds are answered already" in said[0]
+    assert f"{there} of 80 seeds were done before" in said[0]
     assert written(out) == written(tmp_path / "alone")

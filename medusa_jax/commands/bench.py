@@ -1,4 +1,4 @@
-"""`python -m medusa_jax bench`: drafters, trees and plain decoding, interleaved on every prompt.
+"""`medusa bench`: drafters, trees and plain decoding, interleaved on every prompt.
 
 For every contender: tokens per step, step latency and speed-up against this engine's own
 autoregressive loop, divergences, and how much its text repeats itself (text that runs in circles is
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from medusa_jax.api import Model, Options
 
 EXAMPLES = """examples:
-  python -m medusa_jax bench
-  python -m medusa_jax bench --drafters hydra,medusa --trees auto,64 --limit 8
-  python -m medusa_jax bench --drafters medusa@8,prompt_lookup@chain:3 --limit 16
-  python -m medusa_jax bench --drafters hydra --batches 1,2,4,8
-  python -m medusa_jax bench --model path/to/model --drafters path/to/heads,none \\
+  medusa bench
+  medusa bench --drafters hydra,medusa --trees auto,64 --limit 8
+  medusa bench --drafters medusa@8,prompt_lookup@chain:3 --limit 16
+  medusa bench --drafters hydra --batches 1,2,4,8
+  medusa bench --model path/to/model --drafters path/to/heads,none \\
       --prompts question.jsonl
-  python -m medusa_jax bench --model smollm2 --drafters hydrapp@8 \\
+  medusa bench --model smollm2 --drafters hydrapp@8 \\
       --questions mt_bench.jsonl --by_category
 """
 COLUMNS: dict[str, Cell] = {
@@ -271,10 +271,10 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     return out
 
 
-_bench = Program("python -m medusa_jax bench", Flags, run, EXAMPLES)
+program = Program("medusa bench", Flags, run, EXAMPLES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; `bench race` is the same command."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return _bench(words[words[:1] == ["race"] :])
+    return program(words[words[:1] == ["race"] :])

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax calibrate`: fit the draft tree to the heads and to this device.
+"""`medusa calibrate`: fit the draft tree to the heads and to this device.
 
 Writes a tree file with its evidence (measured by `evaluate/tree_fit.py`) and a rung for each
 number of rows; decoding uses the one next to the heads.
@@ -22,11 +22,14 @@ from medusa_jax.evaluate.tables import Cell, Row, table_of
 from medusa_jax.whole_files import write_json
 
 EXAMPLES = """examples:
-  python -m medusa_jax calibrate --prompts prompts.jsonl --out tree.json
-  python -m medusa_jax calibrate --model path/to/model --drafter path/to/heads \\
+  medusa calibrate --prompts prompts.jsonl --out tree.json
+  medusa calibrate --model path/to/model --drafter path/to/heads \\
       --prompts prompts.jsonl --out path/to/heads/tree.json --plots work/plots
 """
 # Columns: the evidence of each size (tokens counted on held-out texts, steps timed here), and a batch size's rows.
+LEGEND = """nodes: the root and the drafts that one step verifies, depth: the most in a row; copied: drafts that
+are copied from earlier text; tokens/step: on texts that the tree was not fitted to; step latency: times a plain
+step; speed-up: tokens/step over step latency; spread: how far repeated timings differ"""
 SIZES: dict[str, Cell] = {
     "nodes": "{nodes}",
     "depth": "{depth}",
@@ -35,12 +38,15 @@ SIZES: dict[str, Cell] = {
     "step latency": "{step_latency_ratio:.2f}x",
     "speed-up (predicted)": "{predicted_speedup:.2f}",
 }
+# Default tree sizes. On a CPU each takes longer to compile than to time.
+SIZES_TO_TIME = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+CPU_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 RUNG: dict[str, Cell] = {
     "nodes": "{nodes}",
     "tokens/step": "{tokens_per_step:.3f}",
     "step latency": "{step_latency_ratio:.2f}x",
     "speed-up": "{speedup:.2f}",
-    "spread of the rounds": "{spread:.1%}",
+    "spread": "{spread:.1%}",
     "": "{best}",
 }
 
@@ -65,9 +71,9 @@ class Flags(GenerationFlags, MeshFlags, ModelFlags):
         None,
         type=numbers(least=1, most=4096),
     )
-    sizes: tuple[int, ...] = flag(
-        "tree sizes to time, until larger ones are clearly slower",
-        "1,2,3,4,5,6,8,10,12,16,24,32,48,64",
+    sizes: tuple[int, ...] | None = flag(
+        "tree sizes to time, until larger ones are clearly slower (default: up to 64, fewer on a CPU)",
+        None,
         type=numbers(least=1),
     )
     rounds: int = flag("timed rounds of each size", 7, type=at_least(1))
@@ -84,7 +90,9 @@ def run(flags: Flags) -> int:
     from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.commands.bench import out_directory
     from medusa_jax.evaluate.questions import read_prompts, record_prompts
+    from medusa_jax.evaluate.text_ranks import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree
+    from medusa_jax.training.run_log import outlook
 
     use_compilation_cache()
     if not (flags.prompts and flags.out):
@@ -96,26 +104,31 @@ def run(flags: Flags) -> int:
     out = file_to_write(flags.out, "--out")
     plots = out_directory(flags.plots, "--plots") if flags.plots else None
     model = load_model(flags, needs_heads=True, tree="none")
+    texts = []
+    if not flags.temperature:  # else their draws would have to be those of a step
+        texts = distilled_texts(model, flags.prompts, records, flags.max_new_tokens)
     prompts, options = record_prompts(model, records, generation_options(flags))
+    origin = f"from {flags.prompts}" if texts else "that are written now"
     inform(
-        f"two stages: text for {len(records)} prompts with its ranks, then step latencies of growing "
-        f"trees for each of {len(batches)} batch sizes"
+        f"two stages: the heads' guesses in {len(texts or prompts)} answers {origin}, then step latencies of "
+        f"growing trees for each of {len(batches)} batch sizes"
     )
     ranks_file = Path(f"{out}.ranks")
     fit = fit_tree(
         model,
         prompts,
         options,
-        flags.sizes,
+        flags.sizes or (CPU_SIZES if on_cpu else SIZES_TO_TIME),
         batches=batches,
         rounds=flags.rounds,
         copies=not flags.no_copies,
         keep=ranks_file,
+        texts=texts,
     )
     write_json(out, fit)
     ranks_file.unlink(missing_ok=True)
     evidence = fit["evidence"]
-    print(f"fitted trees\n{table_of(evidence['ladder'], SIZES)}")
+    print(f"fitted trees\n{table_of(evidence['ladder'], SIZES)}\n{LEGEND}")
     for rung in fit["batches"]:
         mark = {"best": "<- best"}
         rows = [r | mark if r["nodes"] == rung["nodes"] else r for r in rung["rows"]]
@@ -124,11 +137,41 @@ def run(flags: Flags) -> int:
             print("plain decoding: no tree is faster on this device")
     if plots:
         draw(fit, plots)
+    print(verdict(fit))
+    if line := flags.drafter and outlook(Path(flags.drafter).parent):
+        print(line)
     inform(f"wrote {out}: {fit['nodes']} nodes for {fit['device']}")
     is_chat = "messages" in records[0]
     example = {"chat": "", "prompt": "Hello"} if is_chat else {"prompt": "import os"}
     print_next("decode", model=flags.model, drafter=flags.drafter, **example, compare="")
     return 0
+
+
+def verdict(fit: Row) -> str:
+    """What the tree gives on this machine, whose guesses it verifies, and what better heads would give."""
+    from medusa_jax.tree.tree import Tree
+
+    first, tree = fit["batches"][0], Tree.from_choices(fit["choices"], fit["spares"])
+    rows = sorted(
+        first["rows"], key=lambda row: (row["nodes"] == first["nodes"], row["speedup"])
+    )
+    accuracies = " ".join(f"{head[0]:.0%}" for head in fit["evidence"]["head_accuracies"])
+    lines = [f"first guesses that are right, head by head: {accuracies}"]
+    if rows:
+        n, tokens, ratio = (
+            rows[-1][x] for x in ("nodes", "tokens_per_step", "step_latency_ratio")
+        )
+        chosen = n == first["nodes"]
+        lines[1:] = [
+            f"{'on' if chosen else 'plain decoding is fastest on'} this machine: {n} nodes give {tokens:.2f} "
+            f"tokens a step, which takes {ratio:.2f} plain ones: {tokens / ratio:.2f}x the speed of plain decoding",
+            f"heads that give {tokens + 0.5:.2f} a step would reach {(tokens + 0.5) / ratio:.2f}x",
+        ]
+    if tree.n_nodes > 1 and not tree.drafted.depth:
+        lines.append(
+            "this tree only copies from the text: no guess of the heads is worth its time"
+        )
+    return "\n".join(lines)
 
 
 def draw(fit: Row, directory: Path) -> None:
@@ -146,4 +189,4 @@ def draw(fit: Row, directory: Path) -> None:
     )
 
 
-main = Program("python -m medusa_jax calibrate", Flags, run, EXAMPLES)
+main = Program("medusa calibrate", Flags, run, EXAMPLES, resumes=True)

@@ -1,12 +1,15 @@
-"""`python -m medusa_jax convert`: draft heads from one layout to another.
+"""`medusa convert`: draft heads from one layout to another.
 
 Reads heads of this project and published ones (`files/layouts/heads_io.py`), writes what other engines
 load (`files/layouts/convert.py`); docs/formats.md has the keys of each layout.
 """
 
 import dataclasses
+import json
+import os
+import shlex
 
-from medusa_jax.arch import DTYPES
+from medusa_jax.arch import DTYPES, HeadsConfig
 from medusa_jax.commands.flags import Program, flag
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
@@ -41,10 +44,10 @@ engines, and the layouts that they load (docs/formats.md has the limits):
 {table()}
 
 examples:
-  python -m medusa_jax convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
-  python -m medusa_jax convert --model lmsys/vicuna-7b-v1.3 \\
+  medusa convert --drafter medusa --to tgi --out work/heads_tgi    # the demo's
+  medusa convert --model lmsys/vicuna-7b-v1.3 \\
       --drafter FasterDecoding/medusa-vicuna-7b-v1.3 --to native --out heads
-  python -m medusa_jax convert --drafter medusa --to my_layouts:Mine --out out   # a class of yours
+  medusa convert --drafter medusa --to my_layouts:Mine --out out   # a class of yours
 """
 
 
@@ -60,7 +63,8 @@ class Flags:
     )
     out: str = flag("new directory")
     dtype: str = flag(
-        "default: as they are stored; int8 (a byte a weight) for --to native",
+        "default: as they are stored for --to native, else 16 bits, which all other engines compute in; "
+        "int8 (a byte a weight) for --to native",
         "",
         choices=(*DTYPES[1:], "int8"),
     )
@@ -73,8 +77,10 @@ class Flags:
 def run(flags: Flags) -> int:
     from medusa_jax.api import find_heads, find_model
     from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.json_files import optional_json
     from medusa_jax.files.layouts.convert import convert
     from medusa_jax.files.layouts.layout import Export
+    from medusa_jax.files.tensors import stands_for_gguf
 
     if flags.dtype == "int8" and flags.to != "native":
         raise UserError("--dtype int8 is for --to native: no other engine reads it")
@@ -83,12 +89,46 @@ def run(flags: Flags) -> int:
     if heads is None:
         raise UserError("give --drafter the heads to convert")
     name = flags.base_name or flags.model or directory
+    config = optional_json(os.path.join(directory, "config.json"))
     export = Export(heads, BaseFiles.open(directory), name, flags.dtype)
+    if not flags.dtype and flags.to != "native" and export.kind.itemsize > 2:
+        half = (
+            "float16"
+            if "float16" in (config.get("dtype"), config.get("torch_dtype"))
+            else "bfloat16"
+        )
+        export = dataclasses.replace(export, dtype=half)
     inform(f"{heads.source}: {heads.layout}, {heads.heads.n_heads} heads")
     target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
     note = "" if target == flags.to else f" as --to {target}, the same for these heads"
-    inform(f"wrote {flags.out}{note}\nnext: load it as {flags.out}/README.md says")
+    inform(f"wrote {flags.out}{note}; {flags.out}/README.md says how to load it")
+    if stands_for_gguf(directory) and flags.to != "native":
+        made_from = config.get("_name_or_path") or "?"
+        inform(
+            f"the heads were trained on a GGUF file's weights: serve the checkpoint that it was made from "
+            f"(its metadata: {made_from}), where slightly fewer guesses may be accepted; below it is MODEL"
+        )
+        name = "MODEL"
+    engine = flags.to if flags.to == "sglang" else target
+    if command := serve_command(engine, heads.heads, name, flags.out):
+        inform(f"next: {command}")
     return 0
 
 
-main = Program("python -m medusa_jax convert", Flags, run, EXAMPLES)
+def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
+    """The command that serves a model with heads in a layout; "" where an engine has none."""
+    n, drafter = heads.n_heads, heads.drafter
+    speculative = json.dumps({"method": drafter, "model": out, "num_speculative_tokens": n})
+    vllm = f"vllm serve {shlex.quote(base)} --speculative-config {shlex.quote(speculative)}"
+    base, out = shlex.quote(base), shlex.quote(out)
+    commands = {
+        "native": f"medusa serve --model {base} --drafter {out}",
+        "tgi": f"text-generation-launcher --model-id {out} --speculate {n}",
+        "sglang": f"python -m sglang.launch_server --model-path {base} --speculative-algorithm "
+        f"{'EAGLE3' if drafter == 'eagle3' else 'EAGLE'} --speculative-draft-model-path {out}",
+        "speculators": f"vllm serve {out}",
+    }
+    return commands.get(target, vllm if target in ("vllm", "eagle3", "dflash") else "")
+
+
+main = Program("medusa convert", Flags, run, EXAMPLES)

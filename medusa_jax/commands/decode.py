@@ -1,4 +1,4 @@
-"""decode.py, `python -m medusa_jax decode`: generate text with draft heads, stream it, measure it."""
+"""decode.py, `medusa decode`: generate text with draft heads, stream it, measure it."""
 
 import time
 

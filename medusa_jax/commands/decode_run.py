@@ -209,7 +209,7 @@ def answer_one(
     if result.tree_nodes == 1 and result.steps:
         inform(
             f"mostly plain steps: {job.model.drafter.name}'s drafts were slower here; heads that guess "
-            "more often help (python train.py), or a fitted tree (python -m medusa_jax calibrate)"
+            "more often help (python train.py), or a fitted tree (medusa calibrate)"
         )
     if result.finish_reason == "context":
         context = job.model.config.max_position

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax distill`: the model answers seed prompts, heads learn from the answers.
+"""`medusa distill`: the model answers seed prompts, heads learn from the answers.
 
 Heads are trained on the model's own output, which they will have to guess (Medusa 2.3.2). Seeds
 are prompts to go on with, or conversations whose user turns are asked again (see
@@ -22,10 +22,10 @@ ends all after the same batch.
 import dataclasses
 import json
 import signal
-import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -38,13 +38,14 @@ from medusa_jax.errors import UserError
 from medusa_jax.whole_files import Json, write_array, write_json, write_text
 
 EXAMPLES = """examples:
-  python -m medusa_jax distill --prompts seeds.jsonl --out work/answers
-  python -m medusa_jax distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
+  medusa distill --prompts seeds.jsonl --out work/answers
+  medusa distill --model lmsys/vicuna-33b-v1.3 --chat_template vicuna \\
       --prompts Aeala/ShareGPT_Vicuna_unfiltered --out work/vicuna33b --temperature 0.3 \\
       --max_new_tokens 1024 --batch_size 16 --drafter path/to/first/heads
-  python -m medusa_jax distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
+  medusa distill --model HuggingFaceH4/zephyr-7b-beta --mode self_talk \\
       --prompts HuggingFaceH4/ultrachat_200k --split train_sft --out work/zephyr7b
-  python -m medusa_jax distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
+  medusa distill --model my_model.gguf --server http://127.0.0.1:8080/v1 --prompts seeds.jsonl --out work/answers
+  medusa distill --model smollm2 --ask 4096 --max_turns 1 --out work/smollm2/talk
 """
 
 
@@ -88,6 +89,12 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     max_new_tokens: int = flag("per answer", 200)
     max_turns: int = flag("most answers in a conversation", 4, type=at_least(1))
     batch_size: int = flag("conversations answered at a time", 32, type=at_least(1))
+    server: str | None = flag(
+        "let the model behind this OpenAI-compatible API answer, e.g. http://127.0.0.1:8000/v1 (key: "
+        "OPENAI_API_KEY); --model is the one that heads will draft for",
+        None,
+        metavar="URL",
+    )
     split: str = flag("of a hub dataset", "train")
 
 
@@ -126,7 +133,9 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     from medusa_jax import hosts
     from medusa_jax.api import Options, find_model
     from medusa_jax.distill import files
+    from medusa_jax.distill.server import ServedModel, ServerWriter
     from medusa_jax.distill.writer import Writer, prompt_of, write_all
+    from medusa_jax.files.hf import BaseFiles
     from medusa_jax.heads.vocabulary import COUNTS
     from medusa_jax.progress import ProgressBar
     from medusa_jax.text.chat import stop_ids, template_source
@@ -142,15 +151,34 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         repetition_penalty=flags.repetition_penalty,
         seed=flags.seed,
     )
-    model = load_model(flags, tree=flags.tree, batch=flags.batch_size)
-    if mode != "continue":
-        template_source(model.tokenizer, flags.chat_template)  # fails before any work
-        ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
-        options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
-    options = options.with_penalty(model.repetition_penalty)
-    flags = dataclasses.replace(flags, repetition_penalty=options.repetition_penalty)
     out = Path(flags.out)
-    settings = files.settings_of(dataclasses.asdict(flags), mode, seeds, model)
+    values, served = dataclasses.asdict(flags), None
+    if flags.server:
+        if mode != "multi_turn":
+            raise UserError(f"--server answers questions: not for --mode {mode}")
+        if flags.repetition_penalty is not None:
+            raise UserError("--repetition_penalty is set where the server is started")
+        served = ServedModel.open(flags.server, find_model(flags.model))
+        author = f"{served.name} at {served.url}"
+    else:
+        author = BaseFiles.open(find_model(flags.model)).fingerprint()
+    settings = files.settings_of(values, mode, seeds, author)
+    if hosts.first():
+        files.check_settings(out, settings)  # before the model is read
+    model: Any = served or load_model(flags, tree=flags.tree, batch=flags.batch_size)
+    if mode != "continue":
+        template_source(model.tokenizer, flags.chat_template)
+    if served:
+        inform(
+            f"the answers are the text of {author}: heads learn to guess it, and draft best for that "
+            "very model"
+        )
+    else:
+        options = options.with_penalty(model.repetition_penalty)
+        settings |= files.model_settings(model, options.repetition_penalty)
+        if mode != "continue":
+            ends = {*model.eos_ids, *stop_ids(model.tokenizer, flags.chat_template)}
+            options = dataclasses.replace(options, eos_ids=tuple(sorted(ends)))
     path = out / ("samples.jsonl" if mode == "continue" else "messages.jsonl")
 
     def answers(line: Json, seed: Seed) -> bool:
@@ -159,18 +187,19 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     old_lines: dict[int, Json] = {}
     if hosts.first():
         files.check_settings(out, settings)
+        write_json(out / files.SETTINGS, settings)
         old_lines = files.finished_lines(path, seeds, answers)
-        if old_lines:
-            inform(f"{len(old_lines)} of {len(seeds)} seeds are answered already")
     is_open = np.array([seed.number not in old_lines for seed in seeds])
     is_open = hosts.broadcast_from_first(is_open)
     open_seeds = [seed for seed, unanswered in zip(seeds, is_open) if unanswered]
-    start, n_before = time.perf_counter(), len(seeds) - len(open_seeds)
+    # Batches of one length need the least padding; the longest first, so that memory suffices to the end.
+    open_seeds.sort(key=lambda seed: -sum(map(len, (seed.prompt, *seed.turns[:1]))))
+    n_before = len(seeds) - len(open_seeds)
     progress = ProgressBar("answers", len(seeds), "seed", n_before, hosts.first())
     user_options = dataclasses.replace(
         options, temperature=flags.user_temperature, max_new_tokens=flags.user_tokens
     )
-    writer = Writer(
+    writer = (ServerWriter if served else Writer)(
         model, mode, options, user_options, batch_size=flags.batch_size,
         chat_template=flags.chat_template, max_turns=flags.max_turns, progress=progress,
     )  # fmt: skip
@@ -179,13 +208,12 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     if not hosts.first():
         return 128 + signal.SIGTERM if stopped else 0
     lines = [*old_lines.values(), *new_lines]
-    if stopped:
+    if stopped:  # one of several processes
         inform(
             f"stopped by SIGTERM after {len(lines)} of {len(seeds)} seeds; the same command "
             "goes on from there"
         )
         return 128 + signal.SIGTERM
-    seconds = time.perf_counter() - start
     lines.sort(key=lambda line: line["seed"])
     write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
     sizes = files.sizes(mode, lines)
@@ -193,14 +221,14 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
         files.write_token_directory(out, lines)
     counts_V = files.vocab_counts(mode, lines, model, flags.chat_template)
     write_array(out / COUNTS, counts_V)
-    speed = files.sizes(mode, new_lines)["answer_tokens"] / max(seconds, 1e-9)
+    speed = f", {writer.tokens / writer.seconds:.0f} tokens/s" if writer.seconds else ""
     engine = {"drafter": flags.drafter, "tree_nodes": model.tree.n_nodes}
-    provenance = settings | engine | sizes | {"date": date.today().isoformat()}
+    noted = {name: values[name] for name in files.NOTED} | {"model": flags.model or "demo"}
+    provenance = noted | settings | engine | sizes | {"date": date.today().isoformat()}
     write_json(out / "provenance.json", provenance)
-    inform(
-        f"{sizes['samples']} samples, {sizes['answer_tokens']} tokens of the model's own text, "
-        f"{speed:.0f} tokens/s; in {path}"
-    )
+    whose = "the server's" if served else "the model's own"
+    tokens = f"{sizes['answer_tokens']} tokens of {whose} text"
+    inform(f"{sizes['samples']} samples, {tokens}{speed}; in {path}")
     inform(f"{files.coverage(counts_V)}; counts in {out / COUNTS}")
     for problem, n in sizes.get("unusable_seeds", {}).items():
         inform(f"{n} seeds gave no sample: {problem}")
@@ -213,4 +241,4 @@ def answer(flags: Flags, mode: str, seeds: Sequence[Seed]) -> int:
     return 0
 
 
-main = Program("python -m medusa_jax distill", Flags, on_hosts(run), EXAMPLES)
+main = Program("medusa distill", Flags, on_hosts(run), EXAMPLES, resumes=True)

@@ -7,6 +7,8 @@ gets another default keeps its help. In --help the flags of a base class are a g
 import argparse
 import dataclasses
 import inspect
+import shlex
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -94,7 +96,11 @@ def parser_of(kind: type, name: str, examples: str = "") -> Parser:
         if shown and "default" not in how["help"]:
             how["help"] += " (default: %(default)s)"
         names.append(how.pop("name", f"--{field.name}"))
-        groups[owners[len(owners) > 1]].add_argument(names[-1], dest=field.name, **how)
+        if names[-1] == field.name:  # a word without a flag
+            del how["required"]
+        else:
+            how["dest"] = field.name
+        groups[owners[len(owners) > 1]].add_argument(names[-1], **how)
     parser.names = names
     return parser
 
@@ -118,12 +124,14 @@ class Program(Generic[Parsed]):
       kind: its flags, a dataclass whose docstring describes the command.
       run: takes the flags and returns the exit status.
       examples: calls to copy, for the end of its help.
+      resumes: whether the same call goes on after it was stopped.
     """
 
     name: str
     kind: type[Parsed]
     run: Callable[[Parsed], int]
     examples: str = ""
+    resumes: bool = False
 
     def parse(self, argv: Sequence[str] | None = None) -> Parsed:
         """The flags of a command line.
@@ -136,7 +144,9 @@ class Program(Generic[Parsed]):
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
         """Parse, and run; bad input is one line and exit status 2."""
-        return run_main(lambda: self.run(self.parse(argv)))
+        words = sys.argv[1:] if argv is None else argv
+        again = shlex.join([*self.name.split(), *words]) if self.resumes else ""
+        return run_main(lambda: self.run(self.parse(words)), again)
 
 
 def at_least(

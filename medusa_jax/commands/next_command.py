@@ -4,14 +4,28 @@ distill -> train -> calibrate -> decode --compare -> convert or serve
 """
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 from medusa_jax.console import inform
 
-PROGRAM = "python -m medusa_jax"
+PROGRAM = "medusa"
+_silent = ContextVar("silent", default=False)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Print no next command during the block: the caller knows it."""
+    before = _silent.set(True)
+    try:
+        yield
+    finally:
+        _silent.reset(before)
 
 
 def print_next(command: str, program: str = PROGRAM, **flags: str | None) -> None:
-    """Print "next: python -m medusa_jax decode --model m --compare", without flags that are None.
+    """Print "next: medusa decode --model m --compare", without flags that are None.
 
     An empty value is a flag without one.
     """
@@ -21,5 +35,5 @@ def print_next(command: str, program: str = PROGRAM, **flags: str | None) -> Non
     for name, value in flags.items():
         if value is not None:
             words += [f"--{name}", shlex.quote(value)] if value else [f"--{name}"]
-    if hosts.first():
+    if hosts.first() and not _silent.get():
         inform(f"next: {' '.join(words)}")

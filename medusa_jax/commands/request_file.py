@@ -16,6 +16,7 @@ from medusa_jax.api.prompts import equal_batches
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.console import inform, print_json
 from medusa_jax.errors import UserError, did_you_mean
+from medusa_jax.progress import ProgressBar
 from medusa_jax.whole_files import Json, parse_json, read_text
 
 # Prompt fields and their types; a request has exactly one.
@@ -76,7 +77,7 @@ def answer_file(job: DecodeJob, *, batch_size: int, show_drafts: bool) -> int:
     n, began, compiling = len(job.prompts), time.perf_counter(), 0.0
     tokens = steps = 0
     write = partial(tqdm.write, file=sys.stdout)  # above the progress bar
-    with tqdm(total=n, unit="request", disable=None) as bar:
+    with ProgressBar("answers", n, "request", shown=hosts.first()) as bar:
         for number, (ids, rows) in enumerate(equal_batches(n, batch_size)):
             seconds, results = job.compile(rows), job.generate(rows)
             compiling += seconds

@@ -1,4 +1,4 @@
-"""`python -m medusa_jax serve`, `medusa-serve`: a model behind OpenAI's endpoints, and a page."""
+"""`medusa serve`: a model behind OpenAI's endpoints, and a page."""
 
 from medusa_jax.commands.flags import Program
 from medusa_jax.commands.serve_flags import EXAMPLES, Flags
@@ -11,4 +11,4 @@ def run(flags: Flags) -> int:
     return serve_run.run(flags)
 
 
-main = Program("python -m medusa_jax serve", Flags, run, EXAMPLES)
+main = Program("medusa serve", Flags, run, EXAMPLES)

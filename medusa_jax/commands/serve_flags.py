@@ -6,9 +6,9 @@ from medusa_jax.commands.flags import at_least, flag
 from medusa_jax.commands.model_flags import MeshFlags, ModelFlags
 
 EXAMPLES = """examples:
-  python -m medusa_jax serve
-  python -m medusa_jax serve --model smollm2 --slots 4 --warm_up 1024
-  MEDUSA_API_KEY=secret python -m medusa_jax serve --host 0.0.0.0 --port 80
+  medusa serve
+  medusa serve --model smollm2 --slots 4 --warm_up 1024
+  MEDUSA_API_KEY=secret medusa serve --host 0.0.0.0 --port 80
 """
 
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import os
 import shlex
-import signal
 import sys
 import types
 import typing
@@ -19,7 +18,7 @@ from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
 from medusa_jax.console import inform
 from medusa_jax.devices.machine import warn_if_accelerator_unused
-from medusa_jax.errors import UserError, did_you_mean, nearest
+from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
 from medusa_jax.typed import field_value
@@ -71,16 +70,15 @@ def main(argv: list[str] | None = None) -> int:
         with hosts.fail_together():
             try:
                 status = run(complete(cfg))
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Terminated) as stop:
                 if cfg.dry_run:
                     raise
-                status = 128 + signal.SIGINT
+                status = 128 + stop_signal(stop)
                 inform(f"stopped at once; {last_checkpoint(cfg.workdir)}")
             if status and hosts.first():
-                script = sys.argv[0] if sys.argv[0].endswith("train.py") else ""
-                inform(
-                    f"to go on: python {script or '-m medusa_jax train'} {shlex.join(args)}"
-                )
+                by_file = sys.argv[0].endswith("train.py")
+                program = f"python {sys.argv[0]}" if by_file else "medusa train"
+                inform(f"to go on: {program} {shlex.join(args)}")
             return status
 
     return run_main(go)
@@ -102,11 +100,14 @@ def run(cfg: Config) -> int:
 
         dry_run(plan)
         return 0
+    from medusa_jax.training.run_log import outlook
     from medusa_jax.training.trainer import train_plan
 
     use_compilation_cache()  # a resumed run starts at once
     if stopped := train_plan(plan).get("stopped"):
         return int(128 + stopped)
+    if line := outlook(plan.workdir):
+        inform(line)
     tell_calibration(plan.workdir, plan.model.path, plan.data, plan.heads.drafter)
     return 0
 

@@ -16,15 +16,24 @@ if TYPE_CHECKING:
 
 # (row, its result), called once for each row, soon after its end.
 Take = Callable[[int, "Result"], None]
-# (prompts [token ids], row seeds, stop strings; None for assistant turns, Take).
-Decode = Callable[[list[list[int]], list[int], Sequence[str] | None, Take], None]
 
 
 class Turn(NamedTuple):
-    """A turn to write: its prompt, and the string that ends a user's turn (None: an answer)."""
+    """A turn to write.
+
+    Attributes:
+      prompt: token ids.
+      stop: the string that ends a user's turn, "" for none; None: an answer.
+      messages: the conversation before it; () for a text to continue.
+    """
 
     prompt: list[int]
     stop: str | None
+    messages: Sequence[chat.Message] = ()
+
+
+# (turns, all of users or none, row seeds, Take).
+Decode = Callable[[list[Turn], list[int], Take], None]
 
 
 class TalkEnd(Exception):
@@ -82,7 +91,7 @@ def talk(
                 raise TalkEnd("the seed has no user turn")
             messages.append({"role": "user", "content": text})
             ids = chat.encode_prompt(tokenizer, messages, template)
-            result = yield Turn(check_room(ids), None)
+            result = yield Turn(check_room(ids), None, messages)
             ids, finish = result.token_ids, result.finish_reason
             ends = chat.stop_ids(tokenizer, template)
             answer = tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
@@ -112,7 +121,7 @@ def converse(
 
     Args:
       talks: each with the number of its seed.
-      decode: continues prompts.
+      decode: writes turns.
       on_end: called with the line of each seed, soon after the end of its text.
     """
     turns: dict[int, Turn] = {}
@@ -132,6 +141,5 @@ def converse(
     while turns:
         users = any(turn.stop is not None for turn in turns.values())
         batch = [i for i, turn in turns.items() if (turn.stop is not None) == users]
-        prompts = [turns[i].prompt for i in batch]
-        stops = [turns[i].stop or "" for i in batch] if users else None
-        decode(prompts, [talks[i][0] for i in batch], stops, partial(take, batch))
+        numbers = [talks[i][0] for i in batch]
+        decode([turns[i] for i in batch], numbers, partial(take, batch))

@@ -16,7 +16,7 @@ from medusa_jax.heads.vocabulary import COUNTS, covered
 from medusa_jax.text import answers
 from medusa_jax.text.jinja import SampleError
 from medusa_jax.training.data.rows import write_tokens
-from medusa_jax.whole_files import Json, read_text, write_json
+from medusa_jax.whole_files import Json, read_text
 
 if TYPE_CHECKING:
     from medusa_jax.api.model import Model
@@ -26,37 +26,44 @@ DRAFT_SIZES = (2048, 4096, 8192, 16384)
 
 # Options that decide the text, with the model, the mode and the seeds; then those of user turns that the
 # model writes.
-TEXT = ("prompts", "split", "limit", "chat_template", "temperature", "top_p", "seed", "max_new_tokens",
-        "batch_size")  # fmt: skip
-USER_TURNS = ("ask", "user_temperature", "user_tokens")
+TEXT = ("chat_template", "temperature", "top_p", "seed", "max_new_tokens")
+USER_TURNS = ("user_temperature", "user_tokens")
+# Options that are only noted.
+NOTED = ("model", "prompts", "split", "limit", "ask", "batch_size")
+SETTINGS = "settings.json"
 # Files that a run replaces.
 RESULTS = ("messages.jsonl", "samples.jsonl", "provenance.json", COUNTS, "tokens.npy")
 
 
 def settings_of(
-    options: Mapping[str, Any], mode: str, seeds: Sequence[Seed], model: "Model"
+    options: Mapping[str, Any], mode: str, seeds: Sequence[Seed], fingerprint: str
 ) -> Json:
-    """Everything that the text depends on.
+    """What the text depends on, as far as it is known before the model is read.
 
-    The drafter is left out: acceptance is lossless here, so a resumed run may use other heads.
+    The drafter is left out: acceptance is lossless here, so a resumed run may use other heads. So is the
+    batch size, which changes no text.
 
     Args:
-      options: the command's by name; `TEXT`, `USER_TURNS`, repetition_penalty, mesh and max_turns among them.
+      options: the command's by name; `TEXT`, `USER_TURNS`, mesh and max_turns among them.
+      fingerprint: the model's, or the server and its model.
     """
-    penalty = options["repetition_penalty"]
-    digest = hashlib.sha256(repr(seeds).encode()).hexdigest()[:16]
     return {
-        "model": options["model"] or "demo",
-        "fingerprint": model.fingerprint,
+        "fingerprint": fingerprint,
         "mode": mode,
         **{name: options[name] for name in TEXT},
         "mesh": ",".join(map(str, options["mesh"])),
         "max_turns": options["max_turns"] if mode != "continue" else None,
         **({name: options[name] for name in USER_TURNS} if mode == "self_talk" else {}),
         "seeds": len(seeds),
-        "seeds_sha256": digest,
+        "seeds_sha256": hashlib.sha256(repr(seeds).encode()).hexdigest()[:16],
+    }
+
+
+def model_settings(model: "Model", repetition_penalty: float | None) -> Json:
+    """What the text depends on in a model that is loaded."""
+    return {
         "no_repeat_ngram_size": model.no_repeat_ngram_size,
-        **({} if penalty == 1 else {"repetition_penalty": penalty}),
+        "repetition_penalty": repetition_penalty,
         "dtype": str(model.dtype),
         "weights": model.storage.weights or str(model.dtype),
         "platform": jax.default_backend(),
@@ -64,28 +71,33 @@ def settings_of(
 
 
 def check_settings(out: Path, settings: Json) -> None:
-    """Write the settings of a new run; a resumed run must have the same.
+    """Refuse to add to answers that were written with other settings.
 
     Raises:
-      UserError: the directory has other settings; names the first difference.
+      UserError: names all differences.
     """
-    path = out / "settings.json"
-    if path.exists():
-        try:
-            first_settings = dict(json.loads(read_text(path)))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error}): use another --out") from error
-        for name in sorted(settings | first_settings):
-            first_value, value = first_settings.get(name), settings.get(name)
-            if first_value != value:
-                raise UserError(
-                    f"{out} was started with {name} {first_value!r}, now it is {value!r}: use the old value "
-                    "or another --out"
-                )
+    path = out / SETTINGS
+    if not path.exists():
+        if found := [name for name in RESULTS if (out / name).exists()]:
+            raise UserError(f"{out} has {found[0]} but no {SETTINGS}: use another --out")
         return
-    if found := [name for name in RESULTS if (out / name).exists()]:
-        raise UserError(f"{out} has {found[0]} but no settings.json: use another --out")
-    write_json(path, settings)
+    try:
+        old = dict(json.loads(read_text(path)))
+        old["fingerprint"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}): use another --out") from error
+    samples = [out / name for name in ("messages.jsonl", "samples.jsonl")]
+    if not any(file.exists() and file.stat().st_size for file in samples):
+        return  # nothing is answered yet
+    differences = [
+        f"{name} {old[name]!r}, now it is {value!r}"
+        for name, value in settings.items()
+        if name in old and old[name] != value  # earlier versions wrote other names
+    ]
+    if differences:
+        raise UserError(
+            f"{out} was started with {'; '.join(differences)}: use the old values or another --out"
+        )
 
 
 def finished_lines(

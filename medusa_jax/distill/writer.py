@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from medusa_jax import hosts
-from medusa_jax.console import announced
-from medusa_jax.distill.conversation import Take, continuation, converse, talk
+from medusa_jax.distill.conversation import Take, Turn, continuation, converse, talk
 from medusa_jax.distill.seeds import Seed
 from medusa_jax.progress import ProgressBar
 from medusa_jax.whole_files import Json
@@ -27,7 +28,7 @@ class Writer:
     Attributes:
       options, user_options: of answers, and of user turns that the model writes.
       chat_template, max_turns: as for `conversation.talk`.
-      tokens: new tokens of finished decode calls.
+      tokens, seconds: new tokens of finished decode calls, and the time without compilation.
     """
 
     model: "Model"
@@ -39,42 +40,46 @@ class Writer:
     max_turns: int
     progress: ProgressBar
     tokens: int = 0
-    start: float = dataclasses.field(default_factory=time.perf_counter)
+    seconds: float = 0.0
 
-    def decode(
-        self,
-        prompts: list[list[int]],
-        numbers: list[int],
-        stops: Sequence[str] | None,
-        take: Take,
-    ) -> None:
-        """Continue prompts; the random draws depend on the seed's number, batches are padded to one size.
+    def decode(self, turns: list[Turn], numbers: list[int], take: Take) -> None:
+        """Write turns; the random draws depend on the seed's number, batches are padded to one size.
 
         Args:
-          stops: for user turns, the string that ends each, "" for none.
-          take: called with the index and the result of each prompt.
+          take: called with the index and the result of each turn.
         """
-        n, options = len(prompts), self.options if stops is None else self.user_options
+        n, options = len(turns), self.options
+        if turns[0].stop is not None:
+            options = self.user_options
         rows = [
             dataclasses.replace(
-                options,
-                seed=options.seed + number,
-                stop=(stops[i],) if stops and stops[i] else (),
+                options, seed=options.seed + number, stop=(turn.stop,) if turn.stop else ()
             )
-            for i, number in enumerate(numbers)
+            for turn, number in zip(turns, numbers)
         ]
-        prompts = prompts + [prompts[-1]] * (self.batch_size - n)
+        prompts = [turn.prompt for turn in turns]
+        prompts += [prompts[-1]] * (self.batch_size - n)
         rows += [rows[-1]] * (self.batch_size - n)
         # One tree throughout: a resumed run writes the same text even where scores are tied.
         tree = self.model.tree_at(len(prompts))
-        with announced("compiling the decoding loop (once for each size of the texts)", 1):
-            self.model.compile(prompts, rows, tree=tree)
+        self.progress.update(0, "compiling (once for each size of the texts)")
+        self.progress.began += self.model.compile(prompts, rows, tree=tree)
+        self.progress.update(0, "reading the prompts")
+        start, spent, done = time.perf_counter(), self.seconds, self.progress.done
+
+        def watch(n_new_B: np.ndarray) -> None:
+            self.seconds = spent + time.perf_counter() - start
+            current = int(n_new_B[:n].sum())
+            ended = self.progress.done - done
+            self.progress.begun = max(current / options.max_new_tokens - ended, 0.0)
+            self.show(current)
+
         results = self.model.generate(
             prompts,
             rows,
             tree=tree,
             ids=[0] * len(rows),  # a draw must not depend on the place in the batch
-            watch=lambda n_new_B: self.show(int(n_new_B[:n].sum())),
+            watch=watch,
             ended=lambda row, result: take(row, result) if row < n else None,
         )
         self.tokens += sum(len(result.token_ids) for result in results[:n])
@@ -82,8 +87,9 @@ class Writer:
     def show(self, current: int = 0, answered: int = 0) -> None:
         """Show progress: tokens of this call, and seeds answered since the last call."""
         tokens = self.tokens + current
-        speed = tokens / (time.perf_counter() - self.start)
-        self.progress.update(answered, f"{tokens} tokens, {speed:.0f} tokens/s")
+        rate = tokens / max(self.seconds, 1e-9)
+        speed = f"{tokens} tokens, {rate:.{0 if rate > 9 else 1}f} tokens/s"
+        self.progress.update(answered, speed if current else None)
 
     def answer(self, seeds: Sequence[Seed], on_end: Callable[[Json], None]) -> None:
         """Answer a batch of seeds; calls `on_end` with the output line of each."""

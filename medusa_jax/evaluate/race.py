@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from tqdm import tqdm
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.errors import UserError
+from medusa_jax.progress import ProgressBar
 from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.tree import Tree
 from medusa_jax.whole_files import Json
@@ -116,10 +116,12 @@ def timed_runs(
     for contender in contenders if warm_up else ():
         contender.decode(prompts[0])
     medians: list[list[Run]] = [[] for _ in contenders]
-    for prompt in tqdm(prompts, desc="interleaved", unit="prompt", disable=None):
-        runs = [partial(c.decode, prompt) for c in contenders]
-        for one, repeats in zip(medians, zip(*in_rounds(runs, rounds)), strict=True):
-            one.append(with_median_times(repeats))
+    with ProgressBar("interleaved runs", len(prompts), "prompt") as bar:
+        for prompt in prompts:
+            runs = [partial(c.decode, prompt) for c in contenders]
+            for one, repeats in zip(medians, zip(*in_rounds(runs, rounds)), strict=True):
+                one.append(with_median_times(repeats))
+            bar.update()
     return medians
 
 

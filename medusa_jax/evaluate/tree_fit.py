@@ -21,7 +21,7 @@ from medusa_jax.api import Model, Options
 from medusa_jax.api.prompts import Prompt
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.step_clock import StepClock
-from medusa_jax.evaluate.text_ranks import ROWS, answer_prompts, record
+from medusa_jax.evaluate.text_ranks import ROWS, Text, answer_prompts, record
 from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.progress import ProgressBar
 from medusa_jax.tree import growth
@@ -52,6 +52,7 @@ def fit_tree(
     rounds: int = ROUNDS,
     copies: bool = True,
     keep: Path | None = None,
+    texts: Sequence[Text] = (),
 ) -> Json:
     """Measure and choose a tree; return the content of a tree file with its evidence.
 
@@ -61,13 +62,14 @@ def fit_tree(
       batches: batch sizes, one rung each; the evidence is that of the first.
       copies: whether trees may hold a chain copied from the text.
       keep: file for the ranks of finished texts, from which an interrupted run continues.
+      texts: the model's answers to the prompts, if they are known.
     """
-    texts = rank_texts(model, prompts, options, keep)
-    total = TextRanks.join(texts)
+    ranked = rank_texts(model, prompts, options, keep, texts)
+    total = TextRanks.join(ranked)
     grow = partial(growth.order_by_steps, n_choices=GROWTH, copies=copies)
-    order = grow(texts)
+    order = grow(ranked)
     sizes = sorted({1, *(s for s in sizes if s <= len(order.growth) + 1)})
-    tokens = dict(zip(sizes, growth.held_out_tokens(texts, grow, sizes)))
+    tokens = dict(zip(sizes, growth.held_out_tokens(ranked, grow, sizes)))
     time_trees = partial(
         time_sizes, model, order, tokens, model.encode(prompts[0]),
         temperature=options.temperature, rounds=rounds,
@@ -100,33 +102,45 @@ def fit_tree(
             "prompts": len(prompts),
             "positions": len(total.ranks_PK),
             "head_accuracies": np.round(growth.head_accuracies(total.ranks_PK), 4).tolist(),
-            "ladder": [figures(texts, seconds, t, tokens[t.n_nodes]) for t in seconds],
+            "ladder": [figures(ranked, seconds, t, tokens[t.n_nodes]) for t in seconds],
         },
         "batches": rungs,
     }
 
 
 def rank_texts(
-    model: Model, prompts: Sequence[Prompt], options: Options, keep: Path | None = None
+    model: Model,
+    prompts: Sequence[Prompt],
+    options: Options,
+    keep: Path | None = None,
+    texts: Sequence[Text] = (),
 ) -> list[TextRanks]:
     """Write an answer to each prompt and rank its tokens; too short answers are skipped.
 
     Args:
-      keep: as for `fit_tree`.
+      keep, texts: as for `fit_tree`.
 
     Raises:
       UserError: fewer than two answers are long enough.
     """
-    prompt_ids = [model.encode(prompt) for prompt in prompts]
+    prompt_ids = [t.ids[: t.n_prompt] for t in texts] or [model.encode(p) for p in prompts]
     weights = b"".join(map(sample_bytes, jax.tree.leaves(model.variables)))
     made_by = (model.drafter.heads, str(model.dtype), model.storage, zlib.crc32(weights))
-    marks = repr((prompt_ids, options, *made_by))
+    marks = repr((prompt_ids, options, *made_by, *texts))
     records = _earlier_ranks(keep, marks)
-    with ProgressBar("texts and their ranks", len(prompts), "text", len(records)) as bar:
-        for at in range(len(records), len(prompts), ROWS):
-            texts = answer_prompts(model, prompt_ids[at : at + ROWS], options, shown=False)
-            records += record(model, texts, options, shown=False)
-            bar.update(len(texts))
+    with ProgressBar("texts and their ranks", len(prompt_ids), "text", len(records)) as bar:
+        for at in range(len(records), len(prompt_ids), ROWS):
+            bar.update(0, "compiling")
+
+            def watch(n_new_B: np.ndarray) -> None:
+                bar.update(0, f"{n_new_B.sum()} tokens of the next ones")
+
+            batch = texts[at : at + ROWS] or answer_prompts(
+                model, prompt_ids[at : at + ROWS], options, watch
+            )
+            bar.update(0, "ranking")
+            records += record(model, batch, options)
+            bar.update(len(batch), "")
             if keep:
                 rows = [[np.asarray(x).tolist() for x in one] for one in records]
                 write_json(keep, {"marks": marks, "texts": rows}, indent=None)
@@ -174,6 +188,7 @@ def time_sizes(
     runs: list[Round] = []
     with ProgressBar(f"trees for batch {rows}", len(sizes), "size") as bar:
         for n in sizes:
+            bar.update(0, f"compiling and timing {n} nodes")
             for _ in range(rounds):
                 base = clock.seconds(plain)
                 runs.append((n, base if n == 1 else clock.seconds(engines[n]), base))

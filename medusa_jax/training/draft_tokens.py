@@ -57,9 +57,10 @@ def draft_vocab(
     if jax.process_index() == 0:
         write_array(path, ids)
     coverage = text_counts_V[ids].sum() / max(text_counts_V.sum(), 1)
+    elsewhere = f", {100 * covered(counts_V, n):.2f}% of that in {source}" if source else ""
     inform(
-        f"heads score {n} of {vocab_size} tokens: {100 * coverage:.2f}% of the counted text, "
-        f"{100 * covered(counts_V, n):.2f}% of the text that chose them"
+        f"heads guess among {n} of {vocab_size} tokens: {100 * coverage:.2f}% of the text that they learn "
+        f"from{elsewhere}"
     )
     return ids
 

@@ -8,7 +8,9 @@ equally often (`evaluate/tree_fit.py` measures the real distribution):
     accepted_length_chain   1 + sum over d of the share of positions where the first guesses of
                             heads 1 ... d are all right: a chain of K drafts
     accepted_length_tree    the same over the nodes of the best 64-node tree, found on the first
-                            half of the rows and counted on the second
+                            half of the rows
+
+Both are counted on the second half.
 
 The model's output in decoding is easier to predict than most held-out text. Use the
 estimates to compare runs, not to predict speed.
@@ -52,8 +54,8 @@ def head_ranks(
 def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     """Both estimates from ranks [..., K]; empty without counted positions.
 
-    Example, K = 2, four positions: (0, 0) (0, 3) (1, 0) (0, 0) give a chain of
-    1 + 3/4 + 2/4 = 2.25.
+    Example, K = 2, four positions: of (0, 0) (0, 3) (1, 0) (0, 0) the last two give a chain of
+    1 + 1/2 + 1/2 = 2.
     """
     tuples_PK = ranks.reshape(-1, ranks.shape[-1])
     tuples_PK = tuples_PK[tuples_PK[:, 0] >= 0]
@@ -63,6 +65,6 @@ def accepted_lengths(ranks: np.ndarray) -> dict[str, float]:
     first, second = np.array_split(tuples_PK, 2)
     tree = Tree.from_choices(joint_growth(first, TREE_NODES - 1))
     return {
-        "accepted_length_chain": chain_length(tuples_PK),
+        "accepted_length_chain": chain_length(second),
         "accepted_length_tree": float(expected_tokens(second, tree)),
     }

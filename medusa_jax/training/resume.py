@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict
 
 from medusa_jax import hosts
 from medusa_jax.console import inform
-from medusa_jax.errors import UserError
+from medusa_jax.errors import STOPS, UserError
 from medusa_jax.training.data.rows import Rows
 from medusa_jax.whole_files import Json, write_json
 
@@ -123,10 +123,6 @@ def check(old: Json, new: Json, steps: int, workdir: str) -> None:
                 f"the checkpoint in {workdir} was made with another {word} ({old[name]}, now "
                 f"{new[name]}): restore that, or use another --workdir"
             )
-
-
-# Signals and their names for messages.
-STOPS: dict[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class StopRequest:

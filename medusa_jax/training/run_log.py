@@ -17,6 +17,14 @@ from medusa_jax.whole_files import Json, read_text, replacing
 LOG = "log.jsonl"
 # Metrics of a progress line, in this order; "objective" is the minimised sum of all terms.
 SHOWN = ("objective", "lm_loss", "loss", "inside", "top1", "top5", "accepted_length_tree", "lr")  # fmt: skip
+# For people, printed once.
+LEGEND = (
+    "each line: objective, which training lowers; for every head loss, the share of tokens inside its vocabulary, "
+    "and how often its first guess (top1) or one of its first five (top5) is right; accepted_length_tree, tokens "
+    "per step with the best tree of 64 nodes"
+)
+# Held-out tokens per step that still rise by more than this share between two evaluations: train longer.
+RISING = 0.02
 
 
 class RunLog:
@@ -43,6 +51,7 @@ class RunLog:
             self.file.flush()
         with contextlib.suppress(ImportError):  # of tensorboardX, which is optional
             self.board = Board(self.workdir, self.start)
+        inform(LEGEND)
 
     def train(self, step: int, record: Json) -> None:
         """Log a training record after `step` updates; print losses, speed and time left."""
@@ -167,3 +176,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def outlook(workdir: str | Path) -> str:
+    """Whether longer training would help, by the last two held-out evaluations; "" if they are missing."""
+    name, records = "accepted_length_tree", read_log(Path(workdir) / "log.jsonl")
+    found = [r for r in records if r.get("kind") == "eval" and name in r]
+    if len(found) < 2:
+        return ""
+    before, after, step = found[-2][name], found[-1][name], found[-1]["step"]
+    line = f"held-out tokens per step: {before:.2f}, then {after:.2f} at step {step}: "
+    if after > before * (1 + RISING):
+        return f"{line}longer training helps, e.g. --config.train.steps={2 * step}"
+    return f"{line}more text or another family of heads helps more than further steps"

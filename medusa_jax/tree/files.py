@@ -66,7 +66,7 @@ def tree_of_size(calibrated: Json, n_nodes: int) -> Tree:
     if not 1 <= n_nodes <= n_max:
         raise UserError(
             f"cannot build a tree of {n_nodes} nodes: the calibrated order has 1 to "
-            f"{n_max} (run `python -m medusa_jax calibrate` for more)"
+            f"{n_max} (run `medusa calibrate` for more)"
         )
     return order.tree(n_nodes)
 
@@ -140,7 +140,7 @@ def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu")
         if calibrated is None:
             raise UserError(
                 f"--tree {spec} needs a calibrated tree next to the heads: run "
-                "`python -m medusa_jax calibrate`, or give cartesian:.., chain:.. or a file"
+                "`medusa calibrate`, or give cartesian:.., chain:.. or a file"
             )
         if spec == "auto":
             return auto_tree(calibrated, platform)

@@ -40,7 +40,7 @@ CURVE_POINTS = 8
 NO_MATTER = ("log_every", "eval_every", "save_every", "keep_checkpoints", "curves", "wandb",
              "features_path", "loss_chunk", "remat")  # fmt: skip
 EXAMPLES = """examples (from the project's root, after `python -m research demo_build`):
-  python -m medusa_jax distill --model medusa_jax/demo/backbone --temperature 0 \\
+  medusa distill --model medusa_jax/demo/backbone --temperature 0 \\
       --prompts work/demo/calibration.jsonl --out work/demo/answers_apart   (held-out answers)
   python -m research family --model medusa_jax/demo/backbone \\
       --data work/demo/answers --eval_data work/demo/answers_apart \\

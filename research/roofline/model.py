@@ -165,8 +165,7 @@ def acceleration_of(curve: str) -> Acceleration:
     ladder = (content.get("evidence") or {}).get("ladder")
     if not ladder:
         raise UserError(
-            f"{curve} holds no measured tokens per step: write them with "
-            "`python -m medusa_jax calibrate`"
+            f"{curve} holds no measured tokens per step: write them with `medusa calibrate`"
         )
     x, y = zip(
         *sorted((math.log(rung["nodes"]), rung["tokens_per_step"]) for rung in ladder)

@@ -3,7 +3,7 @@
 Questions that a model writes (`distill --ask`) have little variety; people ask for letters, code, sums,
 summaries and arguments, and then for changes to the answer. Every question is a random task with gaps, from
 each kind of task in turn, and the gaps are filled at random; a filling may have gaps itself. The file is one
-of seeds for `python -m medusa_jax distill --prompts`.
+of seeds for `medusa distill --prompts`.
 
 Example: "Write a {form} about {subject}." -> "Write a limerick about beekeeping."
 """

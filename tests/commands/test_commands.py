@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import shlex
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from medusa_jax.evaluate import tree_fit
 from medusa_jax.evaluate.tree_fit import MARGIN
 from medusa_jax.files.layouts import convert as conversion
 from medusa_jax.files.layouts.heads_io import open_heads
+from medusa_jax.notation import byte_size
 from medusa_jax.tree.tree import Order, Tree
 
 
@@ -50,8 +53,10 @@ def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monk
     assert (found["temperature"], found["batch"], found["platform"]) == (0, 1, "cpu")
     printed, said = capsys.readouterr()
     assert "2 at a time" in printed
-    assert "two stages: text for 4 prompts with its ranks, " in said
-    assert "texts and their ranks: 4 of 4 texts, 0 seconds left" in said
+    assert "the heads' guesses in 4 answers that are written now, " in said
+    assert "tokens/step: on texts that the tree was not fitted to" in printed
+    assert "first guesses that are right, head by head: " in printed
+    assert re.search(r"texts and their ranks: 4 of 4 texts, .+, 0 seconds left", said)
     assert "trees for batch 1: " in said and "trees for batch 2: " in said
     assert not out.with_name("tree.json.ranks").exists()
     pictures = {p.name for p in (tmp_path / "plots").iterdir()}
@@ -176,6 +181,62 @@ def test_the_demos_heads_go_out_and_come_back(tmp_path, capfd):
     card = (small / "README.md").read_text()
     assert "base_model" not in card and find_model(None) not in card
     assert (small / "tree.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "choices", "spares", "said"),
+    [
+        (3, [[-1], [-1, -1]], [], "no guess of the heads is worth its time"),
+        (
+            3,
+            [[-1], [-1, -1]],
+            [[0], [1]],
+            "on this machine: 3 nodes give 1.80 tokens a step, which takes 1.20 plain ones: 1.50x",
+        ),
+        (1, [], [], "plain decoding is fastest on this machine: 3 nodes give"),
+    ],
+)
+def test_the_verdict_of_a_fit(nodes, choices, spares, said):
+    """The speed-up that its own figures give, and whose guesses it verifies."""
+    row = {"nodes": 3, "tokens_per_step": 1.8, "step_latency_ratio": 1.2, "speedup": 1.5}
+    line = calibrate.verdict({
+        "choices": choices, "spares": spares, "evidence": {"head_accuracies": [[0.46, 0.1]]},
+        "batches": [{"batch": 1, "nodes": nodes, "rows": [row]}],
+    })  # fmt: skip
+    assert said in line and "head by head: 46%" in line
+    assert ("only copies" in line) == (nodes > 1 and not spares)
+    assert "heads that give 2.30 a step would reach 1.92x" in line  # 2.3 / 1.2
+
+
+@pytest.mark.parametrize(
+    ("to", "drafter", "method"),
+    [("vllm", "medusa", "medusa"), ("sglang", "eagle", ""), ("tgi", "medusa", ""), ("native", "medusa", "")],
+)  # fmt: skip
+def test_converted_heads_say_how_they_are_served(to, drafter, method, tmp_path, capsys):
+    """In 16 bits where another engine reads them, with the size first and the whole command last."""
+    out = tmp_path / "heads of mine"
+    wide = [
+        "--to=native",
+        "--dtype=float32",
+        f"--out={tmp_path / 'wide'}",
+    ]  # as a CPU trains them
+    assert convert.main([f"--drafter={drafter}", *wide]) == 0
+    assert (
+        convert.main([f"--drafter={tmp_path / 'wide'}", f"--to={to}", f"--out={out}"]) == 0
+    )
+    said = capsys.readouterr().err
+    words = shlex.split(said.splitlines()[-1])[1:]
+    assert str(out) in " ".join(words)
+    [file] = out.glob("*.safetensors")
+    kinds = {str(x.dtype) for x in load_file(file).values()}
+    assert kinds == ({"float32"} if to == "native" else {"bfloat16"})
+    if to != "native":
+        size = sum(x.nbytes for x in load_file(file).values())
+        assert f"writing {file.name}: {byte_size(size)} in bfloat16" in said
+    if method:
+        assert words[:2] == ["vllm", "serve"] and words[3] == "--speculative-config"
+        found = json.loads(words[4])  # vLLM's flag takes this JSON
+        assert found == {"method": method, "model": str(out), "num_speculative_tokens": 4}
 
 
 def test_a_converted_directory_is_complete_or_absent(tmp_path, monkeypatch, capfd):

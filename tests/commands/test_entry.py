@@ -1,13 +1,19 @@
 """What an entry point says of a Python without packages, and of bugs."""
 
+import dataclasses
 import errno
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from children import run
 
 from medusa_jax.commands.entry import run_main
+from medusa_jax.commands.flags import Program, flag
+from medusa_jax.progress import ProgressBar
 
 
 @pytest.mark.parametrize(
@@ -36,3 +42,31 @@ def test_bugs_are_not_taken_for_bad_input():
         run_main(main)
     with pytest.raises(ModuleNotFoundError, match=r"jax\.nothing"):
         run_main(lambda: __import__("jax.nothing"))
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")]
+)
+def test_a_signal_ends_a_command_in_two_sentences(number, name, capsys):
+    """After how much, and what goes on; the handler that was there is back."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def work(flags):
+        with ProgressBar("answers", 9, "seed") as bar:
+            bar.update(4)
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        return 0
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Flags:
+        """Works."""
+
+        out: str = flag("a file")
+
+    program = Program("medusa work", Flags, work, resumes=True)
+    assert program(["--out=a b"]) == 128 + number
+    *_, stopped, again = capsys.readouterr().err.splitlines()
+    assert stopped == f"answers: stopped by {name} after 4 of 9 seeds"
+    assert again == "finished work is kept; to go on: medusa work '--out=a b'"
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -19,7 +19,9 @@ from medusa_jax.config import DataConfig
 from medusa_jax.distill import conversation, files
 from medusa_jax.distill.seeds import Seed, mode_for, read_seed, read_seeds, silent_seeds
 from medusa_jax.distill.writer import Writer
+from medusa_jax.evaluate.text_ranks import distilled_texts
 from medusa_jax.text import answers
+from medusa_jax.text.chat import encode_prompt
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.training.data.conversations import RecordEncoder
 from medusa_jax.training.data.rows import TokenRows
@@ -94,10 +96,10 @@ def converse(tokenizer, lines, self_talk=False, turns=3, context=200, size=99999
     """(talk, asked): seeds -> their records, of an engine that says these lines; its prompts."""
     asked = []
 
-    def script(prompts, numbers, stops, take):
-        for i, (ids, number) in enumerate(zip(prompts, numbers)):
-            prompt = tokenizer.decode(ids, skip_special=False)
-            asked.append((number, prompt, stops[i] if stops else ""))
+    def script(turns, numbers, take):
+        for i, (turn, number) in enumerate(zip(turns, numbers)):
+            prompt = tokenizer.decode(turn.prompt, skip_special=False)
+            asked.append((number, prompt, turn.stop or ""))
             text, finish = lines[number].pop(0)
             said = [*tokenizer.encode(text), *([2] if finish == "stop" else [])]
             result = {"token_ids": said, "text": text, "finish_reason": finish, "steps": 1}
@@ -437,3 +439,44 @@ def test_lines_of_two_writers_are_refused(model, seeds, tmp_path, capsys):
     path.write_bytes(b"".join([*lines[4:], *lines[:3], lines[3][:9]]))
     assert distill.main(flags) == 0
     assert path.read_bytes() == whole
+
+
+def test_calibration_reads_answers_of_the_same_model(tokenizer, tmp_path):
+    """The last answer after what the template writes before it, cut; of another model none."""
+    roles = zip(("user", "assistant", "user", "assistant"), ("hi", "yes", "and", "the cat"))
+    messages = [{"role": role, "content": text} for role, text in roles]
+    records = [{"messages": messages}, {"messages": []}]
+    records += [{"prompt_ids": [4, 5], "token_ids": [6, 7, 8]}]
+    settings = {"fingerprint": "this", "chat_template": ""}
+    (tmp_path / "settings.json").write_text(json.dumps(settings))
+    model = SimpleNamespace(fingerprint="this", tokenizer=tokenizer)
+    source = str(tmp_path / "messages.jsonl")
+    talk, text = distilled_texts(model, source, records, 2)
+    prompt = encode_prompt(tokenizer, messages[:3])
+    whole, mask = answers.encode_conversation(tokenizer, messages)
+    assert talk.ids[: talk.n_prompt] == prompt == whole[: len(prompt)] and mask[len(prompt)]
+    assert talk.ids == whole[: len(prompt) + 2] and text == ([4, 5, 6, 7], 2)
+    model.fingerprint = "another"
+    assert distilled_texts(model, source, records, 2) == []
+
+
+def test_settings_are_compared_at_once_and_only_those_of_the_text(tmp_path):
+    """All differences in one message; none while nothing is answered, and none of another version's names."""
+    values = {"chat_template": "", "temperature": 0.3, "top_p": 1.0, "seed": 0, "max_new_tokens": 9,
+              "mesh": (1,), "max_turns": 4, "batch_size": 8, "prompts": "a"}  # fmt: skip
+    old = files.settings_of(values, "multi_turn", [Seed(0)], "f")
+    assert old == files.settings_of(
+        values | {"batch_size": 2, "prompts": "b"}, "multi_turn", [Seed(0)], "f"
+    )
+    new = files.settings_of(
+        values | {"seed": 1, "top_p": 0.5}, "multi_turn", [Seed(1)], "g"
+    )
+    (tmp_path / "settings.json").write_text(json.dumps(old | {"batch_size": 8}))
+    (tmp_path / "messages.jsonl").write_text("")
+    files.check_settings(tmp_path, new)
+    (tmp_path / "messages.jsonl").write_text("{}\n")
+    files.check_settings(tmp_path, old)
+    with refused(
+        "fingerprint 'f', now it is 'g'; top_p 1.0, .*; seed 0, .*; seeds_sha256 "
+    ):
+        files.check_settings(tmp_path, new)

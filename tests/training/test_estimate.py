@@ -41,7 +41,7 @@ def test_ranks_are_those_of_the_labels(chunk):
 def test_counted_by_hand():
     ranks = np.array([[[0, 0], [0, 3], [-1, -1]], [[1, 0], [0, 0], [-1, -1]]])
     found = estimate.accepted_lengths(ranks)
-    assert found["accepted_length_chain"] == pytest.approx(2.25)
+    assert found["accepted_length_chain"] == pytest.approx(1 + (0 + 2) / 2)
     # The first row gives the tree [0] [0 0] [0 3]; the second walks it to 0 and 2 drafts.
     assert found["accepted_length_tree"] == pytest.approx(1 + (0 + 2) / 2)
     assert estimate.accepted_lengths(np.full((3, 2), -1)) == {}

@@ -53,7 +53,7 @@ def commands(model, questions, place):
 def run(words):
     """Run a command here; returns its exit status."""
     own = words[1].endswith("train.py")
-    name, given = (words[1], words[2:]) if own else (words[3], words[4:])
+    name, given = words[1], words[2:]
     given = [str(ROOT / word) if word.startswith("configs/") else word for word in given]
     given += shlex.split(MORE.get(name, ""))
     return train.main(given) if own else main([name, *given])

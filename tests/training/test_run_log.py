@@ -1,12 +1,13 @@
 """The log of a run after a resume, its clock, and what else the records go to."""
 
+import json
 import time
 
 import numpy as np
 import pytest
 
 from medusa_jax.errors import UserError
-from medusa_jax.training.run_log import RunLog, finite, read_log
+from medusa_jax.training.run_log import RunLog, finite, outlook, read_log
 
 
 def opened(workdir, start=0):
@@ -85,3 +86,19 @@ def read_events(workdir):
         event = Event.FromString(content[at + 12 : at + 12 + size])
         yield event.step, {v.tag: round(v.simple_value, 6) for v in event.summary.value}
         at += 16 + size
+
+
+def test_whether_longer_training_helps(tmp_path):
+    def after(*lengths):
+        records = [
+            {"step": 50 * (i + 1), "kind": "eval", "accepted_length_tree": x}
+            for i, x in enumerate(lengths)
+        ]
+        (tmp_path / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        return outlook(tmp_path)
+
+    assert after(1.5) == ""
+    assert after(1.5, 1.6).endswith(
+        "1.50, then 1.60 at step 100: longer training helps, e.g. --config.train.steps=200"
+    )
+    assert "more text or another family of heads helps more" in after(1.5, 1.7, 1.71)

@@ -44,7 +44,7 @@ def test_a_signal_saves_and_says_what_goes_on(tokens, tmp_path, monkeypatch, cap
         assert words in said
         assert ("Ctrl-C again stops at once" in said) == (number == signal.SIGINT)
         assert (workdir / "checkpoints" / str(step)).is_dir()
-        named = said.splitlines()[-1].removeprefix("to go on: python -m medusa_jax train ")
+        named = said.splitlines()[-1].removeprefix("to go on: medusa train ")
         assert shlex.split(named) == args
     assert cli.main(shlex.split(named)) == 0
     assert signal.getsignal(signal.SIGINT) is before

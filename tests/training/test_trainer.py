@@ -227,7 +227,7 @@ def test_a_run_keeps_its_tokens(tokens, model, tmp_path, capsys):
     chosen = vocabulary.most_frequent(counts, 40)
     share = counts[chosen].sum() / counts.sum()
     said = capsys.readouterr().err
-    assert f"heads score 40 of 64 tokens: {100 * share:.2f}% of the counted text" in said
+    assert f"heads guess among 40 of 64 tokens: {100 * share:.2f}% of the text" in said
     assert "  inside 0." in said
     log = records(tmp_path / "m1")[-1]
     assert np.abs(np.array(log["inside"]) - share).max() < 0.1

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from medusa_jax.console import inform
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.layouts.limits import Limits
@@ -14,6 +15,7 @@ from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.source import Locate
 from medusa_jax.files.tensor import Tensors, cast
 from medusa_jax.files.tensors import save_safetensors
+from medusa_jax.notation import byte_size
 from medusa_jax.whole_files import Json
 
 
@@ -102,6 +104,8 @@ class Export:
     def write(self, out: str, name: str, arrays: Arrays, config: Json) -> None:
         """Write a file of weights (safetensors or torch's, by its suffix) and its config.json."""
         path = os.path.join(out, name)
+        n_bytes = sum(x.nbytes for x in arrays.values())
+        inform(f"writing {name}: {byte_size(n_bytes)} in {self.kind.name}")
         if name.endswith(".safetensors"):
             save_safetensors(path, arrays, {"format": "pt"})
         else:

@@ -9,7 +9,7 @@ from medusa_jax.whole_files import Json
 
 NOTHING = (
     "Nothing yet: no held-out evaluation, fitted tree or benchmark came with these heads. "
-    "Accepted length depends on the text; `python -m medusa_jax calibrate` and `bench` measure it."
+    "Accepted length depends on the text; `medusa calibrate` and `bench` measure it."
 )
 
 
@@ -68,13 +68,14 @@ def _held_out(meta: Json) -> list[str]:
     held_out = recipe.get("held_out") if isinstance(recipe, dict) else None
     if not isinstance(recipe, dict) or not isinstance(held_out, dict):
         return []
-    names = ("accepted_length_chain", "accepted_length_tree")
+    trees = {"chain": "a chain of first guesses", "tree": "the best tree of 64 nodes"}
     numbers = ", ".join(
-        f"{name} {held_out[name]:.3f}" for name in names if name in held_out
+        f"{held_out[key]:.3f} with {tree}"
+        for name, tree in trees.items()
+        if (key := f"accepted_length_{name}") in held_out
     )
-    return (
-        [f"Held-out text, at step {recipe.get('step')}: {numbers}.", ""] if numbers else []
-    )
+    line = f"Tokens per step on held-out text, at step {recipe.get('step')}: {numbers}."
+    return [line, ""] if numbers else []
 
 
 def _calibration(tree: Json) -> list[str]:

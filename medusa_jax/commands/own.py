@@ -1,0 +1,221 @@
+"""`medusa own MODEL QUESTIONS --out DIR`: distill, train, calibrate and compare, with an estimate of the time.
+
+DIR gets text/ (distill), run/ (train; run/export/ has the heads and their tree), compare/ (bench) and own.json,
+the plan with the seconds of each part. Every part resumes, so the same command goes on after a stop.
+"""
+
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_jax.commands import bench, calibrate, distill, next_command, train
+from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.config import Config
+from medusa_jax.console import inform
+from medusa_jax.errors import Terminated, UserError
+from medusa_jax.progress import duration
+from medusa_jax.whole_files import Json, read_text, write_json, write_text
+
+if TYPE_CHECKING:
+    from medusa_jax.evaluate.own_costs import Costs, Job
+
+EXAMPLES = """examples:
+  medusa own smollm2 questions.jsonl --out work/own
+  medusa own my_model.gguf questions.jsonl --out work/own --minutes 20 --drafter eagle3
+"""
+RECIPE = Path(__file__).parents[2] / "configs" / "own.py"
+# Questions answered at a time; the last ones, which heads do not learn from; those of them that are compared.
+BATCH, HELD_OUT, COMPARED = 16, 16, 4
+# Most epochs and steps of training; tokens that a chat template adds, roughly.
+EPOCHS, STEPS, TEMPLATE = 10, 400, 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Train draft heads for a model of yours, from questions like those it will be asked."""
+
+    model: str = flag("directory, .gguf file, hub id or name", name="model")
+    questions: str = flag("JSONL with messages, turns or prompt", name="questions")
+    out: str = flag("directory for everything; the same command goes on in it")
+    minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
+    drafter: str = flag("family of heads, as --config.heads.drafter of train.py", "medusa")
+    limit: int = flag("most questions; 0 is all", 200, type=at_least(0))
+    max_new_tokens: int = flag("per answer", 200, type=at_least(1))
+    server: str | None = flag("as for distill", None, metavar="URL")
+
+
+def run(flags: Flags) -> int:
+    """Plan, then do the parts that are not done yet."""
+    from medusa_jax import hosts
+
+    if not RECIPE.exists():
+        raise UserError(
+            "own trains by configs/own.py: run it in a clone (pip install -e .)"
+        )
+    out = Path(flags.out)
+    with hosts.locked(out), next_command.silent():
+        plan = plan_of(flags, out)
+        heads = do_parts(flags, out, plan)
+    spent, planned = (duration(sum(plan[name].values())) for name in ("spent", "seconds"))
+    inform(f"done in {spent}, {planned} were estimated; the heads are in {heads}")
+    next_command.print_next("serve", model=flags.model, drafter=str(heads))
+    return 0
+
+
+def plan_of(flags: Flags, out: Path) -> Json:
+    """The plan in own.json, made at the first start.
+
+    Raises:
+      UserError: it was made for other flags.
+    """
+    file, given = out / "own.json", dataclasses.asdict(flags) | {"out": ""}
+    if file.exists():
+        plan: Json = json.loads(read_text(file))
+        old = {name: plan["flags"].get(name) for name in given}
+        changed = [
+            f"{x} {old[x]!r}, now it is {given[x]!r}" for x in given if old[x] != given[x]
+        ]
+        if changed:
+            raise UserError(
+                f"{out} was started with {'; '.join(changed)}: use another --out"
+            )
+        return plan
+    job, costs = fitted(flags, recipe(flags, out))
+    seconds = job.seconds(costs)
+    plan = {"flags": given, "job": job._asdict(), "costs": costs._asdict()}
+    write_json(file, plan | {"seconds": seconds, "spent": {}})
+    parts = ", ".join(f"{part} {duration(s)}" for part, s in seconds.items())
+    inform(
+        f"about {duration(sum(seconds.values()))}: {job.questions} questions, {job.steps} steps of training "
+        f"({parts}); stop it at any time, the same command goes on"
+    )
+    return plan | {"seconds": seconds, "spent": {}}
+
+
+def recipe(flags: Flags, out: Path, **fields: object) -> Config:
+    """The configuration of the training."""
+    given: Json = {"model.path": flags.model, "data.source": flags.questions}
+    given |= {"heads.drafter": flags.drafter, **fields}
+    words = [f"--config.{name}={value}" for name, value in given.items()]
+    _, cfg, complete = train.parse_all(
+        [f"--config={RECIPE}", f"--workdir={out / 'run'}", *words]
+    )
+    return complete(cfg)
+
+
+def fitted(flags: Flags, cfg: Config) -> "tuple[Job, Costs]":
+    """Measure this machine, and fit the work to --minutes.
+
+    Raises:
+      UserError: too few questions, or minutes.
+    """
+    from medusa_jax.api import load
+    from medusa_jax.cache_directories import use_compilation_cache
+    from medusa_jax.distill.seeds import read_seeds
+    from medusa_jax.evaluate.own_costs import Job, measure
+
+    began = time.perf_counter()
+    use_compilation_cache()
+    seeds = read_seeds(flags.questions, "train", flags.limit)
+    texts = [s.prompt or s.turns[0] for s in seeds if s.turns or s.prompt]
+    if len(texts) < 2 * HELD_OUT:
+        raise UserError(
+            f"{flags.questions} has {len(texts)} questions, {2 * HELD_OUT} are needed"
+        )
+    inform("measuring this machine ...")
+    model = load(flags.model, "none")
+    costs = measure(model, BATCH, cfg.heads.n_heads, cfg.heads.draft_vocab)
+    lengths = [len(model.encode(text)) + TEMPLATE for text in texts]
+    answer, positions = flags.max_new_tokens, cfg.train.batch_size * cfg.data.seq_len
+
+    def job(n: int, share: float) -> "Job":
+        longest = sorted(lengths[:n], reverse=True)[::BATCH]
+        padded = [1 << k.bit_length() for k in longest]
+        read = BATCH * (sum(padded) + sum(set(padded)))  # once more to compile
+        tokens = sum(lengths[:n]) + n * answer
+        steps = max(1, int(share * min(STEPS, EPOCHS * tokens // positions)))
+        learned = steps * positions * n * answer // tokens
+        decoded, compared = len(longest) * answer, COMPARED * answer
+        return Job(n, len(set(padded)), steps, decoded, read, tokens, learned, compared)
+
+    left = 60 * flags.minutes - (time.perf_counter() - began) if flags.minutes else math.inf
+    for n in (*range(len(texts), 2 * HELD_OUT, -BATCH), 2 * HELD_OUT):
+        for share in (1.0, 0.75, 0.5):
+            one = job(n, share)
+            seconds = sum(one.seconds(costs).values())
+            if seconds <= left:
+                return one, costs
+    least = math.ceil((seconds + time.perf_counter() - began) / 60)
+    raise UserError(
+        f"--minutes {flags.minutes:g} is too short on this machine: at least {least}"
+    )
+
+
+def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
+    """Do what has no result yet; returns the directory of the heads."""
+    steps, text, heads = plan["job"]["steps"], out / "text", out / "run" / "export"
+    shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
+
+    def part(name: str, result: Path, do: Callable[[], int]) -> None:
+        if result.exists():
+            return inform(f"{name}: done before, {result}")
+        inform(f"{name}: about {duration(plan['seconds'][name])}")
+        began, spent = time.perf_counter(), plan["spent"]
+        try:
+            status = do()
+        finally:
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - began
+            write_json(out / "own.json", plan)
+        if status:
+            raise (
+                Terminated(status) if status == 128 + signal.SIGTERM else KeyboardInterrupt
+            )
+
+    part("answers", text / "provenance.json", lambda: call(
+        distill.main, prompts=flags.questions, out=text, limit=plan["job"]["questions"], max_turns=1,
+        batch_size=BATCH, server=flags.server, **shared,
+    ))  # fmt: skip
+    source, kept, evaluated = split(text)
+    part("training", heads / "heads.json", lambda: train.run(recipe(flags, out, **{
+        "data.source": source, "data.eval_source": evaluated, "data.held_out": 0, "train.steps": steps,
+        "train.eval_every": max(1, steps // 4),
+    })))  # fmt: skip
+    part("tree", heads / "tree.json", lambda: call(
+        calibrate.main, drafter=heads, prompts=kept, out=heads / "tree.json", batches=1, **shared,
+    ))  # fmt: skip
+    part("comparison", out / "compare" / "race.json", lambda: call(
+        bench.program, drafters=heads, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
+    ))  # fmt: skip
+    return heads
+
+
+def split(text: Path) -> tuple[Path, Path, Path]:
+    """Text to learn from; the last answers as lines, and as data to evaluate on."""
+    from medusa_jax.distill.files import write_token_directory
+
+    continued = (text / "samples.jsonl").exists()
+    lines = read_text(
+        text / ("samples.jsonl" if continued else "messages.jsonl")
+    ).splitlines()
+    lines = [line for line in lines if continued or json.loads(line)["answers"]]
+    files = [text / "learned.jsonl", text / "held_out.jsonl"]
+    for file, part in zip(files, (lines[:-HELD_OUT], lines[-HELD_OUT:])):
+        write_text(file, "".join(f"{line}\n" for line in part))
+        if continued:
+            write_token_directory(file.with_suffix(""), [json.loads(line) for line in part])
+    source, evaluated = [file.with_suffix("") for file in files] if continued else files
+    return source, files[1], evaluated
+
+
+def call(program: Program, **flags: object) -> int:
+    """Run a command with flags, those that are None left out; returns its exit status."""
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    return program.run(program.parse(words))
+
+
+main = Program("medusa own", Flags, run, EXAMPLES, resumes=True)

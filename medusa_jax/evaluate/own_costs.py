@@ -1,0 +1,97 @@
+"""How long `medusa own` will take on this machine, from a few short measurements."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from medusa_jax.api import Model
+from medusa_jax.evaluate.step_clock import StepClock
+from medusa_jax.tree.tree import Tree
+
+# What does not grow with the text, mostly compilation, in decoding loops; of answers for each size of prompts. And
+# seconds of reading a prompt over those of its products. From runs on two CPU cores.
+PROGRAMS = {"answers": 4.0, "training": 22.0, "tree": 30.0, "comparison": 20.0}
+READING = 1.4
+# Plain steps that take as long as the timed ones of `calibrate`, and as the runs for each compared token.
+TIMED_STEPS, RUNS = 700, 2.5
+
+
+class Costs(NamedTuple):
+    """Measured seconds.
+
+    Attributes:
+      program: compiling one decoding loop.
+      step, steps: a plain step of one row, and of a batch.
+      token: a token through the backbone.
+      learned: a position through heads and loss, in one training step.
+    """
+
+    program: float
+    step: float
+    steps: float
+    token: float
+    learned: float
+
+
+class Job(NamedTuple):
+    """The work of `own`.
+
+    Attributes:
+      questions, sizes, steps: that are answered; of padded prompts; of training.
+      decoded: steps of whole batches.
+      read, tokens: tokens of prompts as they are padded; of all texts.
+      learned: positions that all training steps learn from.
+      compared: tokens.
+    """
+
+    questions: int
+    sizes: int
+    steps: int
+    decoded: int
+    read: int
+    tokens: int
+    learned: int
+    compared: int
+
+    def seconds(self, costs: Costs) -> dict[str, float]:
+        """Seconds of each part."""
+        work = {
+            "answers": READING * self.read * costs.token + self.decoded * costs.steps,
+            "training": self.tokens * costs.token + self.learned * costs.learned,
+            "tree": TIMED_STEPS * costs.step,
+            "comparison": RUNS * self.compared * costs.step,
+        }
+        programs = PROGRAMS | {"answers": PROGRAMS["answers"] * self.sizes}
+        return {part: s + programs[part] * costs.program for part, s in work.items()}
+
+
+def measure(model: Model, batch: int, n_heads: int, draft_vocab: int) -> Costs:
+    """Time plain steps, the compilation of their loop, and a product as large as training's."""
+    plain, config = model.engine(Tree.none()), model.config
+    one, many = (
+        StepClock([plain], model.variables, [1] * 64, batch=n, n_steps=8)
+        for n in (1, batch)
+    )
+    program = _seconds(lambda: one.seconds(plain), 1)
+    many.seconds(plain)
+    step, steps = (min(clock.seconds(plain) for _ in range(3)) for clock in (one, many))
+    D, V = config.d_model, draft_vocab or config.vocab_size
+    product, x, w = jax.jit(jnp.matmul), jnp.ones((512, D)), jnp.ones((D, V))
+    weight = _seconds(lambda: product(x, w).block_until_ready(), 4) / (512 * D * V)
+    attention = 2 * D * config.head_dim * (config.n_heads + config.n_kv_heads)
+    n_weights = config.n_layers * (attention + 3 * D * config.d_ff)
+    in_heads = n_heads * (3 * D * D + 2 * D * V) + D * V
+    return Costs(program, step, steps, weight * n_weights, weight * in_heads)
+
+
+def _seconds(call: Callable[[], object], times: int) -> float:
+    """The least seconds of several calls."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)

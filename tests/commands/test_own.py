@@ -1,0 +1,104 @@
+"""`own`: the four commands in one, stopped and resumed, and its estimate."""
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from files import write_lines
+from refusals import refused
+from tiny import write_ending_model
+
+from medusa_jax.commands import own, train
+from medusa_jax.evaluate.own_costs import Costs, Job
+
+PARTS = ("answers", "training", "tree", "comparison")
+WORDS = ("the", "cat", "in", "a", "bar", "is", "there", "and")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A chat model and forty questions."""
+    place = tmp_path_factory.mktemp("own")
+    write_ending_model(place / "m", max_position=128)
+    asked = ({"turns": [f"{a} {b}"]} for a in WORDS for b in WORDS[:5])
+    return [str(place / "m"), str(write_lines(place / "questions.jsonl", asked))]
+
+
+def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
+    """With flags that its command knows; a stopped part is begun again, a finished one is not."""
+    job = Job(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
+    costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
+    monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
+    out, done, stop = tmp_path / "out", [], ["medusa calibrate"]
+
+    def call(program, **flags):
+        words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+        parsed = program.parse(words)
+        done.append(program.name)
+        if program.name in stop:
+            stop.remove(program.name)
+            os.kill(os.getpid(), signal.SIGTERM)
+        if program.name == "medusa distill":
+            message = [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+            ]
+            lines = [{"seed": i, "messages": message, "answers": [{}]} for i in range(40)]
+            write_lines(Path(parsed.out) / "messages.jsonl", lines)
+            assert (parsed.limit, parsed.max_turns) == (40, 1)
+            (Path(parsed.out) / "provenance.json").write_text("{}")
+        elif program.name == "medusa calibrate":
+            assert len(Path(parsed.prompts).read_text().splitlines()) == own.HELD_OUT
+            Path(parsed.out).write_text("{}")
+        else:
+            (Path(parsed.out) / "race.json").write_text("{}")
+        return 0
+
+    def training(cfg):
+        done.append("train")
+        assert cfg.train.steps == 8 and cfg.data.held_out == 0 and cfg.data.eval_source
+        heads = Path(cfg.workdir) / "export"
+        heads.mkdir(parents=True)
+        (heads / "heads.json").write_text("{}")
+        return 0
+
+    for directory in (out / "text", out / "compare"):
+        directory.mkdir(parents=True)
+    monkeypatch.setattr(own, "call", call)
+    monkeypatch.setattr(train, "run", training)
+    words = [*given, f"--out={out}", "--max_new_tokens=12"]
+    assert own.main(words) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert 0 <= said.find("40 questions, 8 steps of training") < said.find("answers: about")
+    assert f"to go on: medusa own {' '.join(words)}" in said
+    assert done == ["medusa distill", "train", "medusa calibrate"]
+    assert own.main(words) == 0
+    said = capsys.readouterr().err
+    assert done[3:] == ["medusa calibrate", "medusa bench"]
+    assert "answers: done before" in said and "training: done before" in said
+    assert f"next: medusa serve --model {given[0]} --drafter {out}/run/export" in said
+    plan = json.loads((out / "own.json").read_text())
+    assert plan["seconds"].keys() == plan["spent"].keys() == set(PARTS)
+    assert own.main([*words, "--minutes=5"]) == 2
+    assert "minutes None, now it is 5.0" in capsys.readouterr().err
+
+
+def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys):
+    """As many questions and steps as fit; fewer minutes, less work, never more than they."""
+    costs = Costs(program=0.5, step=0.001, steps=1.0, token=0.002, learned=0.0005)
+    monkeypatch.setattr("medusa_jax.evaluate.own_costs.measure", lambda *_: costs)
+    found = []
+    for minutes in (None, 30.0, 9.0):
+        flags = own.Flags(
+            model=given[0], questions=given[1], out=str(tmp_path), minutes=minutes
+        )
+        job, _ = own.fitted(flags, own.recipe(flags, tmp_path))
+        seconds = sum(job.seconds(costs).values())
+        assert not minutes or seconds <= 60 * minutes
+        found.append((job.questions, job.steps))
+    assert found[0] == found[1] > found[2]
+    with refused("too short on this machine: at least"):
+        own.fitted(dataclasses.replace(flags, minutes=1.0), own.recipe(flags, tmp_path))
