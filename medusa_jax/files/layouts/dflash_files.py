@@ -203,10 +203,8 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
     """The heads, config.json of their layers, fields of the Markov and confidence heads."""
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
-    drafter = DFlash(heads, config)
-    shape = replace(
-        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
-    )
+    drafter = DFlash(heads, config.llama_layers())
+    shape = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
     if heads.window:
         sliding = numbers(heads.sliding_layers)

@@ -204,7 +204,7 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
 def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
     assert isinstance(heads, Eagle3Config)
-    return Eagle3(heads, export.base.config)
+    return Eagle3(heads, export.base.config.llama_layers())
 
 
 def _arrays(export: Export, stem: str) -> Arrays:
@@ -214,9 +214,7 @@ def _arrays(export: Export, stem: str) -> Arrays:
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
     """config.json of the layers, and the fields that EAGLE-3 adds."""
     heads, vocab_size = drafter.heads, export.base.config.vocab_size
-    layers = replace(
-        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
-    )
+    layers = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
     return config_to_hf(layers), {
         "draft_vocab_size": heads.draft_vocab or vocab_size,
         "torch_dtype": export.kind.name,

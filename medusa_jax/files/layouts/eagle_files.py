@@ -113,6 +113,6 @@ def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:
     arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     heads = export.stored.heads
     assert isinstance(heads, EagleConfig)
-    shape = Eagle(heads, export.base.config).shape
-    config = replace(shape, n_layers=heads.n_layers, sliding_window=0)
+    shape = Eagle(heads, export.base.config.llama_layers()).shape
+    config = replace(shape, n_layers=heads.n_layers)
     return arrays, config_to_hf(config)
