@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
@@ -104,6 +104,17 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
         **_rope(file, family, fields.values, sizes["head_dim"]),
     )
     return _consistent(file, config)
+
+
+def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
+    """Layers of draft heads, as their file describes them.
+
+    Raises:
+      UserError: they are not like Llama's.
+    """
+    if replace(layers, sliding_window=0, window_layers=()) != layers.llama_layers():
+        raise UserError(f"{file}: draft heads with layers unlike Llama's are not supported")
+    return layers
 
 
 def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:

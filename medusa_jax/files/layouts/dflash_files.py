@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
@@ -65,6 +65,7 @@ class DFlashFiles(Layout):
         values = config_fields.values
         # Windows are of the layers here, and may be of any of them.
         layer = parse_config(file, values | {"use_sliding_window": False})
+        like_llama(file, layer)
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"

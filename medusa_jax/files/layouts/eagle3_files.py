@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
@@ -102,7 +102,7 @@ class Eagle3Files(Layout):
         # The last has an effect only with `parallel_draft_step`.
         known = {*_FLAGS, *EXPECTED, "parallel_draft_heads_num_layers"}
         check_others(file, fields, known)
-        layer = parse_config(file, fields)
+        layer = like_llama(file, parse_config(file, fields))
         n_taps = sum(tensors["fc.weight"].shape[1:]) // layer.d_model
         counts = {
             "target_hidden_size": (layer.d_model,),

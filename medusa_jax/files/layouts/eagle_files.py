@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from medusa_jax.files.hf_config import ROPE, read_config
+from medusa_jax.files.hf_config import ROPE, like_llama, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
@@ -42,7 +42,7 @@ class EagleFiles(Layout):
         Raises:
           UserError: no configuration of a Llama.
         """
-        llama = read_config(files.directory)
+        llama = like_llama(files.directory, read_config(files.directory))
         return StoredHeads(
             source=files.source,
             directory=files.directory,
