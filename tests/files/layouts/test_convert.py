@@ -248,7 +248,7 @@ def test_heads_for_every_shape(shape, tmp_path):
         fields = SHARED if drafter != "eagle3" else {}
         folder = tmp_path / drafter
         stored = write_heads(folder, base, heads_of(drafter=drafter, **fields))
-        out = exported(stored, base, target, tmp_path / target)
+        out = exported(stored, base, target, tmp_path / f"{drafter}_out")
         same_bits(folder, open_heads(str(out)), base, tmp_path / f"{drafter}_back")
 
 
