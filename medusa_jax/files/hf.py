@@ -1,5 +1,6 @@
 """Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
