@@ -91,8 +91,8 @@ def rope_tables(
         long_BT1H = position_BT11 * jnp.asarray(long, wide)[None, None, None, :]
         angle = jnp.where(is_long_B[:, None, None, None], long_BT1H, angle)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    factor = config.rope_attention_factor
-    if factor != 1 and rotation == "text":
+    factor: float | jax.Array = config.rope_attention_factor
+    if config.rope_attention_factor != 1 and rotation == "text":
         if config.rope_dim:
             turned = np.arange(config.head_dim // 2) < config.rope_dim // 2
             each = np.tile(np.where(turned, factor, 1.0), 2)
