@@ -5,8 +5,8 @@
 else may assign to them.
 """
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 from medusa_jax.bounds import AtLeast, OneOf
 
@@ -20,11 +20,14 @@ WEIGHTS = (STORED, "float32", "bfloat16", "int8")
 # Bits of activations that native products with integers take.
 ACTIVATIONS = (16, 8)
 DRAFT_WEIGHTS = WEIGHTS[1:]
+# Scalings of the rotation, and activations of the MLP.
+ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
+MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @dataclass(unsafe_hash=True)
 class LlamaConfig:
-    """Shape of a Llama-family backbone (Llama, Mistral, Qwen2, Qwen3).
+    """Shape of a Llama-like backbone: the defaults are Llama's, other families change fields (`files/families.py`).
 
     Fields have the meaning of the Hugging Face config they are read from.
     """
@@ -39,27 +42,82 @@ class LlamaConfig:
     max_position: Annotated[int, AtLeast(1)] = 4096
     rms_eps: float = 1e-5
     rope_theta: Annotated[float, AtLeast(1)] = 10000.0
-    # "none", "linear", "dynamic" (none within the context), "llama3" or "yarn"; the fields below matter for these.
-    rope_scaling: Annotated[str, OneOf(("none", "linear", "dynamic", "llama3", "yarn"))] = (
-        "none"
-    )
+    # "none", "dynamic" (none within the context), or one that the fields below describe.
+    rope_scaling: Annotated[str, OneOf(ROPE_SCALINGS)] = "none"
     rope_factor: float = 1.0
     # Turns in the original context: planes with fewer are divided, with more kept (YaRN's beta_slow, beta_fast).
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_max_position: int = 8192
-    # YaRN: the factor of cos and sin, and whether its ramp starts and ends at whole planes.
+    # YaRN, LongRoPE: the factor of cos and sin. YaRN: whether its ramp starts and ends at whole planes.
     rope_attention_factor: float = 1.0
     rope_truncate: bool = True
+    # LongRoPE: divisors of the frequencies, for texts within the original context and for longer ones.
+    rope_short: tuple[float, ...] = ()
+    rope_long: tuple[float, ...] = ()
+    # Components of a head that are rotated: planes (i, i + head_dim / 2) for i below half of it; 0: all.
+    rope_dim: int = 0
+    # The base, without scaling, of layers with the window; 0: they rotate like the others.
+    rope_window_theta: float = 0.0
+    # Whether each layer rotates queries and keys; empty: all do.
+    rotated_layers: tuple[bool, ...] = ()
     tie_embeddings: bool = False
     # 0 = no window. A query at position p sees keys at positions > p - sliding_window.
     sliding_window: int = 0
-    # Index of the first layer that uses the window (Qwen2's max_window_layers).
-    sliding_window_start_layer: int = 0
+    # Whether each layer has the window; empty: all do.
+    window_layers: tuple[bool, ...] = ()
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    # Queries and keys are normed over all heads at once, not by head.
+    qk_norm_full: bool = False
+    # Norms before attention and MLP, and of their outputs.
+    pre_norm: bool = True
+    post_norm: bool = False
+    activation: Annotated[str, OneOf(MLP_ACTIVATIONS)] = "silu"
+    # down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+    gated_mlp: bool = True
+    # Multipliers of embeddings and of what a sublayer adds to its input; what logits are divided by.
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_divisor: float = 1.0
+    # Multiplier of attention's scores; 0: head_dim ** -0.5.
+    attention_multiplier: float = 0.0
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer sees only the window."""
+        return self.sliding_window > 0 and _flag(self.window_layers, layer)
+
+    def rotation(self, layer: int) -> str:
+        """How a layer rotates: "text", "window" or "none"."""
+        if not _flag(self.rotated_layers, layer):
+            return "none"
+        return "window" if self.rope_window_theta and self.has_window(layer) else "text"
+
+    @property
+    def query_multiplier(self) -> float:
+        """What queries are multiplied by in addition to head_dim ** -0.5."""
+        return self.attention_multiplier * self.head_dim**0.5 or 1.0
+
+    def llama_layers(self) -> "LlamaConfig":
+        """The shape with layers like Llama's, of the same sizes, biases and norms by head: those of drafters."""
+        scaling = "none" if self.rope_scaling == "longrope" else self.rope_scaling
+        like_llama: dict[str, Any] = {
+            "rope_scaling": scaling, "rope_short": (), "rope_long": (), "rope_dim": 0,
+            "rope_window_theta": 0.0, "rotated_layers": (), "qk_norm_full": False,
+            "pre_norm": True, "post_norm": False, "activation": "silu", "gated_mlp": True,
+            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logit_divisor": 1.0,
+            "attention_multiplier": 0.0, "sliding_window": 0, "window_layers": (),
+        }  # fmt: skip
+        if scaling == "none":
+            like_llama["rope_attention_factor"] = 1.0
+        return replace(self, **like_llama)
+
+
+def _flag(layers: tuple[bool, ...], layer: int) -> bool:
+    """The entry of a layer; layers that are added after the last one have the usual value."""
+    return layers[layer] if layer < len(layers) else True
 
 
 @dataclass(unsafe_hash=True)

@@ -104,11 +104,11 @@ inline float Weigh(float* scores, int64_t begin, int64_t first, int64_t count) {
 
 // Attention of some new tokens of a text: `heads` neighbouring query heads of each, over one head of keys and
 // values; queries and out are [rows, stride]. Every sum follows the token's own positions; it sees the last
-// `window` of them (0: all). Positions that all tokens see, and the keys of the tree, are loaded once for all.
+// `window` of them (0: all). Scores are multiplied by `multiplier` / sqrt(size). Positions that all tokens see, and the keys of the tree, are loaded once for all.
 // `paths`: from `Paths`, for M nodes.
 inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t heads, int64_t size,
                    const float* keys, const float* values, int64_t start, const int32_t* paths, int64_t M,
-                   int64_t window, float* out) {
+                   int64_t window, float multiplier, float* out) {
   const int64_t n = rows * heads, room = (start + M + kLanes) / kLanes * kLanes;
   const auto count = [&](int64_t r) { return start + paths[r * (M + 1) + M]; };
   const auto first = [&](int64_t r) { return window ? std::max<int64_t>(0, count(r) - window) : 0; };
@@ -127,7 +127,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   const uintptr_t line = kLanes * 4, from = reinterpret_cast<uintptr_t>(memory.data());
   float* scores = memory.data() + (line - from % line) / 4;
   float *scaled = scores + n * room, *sums = scaled + n * size, *totals = sums + n * size;
-  const float scale = 1.0f / std::sqrt(float(size));
+  const float scale = multiplier / std::sqrt(float(size));
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);

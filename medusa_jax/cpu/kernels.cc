@@ -114,19 +114,31 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
 // of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without attn_norm
 // attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
-// attention's output; gate, up; down.
+// attention's output; gate (unless it has none), up; down. After them come
+// the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
 ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, ffi::Buffer<ffi::S32> start,
                         ffi::Buffer<ffi::PRED> mask, Floats keys, Floats values, Floats read, Floats attn_norm,
                         Floats mlp_norm, Floats q_norm, Floats k_norm, ffi::RemainingArgs linears,
                         ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
-                        ffi::ResultBuffer<ffi::F32> new_values, int64_t n_heads, int64_t d_ff, int64_t window,
-                        int64_t activations, Numbers forms, double eps) {
+                        ffi::ResultBuffer<ffi::F32> new_values, ffi::Dictionary attributes) {
+  const auto integer = [&](const char* name) {
+    return attributes.contains(name) ? attributes.get<int64_t>(name).value() : 0;
+  };
+  const auto number = [&](const char* name) {
+    return attributes.contains(name) ? float(attributes.get<double>(name).value()) : 1.0f;
+  };
+  const int64_t n_heads = integer("n_heads"), d_ff = integer("d_ff"), activations = integer("activations");
+  if (n_heads < 1 || !attributes.contains("eps") || !attributes.contains("forms"))
+    return ffi::Error::InvalidArgument("attributes of a layer are missing");
+  const Numbers forms = attributes.get<Numbers>("forms").value();
   const auto xs = x.dimensions(), cs = keys.dimensions(), ms = mask.dimensions();
   if (xs.size() != 3 || cs.size() != 4 || ms.size() != 2)
     return ffi::Error::InvalidArgument("x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
   Layer l{};
   l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3], l.M = ms[1];
-  l.N = n_heads, l.F = d_ff, l.window = window, l.eps = float(eps);
+  l.N = n_heads, l.F = d_ff, l.window = integer("window"), l.eps = number("eps");
+  l.residual_multiplier = number("residual_multiplier"), l.query_multiplier = number("query_multiplier");
+  l.activation = Activation(integer("activation"));
   const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
   const auto has = [](Floats b, int64_t n) { return int64_t(b.element_count()) == n; };
   const bool norms = has(attn_norm, l.D);
@@ -134,35 +146,51 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
   if (l.H % kLanes || cs[0] != l.B || l.T > l.M || l.M > l.S || l.N % l.G || ms[0] != l.T ||
       int64_t(start.element_count()) != l.B || !has(cos, R * l.H) || !has(sin, R * l.H) ||
       !has(values, l.B * l.G * l.S * l.H) || !(norms || has(attn_norm, 0)) || !(norms || has(read, R * l.I)) ||
-      !has(mlp_norm, l.D) || !has(k_norm, q_norm.element_count()) || !(has(q_norm, 0) || has(q_norm, l.H)))
+      !(has(mlp_norm, l.D) || has(mlp_norm, 0)) ||
+      !((has(q_norm, 0) && has(k_norm, 0)) || (has(q_norm, l.H) && has(k_norm, l.H)) ||
+        (has(q_norm, queries) && has(k_norm, l.G * l.H))))
     return ffi::Error::InvalidArgument("these heads, norms, angles or this mask do not fit");
   if (keys.typed_data() != new_keys->typed_data() || values.typed_data() != new_values->typed_data())
     return ffi::Error::InvalidArgument("the cache is written in place");
   l.qkv.inputs = l.I, l.out.inputs = queries, l.gate_up.inputs = l.D, l.down.inputs = l.F;
-  Kernel* const of[] = {&l.qkv, &l.qkv, &l.qkv, &l.out, &l.gate_up, &l.gate_up, &l.down};
-  const int64_t outputs[] = {queries, l.G * l.H, l.G * l.H, l.D, l.F, l.F, l.D};
-  for (size_t i = 0; i < 7; ++i) {
+  struct Map {
+    Kernel* kernel;
+    int64_t outputs;
+  };
+  std::vector<Map> maps = {{&l.qkv, queries}, {&l.qkv, l.G * l.H}, {&l.qkv, l.G * l.H}, {&l.out, l.D},
+                           {&l.gate_up, l.F}, {&l.gate_up, l.F},   {&l.down, l.D}};
+  if (forms.size() == 6) maps.erase(maps.begin() + 4);  // an MLP without gate
+  for (size_t i = 0; i < maps.size(); ++i) {
     const auto panels = linears.get<ffi::Buffer<ffi::U32>>(3 * i);
     const auto scales = linears.get<Floats>(3 * i + 1), bias = linears.get<Floats>(3 * i + 2);
-    if (forms.size() != 7 || !panels || !scales || !bias ||
-        !AddPart(*of[i], *panels, *scales, bias->typed_data(), bias->element_count(), forms.begin()[i], outputs[i],
-                 activations))
-      return ffi::Error::InvalidArgument("seven linear maps, each with panels, scales and a bias, do not fit");
+    if (forms.size() != maps.size() || !panels || !scales || !bias ||
+        !AddPart(*maps[i].kernel, *panels, *scales, bias->typed_data(), bias->element_count(), forms.begin()[i],
+                 maps[i].outputs, activations))
+      return ffi::Error::InvalidArgument("seven or six linear maps, each with panels, scales and a bias, do not fit");
+  }
+  const bool out_norms = linears.size() > 3 * maps.size();
+  if (out_norms) {
+    const auto first = linears.get<Floats>(3 * maps.size()), second = linears.get<Floats>(3 * maps.size() + 1);
+    if (!first || !second || !has(*first, l.D) || !has(*second, l.D))
+      return ffi::Error::InvalidArgument("norms of outputs are [D]");
+    l.attn_out_norm = first->typed_data(), l.mlp_out_norm = second->typed_data();
   }
   const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T, l.M);
   l.x = x.typed_data(), l.read = norms ? nullptr : read.typed_data();
   l.cos = cos.typed_data(), l.sin = sin.typed_data();
   l.start = start.typed_data(), l.paths = paths.data();
   l.shares = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
-  l.attn_norm = attn_norm.typed_data(), l.mlp_norm = mlp_norm.typed_data();
-  if (has(q_norm, l.H)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
+  l.attn_norm = attn_norm.typed_data(), l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.typed_data() : nullptr;
+  if (!has(q_norm, 0)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
+  l.all_heads = !has(q_norm, l.H);
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
   l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
   l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
   const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
   const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
   Rows* const rows[] = {&l.entered, &l.attended, &l.normed, &l.inner};
-  size_t needed = R * (heads + queries + 2 * l.F);
+  const bool apart = out_norms || l.residual_multiplier != 1.0f;
+  size_t needed = R * (heads + queries + 2 * l.F + (apart ? l.D : 0));
   for (const Rows* x : rows) needed += words_of(*x) + floats_of(*x);
   float* at = Scratch(needed);
   const auto take = [&](int64_t n) { return std::exchange(at, at + n); };
@@ -171,6 +199,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
     if (x->bits) x->integers = reinterpret_cast<char*>(take(words_of(*x)));
   }
   l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * 2 * l.F);
+  if (apart) l.added = take(R * l.D);
   RunLayer(pool, l);
   return ffi::Error::Success();
 }
@@ -259,12 +288,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
                                   .Ret<Floats>()
                                   .Ret<Floats>()
                                   .Ret<Floats>()
-                                  .Attr<int64_t>("n_heads")
-                                  .Attr<int64_t>("d_ff")
-                                  .Attr<int64_t>("window")
-                                  .Attr<int64_t>("activations")
-                                  .Attr<Numbers>("forms")
-                                  .Attr<double>("eps"));
+                                  .Attrs());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_commit, CommitHandler,
                               ffi::Ffi::Bind()

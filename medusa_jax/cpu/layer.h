@@ -16,12 +16,15 @@ namespace {
 // size H, and G of keys and of values; rows of D values, F within the MLP. Attention reads I values of each row.
 struct Layer {
   int64_t B, T, M, N, G, H, S, D, F, I, window;
-  float eps;
+  float eps, residual_multiplier, query_multiplier;
+  Activation activation;
   const float *x, *read, *cos, *sin;      // [R, D], [R, I], [R, H]; read is null: attention reads the norm of x
   const int32_t* start;                   // [B], the slots of the first new tokens
   const int32_t* paths;                   // [T, M + 1], see `Paths`
-  const float *attn_norm, *mlp_norm;      // [D]
-  const float *q_norm, *k_norm;           // [H]; null: heads have none
+  const float *attn_norm, *mlp_norm;      // [D]; mlp_norm is null: the MLP reads its rows as they are
+  const float *q_norm, *k_norm;           // [H], or [N, H] and [G, H] (`all_heads`); null: heads have none
+  bool all_heads;
+  const float *attn_out_norm, *mlp_out_norm;  // [D]; null: outputs are not normed
   Kernel qkv, out, gate_up, down;
   float *keys, *values;                   // [B, G, S, H]
   float* y;                               // [R, D]
@@ -29,6 +32,7 @@ struct Layer {
   // Between the stages: [R, I], [R, N, H], [R, D], [R, F]; [R, N + 2 G, H], [R, N, H], [R, 2 F].
   Rows entered, attended, normed, inner;
   float *heads, *queries, *gates;
+  float* added;  // [R, D]: outputs of attention and MLP that are normed or multiplied before they are added; else null
 
   // The end of a text, where its M nodes begin. A row that has ended may lack room for them.
   int64_t End(int64_t b) const { return std::clamp<int64_t>(start[b] - (M - T), 0, S - M); }
@@ -44,6 +48,11 @@ struct Layer {
   // Rotates the query and key heads of row r; writes its keys and values to their slots.
   void Place(int64_t r) const {
     const int64_t b = r / T, slot = End(b) + M - T + r % T;
+    if (q_norm && all_heads) {
+      float *row = heads + r * (N + 2 * G) * H, *row_keys = row + N * H;
+      NormRow(row, q_norm, N * H, eps, row);
+      NormRow(row_keys, k_norm, G * H, eps, row_keys);
+    }
     for (int64_t n = 0; n < N + 2 * G; ++n) {
       float* head = heads + (r * (N + 2 * G) + n) * H;
       const auto slot_of = [&](float* cache, int64_t g) { return cache + ((b * G + g) * S + slot) * H; };
@@ -51,7 +60,7 @@ struct Layer {
         std::memcpy(slot_of(values, n - N - G), head, H * 4);
         continue;
       }
-      if (q_norm) NormRow(head, n < N ? q_norm : k_norm, H, eps, head);
+      if (q_norm && !all_heads) NormRow(head, n < N ? q_norm : k_norm, H, eps, head);
       float* to = n < N ? queries + (r * N + n) * H : slot_of(keys, n - N);
       RotateHead(head, cos + r * H, sin + r * H, H, to);
     }
@@ -64,7 +73,7 @@ struct Layer {
     const int64_t t = T * share / shares, rows = T * (share + 1) / shares - t;
     const int64_t heads = N / G, at = (b * G + g) * S * H, row = ((b * T + t) * N + g * heads) * H;
     Attend(queries + row, rows, N * H, heads, H, keys + at, values + at, End(b), paths + t * (M + 1), M, window,
-           attended.floats + row);
+           query_multiplier, attended.floats + row);
     if (!Aligned()) return;
     for (int64_t r = b * T + t; r < b * T + t + rows; ++r) attended.Make(r, g * heads * H, heads * H);
   }
@@ -76,12 +85,13 @@ struct Layer {
 // Components of an MLP that one worker gates at a time.
 constexpr int64_t kGated = 512;
 
-// x + out(attention(norm(x))), then that + down(silu(gate) * up) of its norm.
+// x + out(attention(norm(x))), then that + down(activation(gate) * up) of its norm.
 inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
   const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
-  const std::array<int64_t, 10> sizes = {
+  const std::array<int64_t, 11> sizes = {
       R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G,
-      layer.Aligned() || !layer.out.bits ? 0 : R, layer.out.Chunks(), R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks()};
+      layer.Aligned() || !layer.out.bits ? 0 : R, layer.out.Chunks(), R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks(),
+      layer.added ? R : 0};
   ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
     switch (stage) {
       case 0: return l.Enter(i);
@@ -89,18 +99,28 @@ inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
       case 2: return l.Place(i);
       case 3: return l.AttendSome(i);
       case 4: return l.attended.Make(i, 0, l.N * l.H);
-      case 5: return MultiplyChunk(l.out, l.attended, i, l.x, l.y);
-      case 6:
-        NormRow(l.y + i * l.D, l.mlp_norm, l.D, l.eps, l.normed.floats + i * l.D);
+      case 5: return MultiplyChunk(l.out, l.attended, i, l.added ? nullptr : l.x, l.added ? l.added : l.y);
+      case 6: {
+        float *row = l.y + i * l.D, *to = l.normed.floats + i * l.D;
+        if (l.added)
+          AddRow(l.x + i * l.D, l.added + i * l.D, l.attn_out_norm, l.D, l.eps, l.residual_multiplier, row);
+        if (l.mlp_norm) NormRow(row, l.mlp_norm, l.D, l.eps, to);
+        else std::memcpy(to, row, l.D * 4);
         return l.normed.Make(i, 0, l.D);
+      }
       case 7: return MultiplyChunk(l.gate_up, l.normed, i, nullptr, l.gates);
       case 8: {
         const int64_t r = i / gated, begin = i % gated * kGated, n = std::min(kGated, l.F - begin);
-        const float* gate = l.gates + r * 2 * l.F + begin;
-        GateRow(gate, gate + l.F, n, l.inner.floats + r * l.F + begin);
+        const bool has_gate = l.gate_up.outputs > l.F;
+        const float* gate = l.gates + r * l.gate_up.outputs + begin;
+        GateRow(gate, has_gate ? gate + l.F : nullptr, n, l.activation, l.inner.floats + r * l.F + begin);
         return l.inner.Make(r, begin, n);
       }
-      default: return MultiplyChunk(l.down, l.inner, i, l.y, l.y);
+      case 9: return MultiplyChunk(l.down, l.inner, i, l.added ? nullptr : l.y, l.added ? l.added : l.y);
+      default: {
+        float* row = l.y + i * l.D;
+        return AddRow(row, l.added + i * l.D, l.mlp_out_norm, l.D, l.eps, l.residual_multiplier, row);
+      }
     }
   });
 }

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.arch import LlamaConfig
+from medusa_jax.arch import MLP_ACTIVATIONS, LlamaConfig
 from medusa_jax.cpu.panels import FORMS, Panels, floats
 from medusa_jax.model.cache import Pair
+from medusa_jax.model.layers import mlp_norm
 from medusa_jax.model.masks import PathMask
 
 LINEARS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
+# Norms of the outputs of attention and MLP.
+OUT_NORMS = "post_attention_layernorm", "post_feedforward_layernorm"
 
 
 def layer(
@@ -46,11 +49,15 @@ def layer(
     Returns: the rows [B, T, D], and the cache with their keys and values.
     """
     attention = params["self_attn"]
-    linears = [params[room][name] for room, names in LINEARS.items() for name in names]
+    names = ((room, name) for room, all_names in LINEARS.items() for name in all_names)
+    linears = [params[room][name] for room, name in names if name in params[room]]
     kernels: list[Panels] = [linear["kernel"] for linear in linears]
+    if input_BTI is None and not config.pre_norm:
+        input_BTI = x_BTD
     input_norm = params["input_layernorm"] if input_BTI is None else None
-    norms = [input_norm, params["post_attention_layernorm"]]
+    norms = [input_norm, params[mlp_norm(config)] if config.pre_norm else None]
     norms += [attention.get("q_norm"), attention.get("k_norm")]
+    out_norms = [params[name] for name in OUT_NORMS] if config.post_norm else []
     results = [jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (x_BTD, *cache)]
     call = jax.ffi.ffi_call("medusa_layer", results, input_output_aliases={5: 1, 6: 2})
     y_BTD, keys_BGSH, values_BGSH = call(
@@ -62,11 +69,24 @@ def layer(
             for linear, k in zip(linears, kernels)
             for operand in (k.panels, floats(k.scales), floats(linear.get("bias")))
         ),
+        *(floats(norm["scale"]) for norm in out_norms),
         n_heads=np.int64(config.n_heads), d_ff=np.int64(config.d_ff),
         window=np.int64(mask.window), forms=np.array([FORMS[k.form] for k in kernels], np.int64),
         activations=np.int64(kernels[0].activations), eps=np.float64(config.rms_eps),
+        **_attributes(config),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)
+
+
+def _attributes(config: LlamaConfig) -> dict[str, Any]:
+    """Attributes that differ from the usual ones, which are left out."""
+    differing: dict[str, Any] = {}
+    for name in ("residual_multiplier", "query_multiplier"):
+        if (value := getattr(config, name)) != 1:
+            differing[name] = np.float64(value)
+    if config.activation != MLP_ACTIVATIONS[0]:
+        differing["activation"] = np.int64(MLP_ACTIVATIONS.index(config.activation))
+    return differing
 
 
 def commit(

@@ -31,20 +31,38 @@ inline void RotateHead(const float* x, const float* cos, const float* sin, int64
   for (int64_t i = whole; i < half; ++i) turn(i, [](const float* p) { return *p; }, [](float* p, float v) { *p = v; });
 }
 
-// silu(gate) * up, silu(x) = x / (1 + exp(-x)).
-inline void GateRow(const float* gate, const float* up, int64_t size, float* y) {
-  const auto gated = [](Vector g, Vector u) {
-    const Vector one = Vector{} + 1.0f, power = Exp(g < 0 ? g : -g);  // exp(-|g|) does not overflow
-    return g * ((g < 0 ? power : one) / (one + power)) * u;
-  };
+// Activations of an MLP, as `layer.py` numbers them.
+enum Activation : int64_t { kSilu, kGelu, kRelu2 };
+
+// x / (1 + exp(-z)) with z = x (silu), or with twice the argument of tanh (the approximation of GELU); or relu(x)^2.
+inline Vector Activate(Vector x, Activation kind) {
+  if (kind == kRelu2) {
+    const Vector positive = x > 0 ? x : Vector{};
+    return positive * positive;
+  }
+  const Vector z = kind == kGelu ? x * (1.5957691216f + 0.07135481283f * x * x) : x;
+  const Vector one = Vector{} + 1.0f, power = Exp(z < 0 ? z : -z);  // exp(-|z|) does not overflow
+  return x * ((z < 0 ? power : one) / (one + power));
+}
+
+// activation(gate) * up; without the factor if up is null.
+inline void GateRow(const float* gate, const float* up, int64_t size, Activation kind, float* y) {
+  const auto gated = [&](Vector g, Vector u) { return up ? Activate(g, kind) * u : Activate(g, kind); };
   const int64_t whole = size / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) Store(y + i, gated(Load(gate + i), Load(up + i)));
+  for (int64_t i = 0; i < whole; i += kLanes) Store(y + i, gated(Load(gate + i), up ? Load(up + i) : Vector{}));
   if (whole == size) return;
   Vector g = {}, u = {};
   std::memcpy(&g, gate + whole, (size - whole) * 4);
-  std::memcpy(&u, up + whole, (size - whole) * 4);
+  if (up) std::memcpy(&u, up + whole, (size - whole) * 4);
   const Vector last = gated(g, u);
   std::memcpy(y + whole, &last, (size - whole) * 4);
+}
+
+// x + multiplier * added, where `added` is normed in place first unless its scale is null.
+inline void AddRow(const float* x, float* added, const float* scale, int64_t size, float eps, float multiplier,
+                   float* y) {
+  if (scale) NormRow(added, scale, size, eps, added);
+  for (int64_t i = 0; i < size; ++i) y[i] = x[i] + multiplier * added[i];
 }
 
 }  // namespace

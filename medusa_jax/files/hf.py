@@ -1,5 +1,6 @@
 """Read Hugging Face model directories; `hf_config.py` reads config.json, `hf_writer.py` writes both."""
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.files.fingerprint import Fingerprint
-from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hf_config import family_of, read_config
 from medusa_jax.files.hf_keys import (
     EMBEDDING,
     HARMLESS,
@@ -25,7 +26,9 @@ from medusa_jax.files.hf_keys import (
     locate,
 )
 from medusa_jax.files.hub import resolve
+from medusa_jax.files.json_files import read_json
 from medusa_jax.files.source import Source, flatten
+from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
 from medusa_jax.model.convert import abstract_params
@@ -51,6 +54,8 @@ class BaseFiles(Source):
         directory = resolve(path)
         config, tensors = read_config(directory), open_checkpoint(directory)
         _refuse_wrapped(directory, tensors)
+        file = os.path.join(directory, "config.json")
+        tensors = as_llama(tensors, family_of(file, read_json(file)), config)
         flat = [name for name in tensors if re.match(r"(layers|embed_tokens|norm)\.", name)]
         for name in flat:
             if f"model.{name}" in tensors:

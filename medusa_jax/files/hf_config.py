@@ -2,40 +2,20 @@
 
 import math
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, MULTIPLIERS, SIZES, Family
 from medusa_jax.files.json_files import read_json
-from medusa_jax.typed import Fields
+from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
 
-# model_type -> defaults of absent fields (from its transformers class).
-FAMILIES: dict[str, Json] = {
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
-}
 # Values without which transformers computes something else, or from another file.
 EXPECTED = {
-    "hidden_act": ("silu", "swish"),
+    "hidden_act": tuple(ACTIVATIONS),
     "is_causal": (True,),
     "transformers_weights": ("model.safetensors", "model.safetensors.index.json"),
-}
-# Sizes: field of config.json -> of LlamaConfig.
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "d_model",
-    "intermediate_size": "d_ff",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_dim",
 }
 # rope_type -> its numbers, theirs -> ours.
 _FACTOR = {"factor": "rope_factor"}
@@ -47,7 +27,12 @@ SCALINGS = {
     "dynamic": _FACTOR,
     "llama3": _ORIGINAL | {"low_freq_factor": _LOW, "high_freq_factor": _HIGH},
     "yarn": _ORIGINAL | _YARN,
+    "longrope": _ORIGINAL | {"attention_factor": "rope_attention_factor"},
 }
+# LongRoPE's lists of divisors.
+DIVISORS = {"short_factor": "rope_short", "long_factor": "rope_long"}
+# Kinds of layers in layer_types: without and with the window.
+LAYER_KINDS = "full_attention", "sliding_attention"
 # Fields that determine the rotation.
 ROPE = tuple(f.name for f in fields(LlamaConfig) if f.name.startswith("rope_"))
 
@@ -68,19 +53,27 @@ def read_config(path: str) -> LlamaConfig:
     return parse_config(file, read_json(file))
 
 
+def family_of(file: str, raw: Json) -> Family:
+    """The family of a config.json."""
+    model_type = raw.get("model_type", "")
+    one_of(f"{file}: a supported model_type", model_type, FAMILIES)
+    return FAMILIES[model_type]
+
+
 def parse_config(file: str, raw: Json) -> LlamaConfig:
     """`read_config` of fields that were read from `file`."""
-    family = raw.get("model_type", "")
-    one_of(f"{file}: a supported model_type", family, FAMILIES)
+    family = family_of(file, raw)
     if quantised := raw.get("quantization_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"{file}: quantization_config ({method}) is not supported; use the unquantised model"
         )
-    Fields(file, raw).expect(EXPECTED)
-    # An explicit null means "derive it", and for Mistral's window "none".
-    values = FAMILIES[family] | raw
+    raw = {family.names.get(name, name): value for name, value in raw.items()}
+    Fields(file, raw).expect({**EXPECTED, **family.expected})
+    # An explicit null means "derive it", and for windows "none".
+    values = {"max_position_embeddings": family.context} | family.defaults | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})
+    fields.values.update(family.derived(fields))
     heads = fields.count("num_attention_heads")
     derived = {
         "num_key_value_heads": heads,
@@ -89,48 +82,146 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     sizes: Json = {
         ours: fields.count(name, derived.get(name)) for name, ours in SIZES.items()
     }
-    window = _sliding_window(file, family, raw, fields)
-    attention_bias = fields.switch("attention_bias") and family in ("llama", "qwen3")
+    switched = {
+        ours: fields.switch(name)
+        for name, all_ours in family.switches.items()
+        for ours in all_ours
+    }
+    powers = {name: MULTIPLIERS[name] for name in family.multipliers}
+    multipliers = {o: fields.number(name, 1.0) ** p for name, (o, p) in powers.items()}
+    window_layers = _window_layers(family, fields)
+    window = fields.count("sliding_window") if any(window_layers) else 0
+    rotated_layers = _rotated_layers(family, fields, window_layers)
     config = LlamaConfig(
-        **sizes,
+        **sizes | switched | family.shape | multipliers,
         max_position=fields.count("max_position_embeddings"),
         rms_eps=fields.number("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[fields.text("hidden_act", "silu")],
         tie_embeddings=fields.switch("tie_word_embeddings"),
-        sliding_window=window[0],
-        sliding_window_start_layer=window[1],
-        qkv_bias=attention_bias or family == "qwen2",
-        out_bias=attention_bias,
-        mlp_bias=fields.switch("mlp_bias") and family == "llama",
-        qk_norm=family == "qwen3",
-        **_rope(file, raw),
+        sliding_window=window,
+        window_layers=() if all(window_layers) or not window else window_layers,
+        rotated_layers=() if all(rotated_layers) else rotated_layers,
+        **_rope(file, family, fields.values, sizes["head_dim"]),
     )
+    return _consistent(file, config)
+
+
+def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
+    """Layers of draft heads, as their file describes them.
+
+    Raises:
+      UserError: they are not like Llama's.
+    """
+    if replace(layers, sliding_window=0, window_layers=()) != layers.llama_layers():
+        raise UserError(f"{file}: draft heads with layers unlike Llama's are not supported")
+    return layers
+
+
+def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
+    """The shape with the context that its rotation reaches, and without the fields that change nothing.
+
+    Raises:
+      UserError: sizes do not fit together.
+    """
+    original = config.rope_original_max_position
     if config.rope_scaling == "yarn":  # Qwen's files keep the original context
-        context = min(config.rope_factor * config.rope_original_max_position, 2**31 - 1)
+        context = min(config.rope_factor * original, 2**31 - 1)
         config.max_position = max(config.max_position, int(context))
+    if config.rope_scaling == "longrope":
+        config.max_position = min(config.max_position, original)
+    if config.attention_multiplier == config.head_dim**-0.5:
+        config.attention_multiplier = 0.0
+    same_base = config.rope_window_theta == config.rope_theta
+    if not config.sliding_window or (same_base and config.rope_scaling == "none"):
+        config.rope_window_theta = 0.0
     if config.n_heads % config.n_kv_heads or config.head_dim % 2:
         raise UserError(
             f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
             f"size {config.head_dim} do not fit together"
         )
+    planes = (config.rope_dim or config.head_dim) // 2
+    for theirs, ours in DIVISORS.items():
+        if config.rope_scaling == "longrope" and len(getattr(config, ours)) != planes:
+            raise UserError(f"{file}: {theirs} should have {planes} numbers")
     return config
 
 
-def _rope(file: str, raw: Json) -> Json:
+def _window_layers(family: Family, fields: Fields) -> tuple[bool, ...]:
+    """Whether each layer has the window.
+
+    Raises:
+      UserError: a kind of layer that is not supported.
+    """
+    n, late = fields.count("num_hidden_layers"), family.windows == "late"
+    window = family.windows and fields.count("sliding_window", 0, least=0)
+    if not window or (late and not fields.switch("use_sliding_window")):
+        return (False,) * n
+    kinds = fields.items("layer_types", str, [])
+    for kind in kinds:
+        what = f"{fields.file}: a supported kind in layer_types"
+        one_of(what, kind, LAYER_KINDS)
+    if kinds and len(kinds) != n:
+        fields.refuse("layer_types", f"a list of {n} kinds")
+    if family.windows == "all":
+        return (True,) * n
+    if kinds:
+        return tuple(kind == LAYER_KINDS[1] for kind in kinds)
+    if late:
+        start = fields.count("max_window_layers", 28, least=0)
+        return tuple(i >= start for i in range(n))
+    period = fields.count("sliding_window_pattern")
+    return tuple((i + 1) % period > 0 for i in range(n))
+
+
+def _rotated_layers(
+    family: Family, fields: Fields, window_layers: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Whether each layer rotates queries and keys."""
+    n = len(window_layers)
+    if family.rotates == "window" and "sliding_window" in fields.values:
+        return window_layers
+    if family.rotates != "listed":
+        return (True,) * n
+    listed = fields.items("no_rope_layers", int, [])  # 1: it rotates
+    if not listed:
+        period = fields.count("no_rope_layer_interval", 4)
+        return tuple((i + 1) % period > 0 for i in range(n))
+    if len(listed) < n or not {0, 1} >= set(listed):
+        fields.refuse("no_rope_layers", f"a list of {n} zeros and ones")
+    return tuple(bool(one) for one in listed[:n])
+
+
+def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
     """Fields of the rotary embedding.
 
-    Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both. If a file
-    has the old and the new fields, `rope_scaling` wins, as in transformers.
+    Up to transformers 4 they are `rope_theta` and `rope_scaling`; from 5 on `rope_parameters` has both, for some
+    families by kind of layer. If a file has the old and the new fields, `rope_scaling` wins, as in transformers.
     """
     tables = Fields(file, raw)
     rope = tables.table("rope_scaling") or tables.table("rope_parameters")
+    fields: Json = {}
+    if family.window_theta:
+        by_kind = Fields(file, tables.table("rope_parameters"))
+        local = Fields(file, by_kind.table(LAYER_KINDS[1]))
+        local.expect({"rope_type": ("default",)})
+        theta = raw.get("rope_local_base_freq") or family.window_theta
+        fields["rope_window_theta"] = local.number("rope_theta", theta)
+        if LAYER_KINDS[0] in rope:
+            rope = by_kind.table(LAYER_KINDS[0])
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if kind == "su" else kind
     theta = rope.get("rope_theta", raw.get("rope_theta"))
     values = {name: value for name, value in rope.items() if value is not None}
     inner = Fields(file, values if theta is None else values | {"rope_theta": theta})
-    fields: Json = {"rope_theta": inner.number("rope_theta", 10000.0)}
+    fields["rope_theta"] = inner.number("rope_theta", 10000.0)
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated not in (None, 1.0):
-        raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
+        if not family.partial:
+            raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
+        share = Fields(file, {"partial_rotary_factor": rotated}).number(
+            "partial_rotary_factor"
+        )
+        fields["rope_dim"] = int(head_dim * share)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
@@ -146,10 +237,25 @@ def _rope(file: str, raw: Json) -> Json:
             raise UserError(f"{file}: rope_theta should be above 1 for yarn")
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
+    if kind == "longrope":
+        _longrope_defaults(inner, tables.count("max_position_embeddings"))
+        for theirs, ours in DIVISORS.items():
+            fields[ours] = read(f"{file}: {theirs}", values.get(theirs), tuple[float, ...])
     fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
     if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
+
+
+def _longrope_defaults(inner: Fields, context: int) -> None:
+    """Add LongRoPE's absent numbers, as transformers computes them. The factor is that of the context."""
+    values = inner.values
+    original = inner.number("original_max_position_embeddings")
+    factor = inner.number("factor", context / original)
+    values["factor"] = context / original
+    if values.get("attention_factor") is None:
+        log = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        values["attention_factor"] = math.sqrt(1 + log)
 
 
 def _yarn_defaults(inner: Fields) -> None:
@@ -164,32 +270,3 @@ def _yarn_defaults(inner: Fields) -> None:
     if factor and values.get("attention_factor") is None:
         log = 0.1 * math.log(max(factor, 1.0))
         values["attention_factor"] = (up * log + 1.0) / (down * log + 1.0)
-
-
-def _sliding_window(file: str, family: str, raw: Json, fields: Fields) -> tuple[int, int]:
-    """(window, first layer that uses it); (0, 0) for full attention everywhere."""
-    layers = fields.count("num_hidden_layers")
-    if family == "llama":
-        return 0, 0
-    if family == "mistral":
-        return fields.count("sliding_window", 0, least=0), 0
-    if not fields.switch("use_sliding_window"):
-        return 0, 0
-    window = 0
-    if raw.get("sliding_window", 4096) is not None:
-        window = fields.count("sliding_window", 4096, least=0)
-    start = fields.count("max_window_layers", 28, least=0)
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list):
-            raise UserError(f"{file}: layer_types should be a list")
-        start = next(
-            (i for i, kind in enumerate(kinds) if kind == "sliding_attention"), layers
-        )
-        layout = ["full_attention"] * start + ["sliding_attention"] * (layers - start)
-        if len(kinds) != layers or kinds != layout:
-            raise UserError(
-                f"{file}: layer_types is only supported as full_attention layers followed by "
-                "sliding_attention layers"
-            )
-    return (window, start) if window and start < layers else (0, 0)

@@ -5,16 +5,21 @@ import math
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
+import jax
 import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import SCALINGS, SIZES
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, MULTIPLIERS, SIZES, Family
+from medusa_jax.files.hf_config import DIVISORS, LAYER_KINDS, SCALINGS, parse_config
 from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import flatten
+from medusa_jax.files.stored_forms import from_llama
+from medusa_jax.files.tensor import Index, Tensor, read_whole
 from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.hosts import on_host
 from medusa_jax.sharding import Params
@@ -26,37 +31,31 @@ SHARD_BYTES = 5 * 10**9
 
 
 def config_to_hf(config: LlamaConfig) -> Json:
-    """`config.json` for the family whose features the backbone uses.
+    """`config.json` of the first family that has this shape.
 
     Raises:
-      UserError: no family has this combination.
+      UserError: no family has it.
     """
-    c = config
-    full_layers = c.sliding_window_start_layer if c.sliding_window else c.n_layers
-    if c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias:
-        family = "qwen3"
-    elif not c.qk_norm and c.qkv_bias and not c.out_bias and not c.mlp_bias:
-        family = "qwen2"
-    elif not c.qk_norm and not c.sliding_window and c.qkv_bias == c.out_bias:
-        family = "llama"
-    elif not (c.qk_norm or c.qkv_bias or c.out_bias or c.mlp_bias or full_layers):
-        family = "mistral"
-    else:
-        raise UserError(
-            "no Hugging Face model class has this mix of biases, q/k norms and sliding window: "
-            f"{c}"
-        )
-    rope: Json = {"rope_type": "default", "rope_theta": c.rope_theta}
-    if c.rope_scaling != "none":
-        rope["rope_type"] = c.rope_scaling
-        rope |= {name: getattr(c, ours) for name, ours in SCALINGS[c.rope_scaling].items()}
-    if c.rope_scaling == "yarn" and not c.rope_truncate:
-        rope["truncate"] = False
+    for model_type, family in FAMILIES.items():
+        raw = _config_of(config, model_type, family)
+        with suppress(UserError):
+            if parse_config("config.json", raw) == config:
+                return raw
+    raise UserError(
+        "no Hugging Face model class has this mix of biases, norms, rotation, multipliers and windows: "
+        f"{config}"
+    )
+
+
+def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
+    """`config.json` of a family, as far as it can describe the shape."""
+    rope = _rope_of(c)
+    windows = [c.has_window(i) for i in range(c.n_layers)]
     raw: Json = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
+        "architectures": [family.architecture or f"{model_type.capitalize()}ForCausalLM"],
+        "model_type": model_type,
         **{name: getattr(c, ours) for name, ours in SIZES.items()},
-        "hidden_act": "silu",
+        "hidden_act": next(k for k, ours in ACTIVATIONS.items() if ours == c.activation),
         "max_position_embeddings": c.max_position,
         "rms_norm_eps": c.rms_eps,
         "tie_word_embeddings": c.tie_embeddings,
@@ -67,18 +66,47 @@ def config_to_hf(config: LlamaConfig) -> Json:
         "rope_theta": c.rope_theta,
         "rope_scaling": None if c.rope_scaling == "none" else rope,
         "rope_parameters": rope,
+        **{name: getattr(c, ours[0]) for name, ours in family.switches.items()},
     }
-    if family in ("llama", "qwen3"):
-        raw["attention_bias"] = c.qkv_bias
-    if family == "llama":
-        raw["mlp_bias"] = c.mlp_bias
-    if family == "mistral":
-        raw["sliding_window"] = c.sliding_window
-    if family.startswith("qwen"):
-        raw["use_sliding_window"] = bool(c.sliding_window)
+    for name in family.multipliers:
+        ours, power = MULTIPLIERS[name]
+        value = getattr(c, ours) or c.head_dim**-0.5
+        raw[name] = value if power == 1 else round(value ** (1 / power))
+    if c.rope_scaling == "longrope":
+        raw["original_max_position_embeddings"] = c.rope_original_max_position
+        raw["max_position_embeddings"] = round(c.rope_factor * c.max_position)
+    if family.partial:
+        raw["partial_rotary_factor"] = (c.rope_dim or c.head_dim) / c.head_dim
+        rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
+    if family.rotates == "listed":
+        raw["no_rope_layers"] = [int(c.rotation(i) != "none") for i in range(c.n_layers)]
+    if family.windows:
         raw["sliding_window"] = c.sliding_window or None
-        raw["max_window_layers"] = full_layers
-    return raw
+    if family.windows == "late":
+        raw["use_sliding_window"] = any(windows)
+        raw["max_window_layers"] = windows.index(True) if any(windows) else c.n_layers
+    if family.windows in ("late", "period"):
+        raw["layer_types"] = [LAYER_KINDS[window] for window in windows]
+    if family.window_theta:
+        local = {"rope_type": "default", "rope_theta": c.rope_window_theta or c.rope_theta}
+        raw["rope_local_base_freq"] = local["rope_theta"]
+        raw["rope_parameters"] = {LAYER_KINDS[False]: rope, LAYER_KINDS[True]: local}
+    usual = {ours: theirs for theirs, ours in family.names.items()}
+    return {usual.get(name, name): value for name, value in raw.items()}
+
+
+def _rope_of(c: LlamaConfig) -> Json:
+    """`rope_parameters` of the layers that rotate by the text's base."""
+    rope: Json = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if c.rope_scaling != "none":
+        rope["rope_type"] = c.rope_scaling
+        rope |= {name: getattr(c, ours) for name, ours in SCALINGS[c.rope_scaling].items()}
+    if c.rope_scaling == "yarn" and not c.rope_truncate:
+        rope["truncate"] = False
+    if c.rope_scaling == "longrope":
+        del rope["factor"]
+        rope |= {name: list(getattr(c, ours)) for name, ours in DIVISORS.items()}
+    return rope
 
 
 def save_backbone(
@@ -100,19 +128,30 @@ def save_backbone(
     """
     kind = np.dtype(dtype).name
     raw = config_to_hf(config) | {"dtype": kind, "torch_dtype": kind}
-    leaves, transposed = {}, {}
+    tensors = {}
     for path, leaf in flatten(params).items():
-        name, is_transposed = locate(path)
-        leaves[name], transposed[name] = leaf, is_transposed
+        name, transposed = locate(path)
+        tensors[name] = _tensor(leaf, transposed)
+    tensors = from_llama(tensors, FAMILIES[raw["model_type"]], config)
 
     def read(name: str) -> np.ndarray:
-        array = on_host(leaves[name]).astype(np.dtype(dtype))
-        return array.T if transposed[name] else array
+        return read_whole(tensors[name]).astype(np.dtype(dtype))
 
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     save_weights(directory, shapes, read, dtype, write)
     if write:
         save_json(os.path.join(directory, "config.json"), raw | (extra or {}))
+
+
+def _tensor(leaf: jax.Array, transposed: bool) -> Tensor:
+    """A parameter as it is stored."""
+
+    def read(index: Index) -> np.ndarray:
+        array = on_host(leaf)
+        return (array.T if transposed else array)[index]
+
+    shape = leaf.shape[::-1] if transposed else leaf.shape
+    return Tensor("parameters", shape, leaf.dtype.name, read)
 
 
 def save_weights(

@@ -59,13 +59,26 @@ def part(tensor: Tensor, index: Index) -> np.ndarray:
     return values
 
 
-def take_rows(matrix: Tensor, rows: np.ndarray) -> Tensor:
-    """Some rows of a matrix, in another order: files list the tokens of a draft vocabulary in any order."""
+def take_rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
+    """Some rows of a matrix or values of a vector, in another order."""
 
     def read(index: Index) -> np.ndarray:
-        return matrix.read((slice(0, matrix.shape[0]), index[1]))[rows[index[0]]]
+        chosen = rows[index[0]]
+        if not len(chosen):
+            return tensor.read((slice(0, 0), *index[1:]))
+        first, last = int(chosen.min()), int(chosen.max())
+        return tensor.read((slice(first, last + 1), *index[1:]))[chosen - first]
 
-    return replace(matrix, shape=(len(rows), matrix.shape[1]), read=read)
+    blocks = tensor.blocks
+    if blocks is not None:
+        stored = blocks
+        blocks = replace(
+            stored,
+            rows=lambda: stored.rows()[rows],
+            unpacked=lambda chosen: stored.unpacked(rows[chosen]),
+        )
+    shape = (len(rows), *tensor.shape[1:])
+    return replace(tensor, shape=shape, read=read, blocks=blocks)
 
 
 @dataclass(frozen=True)

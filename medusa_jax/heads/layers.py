@@ -76,6 +76,8 @@ def lm_head_start(heads: HeadsConfig, backbone: Backbone, bias: bool = False) ->
         lm_head_DV = backbone.params["embed_tokens"]["embedding"].T.astype(jnp.float32)
     else:
         lm_head_DV = backbone.params["lm_head"]["kernel"].astype(jnp.float32)
+    if (divisor := backbone.llama.config.logit_divisor) != 1:
+        lm_head_DV = lm_head_DV / divisor
     if heads.lm_head == "own":
         start = {"kernel": lm_head_DV}
     else:

@@ -92,7 +92,7 @@ def whole_config(heads: HeadsConfig) -> HeadsConfig:
 
 
 def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
-    """Build the drafter that `heads.drafter` names, for a backbone of the given shape.
+    """Build the drafter that `heads.drafter` names, for a backbone of the given shape; its layers are like Llama's.
 
     Raises:
       UserError: as for `whole_config`; an unknown LM-head kind, a rank larger than the LM head's,
@@ -107,7 +107,7 @@ def make_drafter(heads: HeadsConfig, llama: LlamaConfig) -> Drafter:
     outputs = heads.draft_vocab or llama.vocab_size
     if heads.lm_head == "low_rank":
         between("heads.rank", heads.rank, 1, min(llama.d_model, outputs))
-    drafter = kind(heads, llama)
+    drafter = kind(heads, llama.llama_layers())
     drafter.check()
     between(f"the number of drafts of {drafter.name}", drafter.n_heads, 1, MOST_DEEP)
     return drafter

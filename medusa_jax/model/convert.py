@@ -175,7 +175,8 @@ def prepare(
         attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
         qkv = [attention.pop(name) for name in ("q_proj", "k_proj", "v_proj")]
         attention["qkv_proj"] = fuse(qkv)
-        mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
+        if config.gated_mlp:
+            mlp["gate_up_proj"] = fuse([mlp.pop("gate_proj"), mlp.pop("up_proj")])
         return layer | {"self_attn": attention, "mlp": mlp}
 
     out = {

@@ -1,5 +1,6 @@
 """Modules of the backbone: linear layers, the RMS norm, attention, the MLP and the decoder layer."""
 
+from collections.abc import Callable
 from functools import partial
 
 import flax.linen as nn
@@ -174,10 +175,11 @@ class Attention(nn.Module):
         # NaN in the key is enough for those who see a token; for others 0 * NaN would be NaN.
         v_BTGH = jnp.where(jnp.isnan(v), 0, v).reshape(B, T, c.n_kv_heads, c.head_dim)
         if c.qk_norm:
-            norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
-            q_BTNH = norm(name="q_norm")(q_BTNH)
-            k_BTGH = norm(name="k_norm")(k_BTGH)
+            q_BTNH = self.normed_heads("q_norm", q_BTNH)
+            k_BTGH = self.normed_heads("k_norm", k_BTGH)
         q_BTNH = self.kernels.rotate(q_BTNH, *(row_of(x, only_B) for x in rope))
+        if c.query_multiplier != 1:
+            q_BTNH = q_BTNH * c.query_multiplier
         k_BGTH = self.kernels.rotate(k_BTGH, *rope).transpose(0, 2, 1, 3)
         v_BGTH = v_BTGH.transpose(0, 2, 1, 3)
         new = (k_BGTH, v_BGTH)
@@ -187,9 +189,24 @@ class Attention(nn.Module):
         )
         return project(out_BTD), written
 
+    def normed_heads(self, name: str, x_BTNH: jax.Array) -> jax.Array:
+        """Queries or keys after their norm."""
+        norm = RMSNorm(self.config.rms_eps, self.dtype, self.kernels, name=name)
+        if not self.config.qk_norm_full:
+            return norm(x_BTNH)
+        return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
+
+
+# Activations of an MLP, by `LlamaConfig.activation`.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": nn.silu,
+    "gelu_tanh": partial(nn.gelu, approximate=True),
+    "relu2": lambda x: jnp.square(nn.relu(x)),
+}
+
 
 class Mlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU, down(silu(gate(x)) * up(x)), or with another activation, or without the gate."""
 
     config: LlamaConfig
     dtype: DTypeLike
@@ -202,20 +219,25 @@ class Mlp(nn.Module):
         linear = partial(
             Linear, use_bias=c.mlp_bias, dtype=self.dtype, kernels=self.kernels
         )
+        activation = ACTIVATIONS[c.activation]
+        if not c.gated_mlp:
+            inner = activation(linear(c.d_ff, name="up_proj")(x_BTD))
+            return linear(c.d_model, name="down_proj")(inner)
         if self.shards:
             fused = linear(2 * c.d_ff, shards=self.shards, name="gate_up_proj")
             gate, up = jnp.split(fused(x_BTD), 2, axis=-1)
         else:
             gate = linear(c.d_ff, name="gate_proj")(x_BTD)
             up = linear(c.d_ff, name="up_proj")(x_BTD)
-        inner = (nn.silu(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
+        inner = (activation(gate) * up).reshape(*x_BTD.shape[:-1], c.d_ff)
         return linear(c.d_model, name="down_proj")(inner)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); without `input_norm`, attention reads x.
 
-    `only_B` as in `Attention`.
+    The configuration may leave these norms out and norm the outputs of attention and MLP. Norms are named as in Hugging
+    Face files, where the second name is either the second norm's or that of attention's output. `only_B` as in `Attention`.
     """
 
     config: LlamaConfig
@@ -258,13 +280,27 @@ class Block(nn.Module):
             return row_of(x_BTD, only_B), cache
         norm = partial(RMSNorm, c.rms_eps, self.dtype, self.kernels)
         if input_BTI is None:
-            input_BTI = norm(name="input_layernorm")(x_BTD)
+            input_BTI = norm(name="input_layernorm")(x_BTD) if c.pre_norm else x_BTD
         attention = Attention(c, self.dtype, self.shards, self.kernels, name="self_attn")
         out_BTD, cache = attention(input_BTI, rope, mask, cache, start_B, only_B)
-        x_BTD = row_of(x_BTD, only_B) + out_BTD
-        normed_BTD = norm(name="post_attention_layernorm")(x_BTD)
+        x_BTD = self.plus(row_of(x_BTD, only_B), out_BTD, "post_attention_layernorm")
+        normed_BTD = norm(name=mlp_norm(c))(x_BTD) if c.pre_norm else x_BTD
         mlp = Mlp(c, self.dtype, self.shards, self.kernels, name="mlp")
-        return x_BTD + mlp(normed_BTD), cache
+        return self.plus(x_BTD, mlp(normed_BTD), "post_feedforward_layernorm"), cache
+
+    def plus(self, x_BTD: jax.Array, out_BTD: jax.Array, norm: str) -> jax.Array:
+        """x plus what a sublayer adds to it; its norm has this name."""
+        c = self.config
+        if c.post_norm:
+            out_BTD = RMSNorm(c.rms_eps, self.dtype, self.kernels, name=norm)(out_BTD)
+        if c.residual_multiplier != 1:
+            out_BTD = out_BTD * c.residual_multiplier
+        return x_BTD + out_BTD
+
+
+def mlp_norm(config: LlamaConfig) -> str:
+    """Name of the norm before the MLP."""
+    return "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
 
 
 def zero_output(layer: Params) -> Params:

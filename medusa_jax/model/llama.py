@@ -1,4 +1,4 @@
-"""The backbone: a Llama-family transformer as a pure function of its parameters.
+"""The backbone: a Llama-like transformer as a pure function of its parameters.
 
 One module serves training (`forward`: causal, packed segments, no cache) and decoding
 (`decode`: T tokens per row after a cached prefix; they see each other by a static mask, the ancestor mask of
@@ -36,7 +36,7 @@ def _run_layer(block: Block, variables: Params, *args: PyTree) -> PyTree:
 
 
 class Llama(nn.Module):
-    """A Llama-family backbone.
+    """A Llama-like backbone.
 
     Attributes:
       config: its shape.
@@ -80,12 +80,20 @@ class Llama(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Token ids [B, ...] -> embeddings [B, ..., D], rows split over the devices."""
-        return split_rows(self.mesh, split_embedded(self.mesh, self.embed_tokens(tokens)))
+        x = self.embed_tokens(tokens)
+        if (multiplier := self.config.embedding_multiplier) != 1:
+            x = x * jnp.asarray(multiplier, x.dtype)
+        return split_rows(self.mesh, split_embedded(self.mesh, x))
 
     def lm_head(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] or [..., E] -> logits [..., V], float32 or wider."""
         if hidden.shape[-1] > self.config.d_model:  # with taps
             hidden = hidden[..., : self.config.d_model]
+        logits, divisor = self._lm_head(hidden), self.config.logit_divisor
+        return logits if divisor == 1 else logits / divisor
+
+    def _lm_head(self, hidden: jax.Array) -> jax.Array:
+        """Logits before they are divided."""
         wide = at_least_f32(self.dtype)
         if not self.config.tie_embeddings:
             return self.head(hidden).astype(wide)
@@ -172,14 +180,18 @@ class Llama(nn.Module):
     ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
         """Run all layers; `masks` are for layers without and with the sliding window."""
         c = self.config
-        rope = rope_tables(c, positions_BT, self.dtype)
+        rotations = [c.rotation(i) for i in range(c.n_layers)]
+        ropes = {
+            rotation: rope_tables(c, positions_BT, self.dtype, rotation, cache is None)
+            for rotation in dict.fromkeys(rotations)
+        }
         x_BTD = self.embed(tokens_BT)
         layers: list[Pair] = []
         streams = []
         for i, block in enumerate(self.layers):
             x_BTD = split_rows(self.mesh, x_BTD)
             streams.append(x_BTD)
-            mask = masks[i >= c.sliding_window_start_layer]
+            rope, mask = ropes[rotations[i]], masks[c.has_window(i)]
             if self.remat and not self.is_initializing():
                 x_BTD = self._run_rematerialised(block, x_BTD, rope, mask)
                 continue

@@ -37,6 +37,8 @@ def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
             f"layers_{i}/mlp/up_proj": (c.d_model, c.d_ff),
             f"layers_{i}/mlp/down_proj": (c.d_ff, c.d_model),
         }
+        if not c.gated_mlp:
+            del sizes[f"layers_{i}/mlp/gate_proj"]
     return sizes | {"lm_head": (c.d_model, c.vocab_size)}
 
 

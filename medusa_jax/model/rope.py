@@ -1,4 +1,4 @@
-"""Rotary position embedding, plain and with the scalings of Llama 2 and 3 and of YaRN."""
+"""Rotary position embedding, plain and with the scalings of Llama 2 and 3, of YaRN and of LongRoPE."""
 
 import math
 
@@ -11,19 +11,38 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.product import at_least_f32
 
 
-def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Rotation per position of each of the H/2 planes, [H/2] float64.
+def rope_frequencies(
+    config: LlamaConfig, rotation: str = "text", long: bool = False
+) -> np.ndarray:
+    """Rotation per position of each of the H/2 planes, [H/2] float64; 0 for planes that are not rotated.
 
-    "linear" divides all by the factor. "llama3" and "yarn" divide the low frequencies, keep the high ones and
-    interpolate in between: by a plane's number of turns in the original context ("llama3") or by its index
-    ("yarn"). "dynamic" changes frequencies only beyond the context.
+    Args:
+      rotation: as `LlamaConfig.rotation` gives it.
+      long: LongRoPE's divisors for texts longer than the original context.
     """
-    H, original = config.head_dim, config.rope_original_max_position
+    frequency = np.zeros(config.head_dim // 2)
+    H = config.rope_dim or config.head_dim
     half = np.arange(0, H, 2, dtype=np.float64) / H
-    frequency = config.rope_theta**-half
+    if rotation == "window":
+        frequency[: H // 2] = config.rope_window_theta**-half
+    elif rotation == "text":
+        frequency[: H // 2] = _scaled(config, H, config.rope_theta**-half, long)
+    return frequency
+
+
+def _scaled(config: LlamaConfig, H: int, frequency: np.ndarray, long: bool) -> np.ndarray:
+    """Scaled frequencies of H rotated components.
+
+    "linear" divides all by the factor, "longrope" each by its own. "llama3" and "yarn" divide the low frequencies,
+    keep the high ones and interpolate in between: by a plane's number of turns in the original context ("llama3")
+    or by its index ("yarn"). "dynamic" changes frequencies only beyond the context.
+    """
+    original = config.rope_original_max_position
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if config.rope_scaling in ("none", "dynamic"):
         return frequency
+    if config.rope_scaling == "longrope":
+        return frequency / np.array(config.rope_long if long else config.rope_short)
     if config.rope_scaling == "linear":
         return frequency / config.rope_factor
     if config.rope_scaling == "llama3":
@@ -45,17 +64,39 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def rope_tables(
-    config: LlamaConfig, positions_BT: jax.Array, dtype: DTypeLike
+    config: LlamaConfig,
+    positions_BT: jax.Array,
+    dtype: DTypeLike,
+    rotation: str = "text",
+    whole_texts: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike).
 
-    With "yarn" they are multiplied by its factor, which multiplies scores by its square.
+    With "yarn" and "longrope" they are multiplied by their factor, which multiplies scores by its square.
+
+    Args:
+      rotation: as `LlamaConfig.rotation` gives it.
+      whole_texts: rows are whole texts, so LongRoPE's divisors follow their lengths. Otherwise they are those of the
+        original context, the longest text that is decoded.
     """
     wide = at_least_f32(dtype)
-    frequency = jnp.asarray(np.tile(rope_frequencies(config), 2), wide)
-    angle = positions_BT.astype(wide)[..., None, None] * frequency[None, None, None, :]
+    frequency = jnp.asarray(np.tile(rope_frequencies(config, rotation), 2), wide)
+    position_BT11 = positions_BT.astype(wide)[..., None, None]
+    angle = position_BT11 * frequency[None, None, None, :]
+    original = config.rope_original_max_position
+    longrope = config.rope_scaling == "longrope" and rotation == "text"
+    if longrope and whole_texts and positions_BT.shape[1] > original:
+        long = np.tile(rope_frequencies(config, rotation, long=True), 2)
+        is_long_B = jnp.max(positions_BT, axis=1) >= original
+        long_BT1H = position_BT11 * jnp.asarray(long, wide)[None, None, None, :]
+        angle = jnp.where(is_long_B[:, None, None, None], long_BT1H, angle)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if (factor := config.rope_attention_factor) != 1:
+    factor: float | jax.Array = config.rope_attention_factor
+    if config.rope_attention_factor != 1 and rotation == "text":
+        if config.rope_dim:
+            turned = np.arange(config.head_dim // 2) < config.rope_dim // 2
+            each = np.tile(np.where(turned, factor, 1.0), 2)
+            factor = jnp.asarray(each, wide)[None, None, None, :]
         cos, sin = cos * factor, sin * factor
     return cos, sin
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
+from cases import thinned, wide
 from closeness import assert_close
 from planted import drafted, plain_texts, texts_of
+from shapes import SHAPES, tiny_shape
 from tiny import random_heads, random_params, tiny_arch
 from trees import random_tree
 
@@ -138,16 +139,46 @@ def test_norm_and_rotation(width):
     assert_close(rotate_native(*turned), rotate(*turned))
 
 
-@pytest.fixture(scope="module", params=["", "bfloat16", "int8", *wide("int8/8")])
-def model(request):
-    """With kernels in each type that they are stored in; int8 times activations of 16 or 8 bits."""
-    params = random_params(CONFIG, 0)
-    weights, _, bits = request.param.partition("/")
+def stored_model(config, weights):
+    """With kernels in a type that they are stored in; int8 times activations of 16 or 8 bits."""
+    params = random_params(config, 0)
+    weights, _, bits = weights.partition("/")
     storage = Storage(library().panel, weights, activations=int(bits or 16))
     kernels = EngineKernels()
-    llama = decoder(CONFIG, jnp.float32, make_mesh(), storage, kernels)
-    stored = jax.jit(lambda p: store(prepare(p, CONFIG, jnp.float32, 0), storage, kernels))
+    llama = decoder(config, jnp.float32, make_mesh(), storage, kernels)
+    stored = jax.jit(lambda p: store(prepare(p, config, jnp.float32, 0), storage, kernels))
     return llama, stored(params)
+
+
+@pytest.fixture(scope="module", params=["", "bfloat16", "int8", *wide("int8/8")])
+def model(request):
+    return stored_model(CONFIG, request.param)
+
+
+@pytest.mark.parametrize("shape", thinned(SHAPES, "granite", "olmo3", "gemma3"))
+def test_layers_of_every_shape(shape):
+    """The numbers of XLA's layers, and drafted text bit for bit, with kernels in blocks."""
+    config = tiny_shape(shape, vocab_size=70, head_dim=32, d_model=48, d_ff=64)
+    plain = store(prepare(random_params(config, 0), config, jnp.float32, 0), Storage(0, ""))
+    native = stored_model(config, "")
+
+    @partial(jax.jit, static_argnums=0)
+    def run(llama, params, tokens_BT):
+        positions_BT = jnp.broadcast_to(jnp.arange(9)[None], tokens_BT.shape)
+        cache = KVCache.zeros(2, 2, 64, 2, 32, jnp.float32)
+        args = (tokens_BT, positions_BT, cache, jnp.zeros(2, int), jnp.tri(9, dtype=bool))
+        hidden, _ = llama.apply({"params": params}, *args, method="decode")
+        return llama.apply({"params": params}, hidden, method="lm_head")
+
+    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 70, (2, 9)))
+    by_xla = native[0].clone(kernels=CpuKernels())
+    assert_close(run(*native, tokens), run(by_xla, plain, tokens), roundings=1024)
+    request = loop.DecodeRequest([[1, 2, 3], [4], [5, 6, 7, 8, 9]], [40] * 3)
+    given = config, (None, *stored_model(config, "int8")), request
+    text = plain_texts(*given)
+    progress = drafted(*given, text, random_tree(np.random.default_rng(0), 12, 4), 0)
+    assert texts_of(progress) == text
+    assert np.asarray(progress.histogram_BL)[:, 1:].sum() > 0
 
 
 def test_every_number_is_that_of_one_token_at_a_time(model):

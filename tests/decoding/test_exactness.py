@@ -106,7 +106,7 @@ class Mechanism:
 
 
 FEW = tiny_arch(vocab_size=11, n_layers=1)
-WINDOW = tiny_arch(vocab_size=23, sliding_window=3, sliding_window_start_layer=1)
+WINDOW = tiny_arch(vocab_size=23, sliding_window=3, window_layers=(False, True))
 RULED = tiny_arch(vocab_size=V, n_layers=1)
 ENDS = frozenset([LIMIT, STOPPED, STUCK])
 MECHANISMS = {
@@ -227,7 +227,7 @@ def test_the_forms_for_accelerators_give_the_same_text(
     """The attention kernel, interpreted; queries times keys; rotation by head; caches
     and tokens written row by row."""
     # A vocabulary that no other test has traced, ragged rows, a sliding window.
-    window = {"sliding_window": 3, "sliding_window_start_layer": 1}
+    window = {"sliding_window": 3, "window_layers": (False, True)}
     m = Mechanism(tiny_arch(vocab_size=vocab, **window))
     stored, llama, prepared = random_model(m.config, 1)
     tree, request = Tree.cartesian([2, 2, 1]), m.request(acceptance, 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from medusa_jax.config import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files import hf, hf_writer, tensors
+from medusa_jax.files.families import FAMILIES
 from medusa_jax.files.fingerprint import fingerprint
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
@@ -72,12 +74,14 @@ def assert_same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
 
 
+MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
 LLAMA31 = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
 LLAMA31 |= {"max_position_embeddings": 131072}
 IN_5 = {"rope_scaling": "absent", "rope_parameters": LLAMA31_ROPE | {"rope_theta": 5e5}}
 QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
 QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 32}
-WINDOW = ("sliding_window", "sliding_window_start_layer")
+WINDOW = ("sliding_window", "window_layers")
+LATE = (False,) * 28 + (True,) * 4
 ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position")
 
 
@@ -89,11 +93,12 @@ ROPE = ("rope_scaling", "rope_factor", "rope_theta", "rope_original_max_position
         (LLAMA31 | IN_5, ROPE, ("llama3", 8, 5e5, 8192)),
         # Vicuna 16k, with the oldest spelling.
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ROPE[:3], ("linear", 4.0, 1e4)),
-        ({"model_type": "mistral", "sliding_window": 4096}, WINDOW, (4096, 0)),
-        ({"model_type": "mistral", "sliding_window": None}, WINDOW, (0, 0)),
-        (QWEN2 | {"use_sliding_window": False, "sliding_window": 9}, WINDOW, (0, 0)),
-        (QWEN2 | {"sliding_window": 8}, WINDOW, (8, 28)),
-        (QWEN2 | {"sliding_window": 8, "max_window_layers": 32}, WINDOW, (0, 0)),
+        ({"model_type": "mistral", "sliding_window": 4096}, WINDOW, (4096, ())),
+        ({"model_type": "mistral", "sliding_window": None}, WINDOW, (0, ())),
+        (QWEN2 | {"use_sliding_window": False, "sliding_window": 9}, WINDOW, (0, ())),
+        (QWEN2 | {"sliding_window": 8}, WINDOW, (8, LATE)),
+        (QWEN2 | {"sliding_window": 8, "max_window_layers": 32}, WINDOW, (0, ())),
+        (QWEN2 | MIXED, WINDOW, (4096, (True, False) * 16)),
         (QWEN2, ("qkv_bias", "out_bias"), (True, False)),
         (QWEN3, ("qk_norm", "head_dim", "qkv_bias"), (True, 128, False)),
         ({"head_dim": None}, ("head_dim",), (128,)),
@@ -135,9 +140,6 @@ def test_yarn_and_dynamic(rope, theta, context, factor, frequencies, tmp_path):
     assert read_config(str(tmp_path)) == config
 
 
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -148,11 +150,16 @@ MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 16}
         ({"transformers_weights": "b.safetensors"}, "transformers_weights 'b.safe"),
         ({"hidden_size": "absent"}, "does not say hidden_size"),
         ({"hidden_size": "4"}, "hidden_size should be int, not '4'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type is one of .* not 'longrope'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2}}, "rope type is one of .* not 'ntk'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "short_factor"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"model_type": "smollm3", "no_rope_layers": [2]}, "no_rope_layers"),
+        ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"num_key_value_heads": 5}, "do not fit together"),
-        ({"model_type": "qwen2", "use_sliding_window": True} | MIXED, "layer_types"),
+        (QWEN2 | {"layer_types": ["chunked_attention"] * 32}, "layer_types is one of .*chunked"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types should be a list of 32 kinds"),
     ],
 )  # fmt: skip
 def test_unsupported_configs(tmp_path, changes, message):
@@ -197,6 +204,22 @@ def test_keys_without_the_models_prefix(copy):
     assert BaseFiles.open(str(path)).fingerprint() == fingerprint(*model)
     save_file(flat | {"model.norm.weight": state["model.norm.weight"]}, file)
     fails(path, r"key 'norm\.weight' is also there as 'model\.norm\.weight'")
+
+
+def test_the_names_of_a_family(copy):
+    """Of fields and of keys, as its authors' files have them."""
+    path, state = copy
+    model, family = load(path), FAMILIES["exaone"]
+    for theirs, ours in reversed(family.keys.items()):
+        pattern = rf"(^|\.){re.escape(ours)}\."
+        state = {re.sub(pattern, rf"\1{theirs}.", name): x for name, x in state.items()}
+    assert "transformer.h.0.attn.attention.out_proj.weight" in state
+    save_file(state, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text()) | {"model_type": "exaone"}
+    usual = {ours: theirs for theirs, ours in family.names.items()}
+    renamed = {usual.get(name, name): value for name, value in raw.items()}
+    (path / "config.json").write_text(json.dumps(renamed))
+    assert_same(load(path), model)
 
 
 def test_a_tied_model_with_another_lm_head_is_not_tied(copy, capsys):
@@ -299,7 +322,7 @@ def test_storage_types_and_fingerprint(model_dir, tmp_path):
 
 
 def test_impossible_combination_cannot_be_saved(tmp_path):
-    odd = {"sliding_window": 4, "sliding_window_start_layer": 1}
+    odd = {"sliding_window": 4, "window_layers": (False, True)}
     with refused("no Hugging Face model class"):
         save_backbone(str(tmp_path), dataclasses.replace(TINY, **odd), {})
 

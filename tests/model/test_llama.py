@@ -14,6 +14,7 @@ from family import D, stored_base
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_layers import numpy_layer
+from shapes import SHAPES
 from tiny import decoder, forward_logits, random_params, tiny_arch
 from trees import trees
 
@@ -30,9 +31,9 @@ FAMILIES = {
     "llama3": {"rope_scaling": "llama3", "rope_factor": 8.0}
     | {"rope_original_max_position": 64},
     "mistral": {"sliding_window": 5},
-    "qwen2": {"qkv_bias": True, "sliding_window": 2, "sliding_window_start_layer": 1},
+    "qwen2": {"qkv_bias": True, "sliding_window": 2, "window_layers": (False, True)},
     "qwen3": {"qk_norm": True, "out_bias": True, "mlp_bias": True},
-}
+} | SHAPES
 SLOTS, CHUNK, NODES = 40, 4, 8
 
 
@@ -76,7 +77,7 @@ def read_in_chunks(llama, backbone, config, texts):
     return cache, done, [np.array(x) for x in logits]
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "mistral"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "mistral", "gemma3"))
 def test_cached_passes_over_any_tree_equal_the_full_pass(family):
     """Every node's logits are those after prefix + its path, as plain text."""
     config = tiny_arch(**FAMILIES[family])
@@ -105,7 +106,7 @@ def test_cached_passes_over_any_tree_equal_the_full_pass(family):
     check()
 
 
-@pytest.mark.parametrize("family", thinned(FAMILIES, "qwen2"))
+@pytest.mark.parametrize("family", thinned(FAMILIES, "qwen2", "arcee"))
 def test_fusing_changes_nothing_for_any_number_of_shards(family):
     config = tiny_arch(**FAMILIES[family])
     params = random_params(config, 1)

@@ -4,22 +4,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
+from cases import thinned, wide
 from closeness import assert_close
+from shapes import SHAPES
 from tiny import adapted_logits as logits
 
 from medusa_jax.config import LlamaConfig, LoraConfig
 from medusa_jax.model import lora
 from medusa_jax.model.layers import Adapter
 from medusa_jax.model.llama import init_params
+from medusa_jax.model.quantise import dequantise_backbone, quantise_backbone
 
 LORA = LoraConfig(rank=4, alpha=16.0, dropout=0.25)
 
 
-def setup(tie, seed=0):
+def setup(tie, seed=0, **fields):
     config = LlamaConfig(
         vocab_size=48, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=8, d_ff=24,
-        max_position=32, tie_embeddings=tie,
+        max_position=32, tie_embeddings=tie, **fields,
     )  # fmt: skip
     params = init_params(config, jax.random.key(seed))
     adapters = lora.init_lora(config, jax.random.key(1), LORA.rank)
@@ -77,6 +79,18 @@ def test_merging_gives_the_adapters_logits(tie):
     trees = merged, moved, params
     now, adapter, before = (tree["layers_1"]["self_attn"]["q_proj"] for tree in trees)
     assert_close(now["kernel"], before["kernel"] + 4 * adapter["a"] @ adapter["b"])
+
+
+@pytest.mark.parametrize("shape", thinned(SHAPES, "arcee", "gemma3"))
+def test_every_shape_is_merged_and_quantised(shape):
+    fields = {name: x for name, x in SHAPES[shape].items() if name != "tie_embeddings"}
+    config, params, _, moved = setup(False, **fields)
+    kernels = {p.removesuffix("/kernel") for p in paths(params) if "kernel" in p}
+    assert lora.adapted_layers(config).keys() == kernels
+    adapted = logits(config, params, lora.scale(moved, LORA))
+    assert_close(logits(*lora.merge(config, params, moved, LORA)), adapted, roundings=1024)
+    stored = quantise_backbone(params, "nf4")
+    assert_close(logits(config, stored), logits(config, dequantise_backbone(stored)))
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean():

@@ -55,5 +55,5 @@ def test_the_form_for_tpus_is_exact(dtype):
 
 
 def test_unknown_rope_scaling_is_an_error():
-    with pytest.raises(ValueError, match="longrope"):
-        rope_frequencies(tiny_arch(rope_scaling="longrope"))
+    with pytest.raises(ValueError, match="ntk"):
+        rope_frequencies(tiny_arch(rope_scaling="ntk"))

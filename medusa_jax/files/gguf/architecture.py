@@ -8,12 +8,29 @@ from typing import Any
 import numpy as np
 
 from medusa_jax.errors import UserError
+from medusa_jax.files.families import FAMILIES as BY_MODEL_TYPE
 from medusa_jax.files.gguf.reader import BlockTensor, GGUFFile, read_gguf
+from medusa_jax.files.stored_forms import with_offset
 from medusa_jax.files.tensor import Tensor, Tensors
 from medusa_jax.model.blocks import Blocks
 
-# Values of general.architecture, which are the model types, too; Mistral's files say "llama".
-FAMILIES = ("llama", "qwen2", "qwen3")
+# general.architecture -> model_type; files of Mistral say "llama", of OLMo 3 "olmo2".
+FAMILIES = {"gemma3": "gemma3_text"} | {
+    name: name
+    for name in [
+        "llama",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "granite",
+        "minicpm",
+        "phi3",
+        "olmo2",
+        "exaone",
+    ]
+}
+# Model types whose rows of queries and keys llama.cpp reorders (`row_order`).
+REORDERED = ("llama", "mistral", "smollm3", "granite", "minicpm")
 
 # GGUF's name of a module -> Hugging Face's, outside of the layers and in them.
 MODULES = {
@@ -29,6 +46,9 @@ IN_LAYERS = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -40,6 +60,14 @@ SCALE = re.compile(
     r"(blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down)))\.(input_)?scale"
 )
 
+# Where a model type's names in layers differ.
+RENAMED = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma3_text": {"ffn_norm": "pre_feedforward_layernorm"},
+}
+
+# LongRoPE's divisors for texts within the original context, and for longer ones.
+LONGROPE = {f"{kind}_factor": f"rope_factors_{kind}.weight" for kind in ("short", "long")}
 # Llama 3.1's scaling of the rotary frequencies, stored as a divisor for each frequency.
 FREQUENCY_DIVISORS = "rope_freqs.weight"
 # Further factors of llama.cpp, under `rope.scaling.`.
@@ -69,13 +97,15 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     layers = file.count(f"{arch}.block_count")
     heads = file.per_layer(f"{arch}.attention.head_count", layers)
     head_dim = file.count(f"{arch}.attention.key_length", width // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if file.count(f"{arch}.{name}", head_dim) != head_dim:
-            file.refuse(f"{arch}.{name}", f"{head_dim}, the size of a head")
+    rotated = file.count(f"{arch}.rope.dimension_count", head_dim)
+    if rotated != head_dim and arch != "phi3":
+        file.refuse(f"{arch}.rope.dimension_count", f"{head_dim}, the size of a head")
+    if file.count(f"{arch}.attention.value_length", head_dim) != head_dim:
+        file.refuse(f"{arch}.attention.value_length", f"{head_dim}, the size of a head")
     embedding = file.tensors.get("token_embd.weight")
     config: dict[str, Any] = {
         "architectures": [f"{arch.capitalize()}ForCausalLM"],
-        "model_type": arch,
+        "model_type": FAMILIES[arch],
         "vocab_size": embedding.shape[0] if embedding else 0,
         "hidden_size": width,
         "intermediate_size": file.per_layer(f"{arch}.feed_forward_length", layers),
@@ -85,13 +115,16 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             f"{arch}.attention.head_count_kv", layers, heads
         ),
         "head_dim": head_dim,
-        "hidden_act": "silu",
+        "hidden_act": "gelu_pytorch_tanh" if arch == "gemma3" else "silu",
         "max_position_embeddings": file.count(f"{arch}.context_length"),
         "rms_norm_eps": file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
     }
     config["rope_scaling"] = _rope_scaling(file, arch, config)
+    if rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+    config |= _own_fields(file, arch, config)
     if arch != "qwen2":
         names = " ".join(file.tensors)
         config["attention_bias"] = bool(re.search(r"\battn_\w+\.bias", names))
@@ -100,6 +133,42 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         config |= {"model_type": "mistral", "sliding_window": window}
         config["architectures"] = ["MistralForCausalLM"]
     return config
+
+
+def _own_fields(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that only some families have."""
+
+    def number(name: str, default: float) -> float:
+        return file.number(f"{arch}.{name}", default)
+
+    width, root = config["hidden_size"], config["num_hidden_layers"] ** 0.5
+    window = file.whole(f"{arch}.attention.sliding_window", 0) or None
+    base = number(
+        "rope.freq_base_swa", 10000.0 if arch == "gemma3" else config["rope_theta"]
+    )
+    largest_gemma3 = config["num_hidden_layers"] == 62
+    scalar = width / config["num_attention_heads"] if largest_gemma3 else config["head_dim"]
+    own: dict[str, dict[str, Any]] = {
+        "granite": {
+            "embedding_multiplier": number("embedding_scale", 1.0),
+            "residual_multiplier": number("residual_scale", 1.0), "logits_scaling": number("logit_scale", 1.0),
+            "attention_multiplier": number("attention.scale", config["head_dim"] ** -0.5),
+        },
+        "minicpm": {  # with the values of files that do not say them
+            "scale_emb": number("embedding_scale", 12.0),
+            "scale_depth": number("residual_scale", 1.4 / root) * root,
+            "dim_model_base": width / number("logit_scale", width / 256),
+        },
+        "phi3": {"sliding_window": window},
+        "olmo2": {
+            "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window,
+            "rope_local_base_freq": base,
+        } if window else {},
+        "gemma3": {
+            "query_pre_attn_scalar": scalar, "sliding_window": window, "rope_local_base_freq": base,
+        },
+    }  # fmt: skip
+    return own.get(arch, {})
 
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:
@@ -111,6 +180,8 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
     kind = file.text(f"{key}type", "linear")
     kind = "none" if kind == "linear" and factor == 1 else kind
     divisors = file.tensors.get(FREQUENCY_DIVISORS)
+    if all(name in file.tensors for name in LONGROPE.values()):
+        return _longrope(file, arch, config)
     if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
         raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
     file.expect({key + name: (value,) for name, value in EXPECTED_SCALING.items()})
@@ -126,6 +197,19 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
     for name in ("beta_fast", "beta_slow"):
         yarn[name] = file.values.get(f"{key}yarn_{name}")
     return yarn | {"attention_factor": file.values.get(f"{key}yarn_attn_factor")}
+
+
+def _longrope(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """LongRoPE's fields; without its factor of cos and sin, that is computed from the contexts."""
+    key = f"{arch}.rope.scaling."
+    context = config["max_position_embeddings"]
+    rope: dict[str, Any] = {"rope_type": "longrope"}
+    rope["original_max_position_embeddings"] = file.whole(
+        f"{key}original_context_length", context
+    )
+    rope["attention_factor"] = file.values.get(f"{key}attn_factor")
+    divisors = {name: file.tensors[tensor] for name, tensor in LONGROPE.items()}
+    return rope | {name: x.unpacked().tolist() for name, x in divisors.items()}
 
 
 def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -152,14 +236,15 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, model_type: str = "llama") -> str:
     """The Hugging Face name of a tensor; unknown names are unchanged.
 
     Example: "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight".
     """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     i, module, leaf = match.groups() if match else (None, "", "")
-    stem = MODULES.get(module) if i is None else IN_LAYERS.get(module)
+    in_layers = IN_LAYERS | RENAMED.get(model_type, {})
+    stem = MODULES.get(module) if i is None else in_layers.get(module)
     if stem is None:
         return name
     return f"{stem}.{leaf}" if i is None else f"model.layers.{i}.{stem}.{leaf}"
@@ -169,13 +254,10 @@ def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
     """The rows of a tensor in the order of Hugging Face files; None if the order is the same.
 
     llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head (i, i + H / 2).
-    So for `llama` it reorders the rows of the query and key projections and their biases.
+    So for some models it reorders the rows of the query and key projections and their biases.
     """
     part = tensor.name.split(".")[-2:-1]
-    if config["model_type"] not in ("llama", "mistral") or part not in (
-        ["attn_q"],
-        ["attn_k"],
-    ):
+    if config["model_type"] not in REORDERED or part not in (["attn_q"], ["attn_k"]):
         return None
     if tensor.shape[0] % config["head_dim"]:
         return None  # not a projection's: refused by its name and shape
@@ -195,6 +277,8 @@ def open_gguf(path: str) -> Tensors:
 
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     """`open_gguf` of an open file with this `hf_config`."""
+    left_out = (FREQUENCY_DIVISORS, *LONGROPE.values())
+    model_type = config["model_type"]
     scales = {
         name: match
         for name, tensor in file.tensors.items()
@@ -203,14 +287,16 @@ def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     factors = {m[1]: file.tensors[n].unpacked() for n, m in scales.items() if not m[2]}
     tensors: Tensors = {}
     for name, tensor in file.tensors.items():
-        if name == FREQUENCY_DIVISORS or name in scales:
+        if name in left_out or name in scales:
             continue
         tensor = replace(tensor, order=row_order(tensor, config))
         module, _, leaf = name.rpartition(".")
         # llama.cpp adds the bias after the factor in attention, before it in the MLP.
         factor = factors.get(module) if leaf == "weight" or ".ffn_" in name else None
-        tensors[hf_name(name)] = _open_tensor(tensor, factor, exact=not factors)
-    return _zero_biases(tensors, config) | tensors
+        key = hf_name(name, model_type)
+        tensors[key] = _open_tensor(tensor, factor, exact=not factors)
+    tensors = _zero_biases(tensors, config) | tensors
+    return with_offset(tensors, -BY_MODEL_TYPE[model_type].norm_offset)
 
 
 def _zero_biases(tensors: Tensors, config: dict[str, Any]) -> Tensors:

@@ -20,10 +20,11 @@ from medusa_jax.files.gguf.vocabulary import (
     token_texts,
     tokenizer_settings,
 )
-from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_config import family_of, parse_config
 from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import Source
+from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensors import GGUF_LINK
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.whole_files import Json, read_text, replacing, write_text
@@ -37,7 +38,7 @@ SAMPLING = {
     "penalty_repeat": "repetition_penalty",
 }
 # Part of every directory's name: raise it when a file would be converted differently.
-VERSION = 6
+VERSION = 7
 
 
 def make_directory(path: str, sha256: str = "") -> str:
@@ -114,7 +115,7 @@ def write_files(path: str, directory: str) -> None:
     file = read_gguf(path)
     config = hf_config(file) | {"_name_or_path": names_of(file)}
     llama = parse_config(path, config)
-    tensors = hf_tensors(file, config)
+    tensors = as_llama(hf_tensors(file, config), family_of(path, config), llama)
     Source(source=path, tensors=tensors, locate=locate).keys(abstract_params(llama))
     ids = special_ids(file)
     if (n_tokens := len(token_texts(file))) > config["vocab_size"]:

@@ -15,7 +15,7 @@ import re
 from dataclasses import replace
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import dflash_config, speculators_config
@@ -65,6 +65,7 @@ class DFlashFiles(Layout):
         values = config_fields.values
         # Windows are of the layers here, and may be of any of them.
         layer = parse_config(file, values | {"use_sliding_window": False})
+        like_llama(file, layer)
         if not layer.qk_norm:
             raise UserError(
                 f"{file}: layers of {config.get('model_type')} are not supported"
@@ -203,10 +204,8 @@ def _description(export: Export) -> tuple[DFlash, Json, Json]:
     """The heads, config.json of their layers, fields of the Markov and confidence heads."""
     heads, config = export.stored.heads, export.base.config
     assert isinstance(heads, DFlashConfig)
-    drafter = DFlash(heads, config)
-    shape = replace(
-        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
-    )
+    drafter = DFlash(heads, config.llama_layers())
+    shape = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
     layers = config_to_hf(shape) | {"model_type": "qwen3"}
     if heads.window:
         sliding = numbers(heads.sliding_layers)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from medusa_jax.errors import UserError
-from medusa_jax.files.hf_config import parse_config
+from medusa_jax.files.hf_config import like_llama, parse_config
 from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts import speculators_config
@@ -102,7 +102,7 @@ class Eagle3Files(Layout):
         # The last has an effect only with `parallel_draft_step`.
         known = {*_FLAGS, *EXPECTED, "parallel_draft_heads_num_layers"}
         check_others(file, fields, known)
-        layer = parse_config(file, fields)
+        layer = like_llama(file, parse_config(file, fields))
         n_taps = sum(tensors["fc.weight"].shape[1:]) // layer.d_model
         counts = {
             "target_hidden_size": (layer.d_model,),
@@ -204,7 +204,7 @@ def _depth(file: str, ids: Any) -> dict[str, int]:
 def _drafter(export: Export) -> Eagle3:
     heads = export.stored.heads
     assert isinstance(heads, Eagle3Config)
-    return Eagle3(heads, export.base.config)
+    return Eagle3(heads, export.base.config.llama_layers())
 
 
 def _arrays(export: Export, stem: str) -> Arrays:
@@ -214,9 +214,7 @@ def _arrays(export: Export, stem: str) -> Arrays:
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:
     """config.json of the layers, and the fields that EAGLE-3 adds."""
     heads, vocab_size = drafter.heads, export.base.config.vocab_size
-    layers = replace(
-        drafter.shape, n_layers=heads.n_layers, sliding_window=0, tie_embeddings=False
-    )
+    layers = replace(drafter.shape, n_layers=heads.n_layers, tie_embeddings=False)
     return config_to_hf(layers), {
         "draft_vocab_size": heads.draft_vocab or vocab_size,
         "torch_dtype": export.kind.name,

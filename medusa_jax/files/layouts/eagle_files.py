@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from medusa_jax.files.hf_config import ROPE, read_config
+from medusa_jax.files.hf_config import ROPE, like_llama, read_config
 from medusa_jax.files.hf_keys import HARMLESS
 from medusa_jax.files.hf_keys import locate as locate_in_llama
 from medusa_jax.files.hf_writer import config_to_hf
@@ -42,7 +42,7 @@ class EagleFiles(Layout):
         Raises:
           UserError: no configuration of a Llama.
         """
-        llama = read_config(files.directory)
+        llama = like_llama(files.directory, read_config(files.directory))
         return StoredHeads(
             source=files.source,
             directory=files.directory,
@@ -113,6 +113,6 @@ def _arrays_and_config(export: Export) -> tuple[Arrays, Json]:
     arrays = export.arrays(locate_in_layers) | {EMBEDDING_COPY: export.embedding()}
     heads = export.stored.heads
     assert isinstance(heads, EagleConfig)
-    shape = Eagle(heads, export.base.config).shape
-    config = replace(shape, n_layers=heads.n_layers, sliding_window=0)
+    shape = Eagle(heads, export.base.config.llama_layers()).shape
+    config = replace(shape, n_layers=heads.n_layers)
     return arrays, config_to_hf(config)

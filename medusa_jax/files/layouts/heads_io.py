@@ -109,7 +109,7 @@ def check_base(
             f"vocabulary {sizes['vocab_size']}"
         )
     for name, value in stored.layers.items():
-        if (ours := getattr(llama, name)) != value:
+        if (ours := getattr(llama.llama_layers(), name)) != value:
             raise UserError(
                 f"the layers in {stored.source} were made with {name} {value!r}, the model has "
                 f"{ours!r}"

@@ -34,6 +34,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
 from medusa_jax.files.gguf.convert import make_directory
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import resolve
@@ -50,6 +51,12 @@ YARN = {"rope_scaling": "yarn", "rope_theta": 20.0, "rope_low_freq_factor": 1.0}
 YARN |= {"rope_high_freq_factor": 32.0, "rope_attention_factor": 0.1 * math.log(4) + 1}
 BIASES = dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), True)
 WIDE = {"rope.dimension_count": 12, "attention.key_length": 12}
+MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5}
+MULTIPLIED |= {"logit_divisor": 2.0, "attention_multiplier": 0.25}
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 2.0}
+OLMO2 = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_full": True}
+EVERY_FOURTH = (True, True, True, False)
+REORDERED = ("llama", "smollm3", "granite", "minicpm")
 # family of the file, fields of the configuration, keys of the metadata
 CASES = {
     "llama": ("llama", {}, {}),
@@ -69,6 +76,40 @@ CASES = {
         "qwen3",
         {"qk_norm": True, "head_dim": 16, "tie_embeddings": True},
         {"attention.key_length": 16, "attention.value_length": 16},
+    ),
+    "smollm3": (
+        "smollm3",
+        {"n_layers": 4, "rotated_layers": (True, True, True, False)},
+        {"block_count": 4},
+    ),
+    "granite": ("granite", MULTIPLIED, SCALES | {"attention.scale": 0.25}),
+    "minicpm": (
+        "minicpm",
+        MULTIPLIED | {"attention_multiplier": 0.0, "n_layers": 4},
+        SCALES | {"block_count": 4},
+    ),
+    "phi3": (
+        "phi3",
+        {"rope_dim": 6, "rope_scaling": "longrope", "rope_short": (1.0, 1.25, 1.5)}
+        | {"rope_long": (1.0, 3.0, 8.0), "rope_original_max_position": 256}
+        | {"rope_factor": 2.0, "rope_attention_factor": 1.125, "max_position": 256},
+        {"rope.dimension_count": 6, "context_length": 512}
+        | {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.125},
+    ),
+    "olmo2": ("olmo2", OLMO2, {}),
+    "olmo3": (
+        "olmo2",
+        OLMO2 | {"n_layers": 4, "sliding_window": 7, "window_layers": EVERY_FOURTH},
+        {"block_count": 4, "attention.sliding_window": 7},
+    ),
+    "exaone": ("exaone", LLAMA3 | {"tie_embeddings": True}, {"rope.freq_base": THETA}),
+    "gemma3": (
+        "gemma3",
+        {"n_layers": 6, "sliding_window": 7, "window_layers": (True,) * 5 + (False,)}
+        | {"head_dim": 16, "qk_norm": True, "post_norm": True, "activation": "gelu_tanh"}
+        | {"rope_window_theta": 10000.0, "embedding_multiplier": D**0.5},
+        {"block_count": 6, "attention.sliding_window": 7}
+        | {"attention.key_length": 16, "attention.value_length": 16},
     ),
 }
 
@@ -109,12 +150,15 @@ def save_both(case, folder, tokenizer_json):
         jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0)),
     )
     save_backbone(str(folder / "hf"), config, params, "float32")
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), LAYERS)
+    arch_id = getattr(gguf.MODEL_ARCH, arch.upper())
+    names = gguf.get_tensor_name_map(arch_id, config.n_layers)
     tensors = {}
     for name, tensor in open_checkpoint(str(folder / "hf")).items():
         array = read_whole(tensor)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            array = array + 1
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
-        if arch == "llama" and heads:
+        if arch in REORDERED and heads:
             array = interleaved(array, heads)
         tensors[names.get_name(name, (".weight", ".bias"))] = array
     assert None not in tensors
@@ -124,6 +168,9 @@ def save_both(case, folder, tokenizer_json):
     }
     if config.rope_scaling == "llama3":
         tensors["rope_freqs.weight"] = np.float32(llama3_divisors(config))
+    for kind in ("short", "long") if config.rope_scaling == "longrope" else ():
+        divisors = np.float32(getattr(config, f"rope_{kind}"))
+        tensors[f"rope_factors_{kind}.weight"] = divisors
     metadata |= shape_metadata(arch, **keys)
     return str(folder / "hf"), write(folder / "model.gguf", metadata, tensors, arch)
 
@@ -131,9 +178,9 @@ def save_both(case, folder, tokenizer_json):
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_is_the_model_that_was_saved(case, tmp_path, tokenizer_json):
     directory, path = save_both(case, tmp_path, tokenizer_json)
-    ours = make_directory(path)
-    assert read_config(ours) == read_config(directory)
-    assert_same_tensors(open_checkpoint(ours), open_checkpoint(directory))
+    ours, theirs = BaseFiles.open(make_directory(path)), BaseFiles.open(directory)
+    assert ours.config == theirs.config
+    assert_same_tensors(ours.tensors, theirs.tensors)
 
 
 def assert_same_tensors(stored, expected):

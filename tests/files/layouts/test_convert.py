@@ -9,6 +9,7 @@ from pathlib import Path
 import engines
 import numpy as np
 import pytest
+from cases import thinned
 from closeness import assert_close
 from head_files import LLAMA, medusa_state, write
 from our_heads import (
@@ -24,6 +25,7 @@ from our_heads import (
 )
 from refusals import refused
 from safetensors.numpy import load_file
+from shapes import SHAPES, tiny_shape
 from tiny import random_params
 
 from medusa_jax.commands.convert import table
@@ -231,6 +233,23 @@ def test_layers_of_eagle_in_other_engines(changes, sglang, vllm, tmp_path):
         else:
             with refused("EAGLE-1 has"):
                 exported(stored, base, engine, tmp_path / engine)
+
+
+@pytest.mark.parametrize("shape", thinned(SHAPES, "gemma3"))
+def test_heads_for_every_shape(shape, tmp_path):
+    """Their layers are Llama's, as in published files for such models."""
+    llama = tiny_shape(shape)
+    base = write_base(tmp_path / "base", llama, random_params(llama, 0))
+    for drafter, target in {
+        "eagle3": "eagle3",
+        "dspark": "dflash",
+        "eagle": "eagle",
+    }.items():
+        fields = SHARED if drafter != "eagle3" else {}
+        folder = tmp_path / drafter
+        stored = write_heads(folder, base, heads_of(drafter=drafter, **fields))
+        out = exported(stored, base, target, tmp_path / f"{drafter}_out")
+        same_bits(folder, open_heads(str(out)), base, tmp_path / f"{drafter}_back")
 
 
 def test_the_table_of_engines_is_in_the_page():

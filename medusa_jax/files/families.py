@@ -1,0 +1,150 @@
+"""The families of models: what their config.json says of the shape, and how their tensors are stored; a row each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from medusa_jax.typed import Fields
+from medusa_jax.whole_files import Json
+
+# hidden_act -> `LlamaConfig.activation`.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}  # fmt: skip
+# Sizes: field of config.json -> of LlamaConfig.
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+}
+# Multipliers: field of config.json -> of LlamaConfig, and the power that it is of theirs.
+MULTIPLIERS = {
+    "embedding_multiplier": ("embedding_multiplier", 1.0),
+    "residual_multiplier": ("residual_multiplier", 1.0),
+    "attention_multiplier": ("attention_multiplier", 1.0),
+    "query_pre_attn_scalar": ("attention_multiplier", -0.5),
+    "logits_scaling": ("logit_divisor", 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models with one model_type.
+
+    Attributes:
+      context: max_position_embeddings, if a file does not say it.
+      defaults: other fields that a file may leave out (from the family's transformers class).
+      shape: what differs from Llama in all of them.
+      switches: field -> fields of `LlamaConfig` that it sets.
+      multipliers: their names; absent ones are 1.
+      names: other names of fields -> Llama's.
+      derived: fields under Llama's names that follow from others.
+      windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
+        max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
+      window_theta: layers with the window rotate with this base; 0: with that of the others.
+      rotates: layers that rotate: "all", "listed" (no_rope_layers) or "window" (those, if there is one).
+      partial: partial_rotary_factor is read.
+      expected: values of fields that would change the computation.
+      keys: names of modules in checkpoints -> Llama's.
+      fused: q/k/v and gate/up are stored as one matrix each.
+      neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + head_dim / 2.
+      norm_offset: what stored scales of norms lack.
+      architecture: its class in transformers, if the model_type does not tell.
+    """
+
+    context: int
+    defaults: Json = field(default_factory=dict)
+    shape: Json = field(default_factory=dict)
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    multipliers: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict)
+    derived: Callable[[Fields], Json] = lambda fields: {}
+    windows: str = ""
+    window_theta: float = 0.0
+    rotates: str = "all"
+    partial: bool = False
+    expected: Mapping[str, tuple] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    fused: bool = False
+    neighbours: bool = False
+    norm_offset: float = 0.0
+    architecture: str = ""
+
+
+def _minicpm(fields: Fields) -> Json:
+    """Granite's multipliers by other names."""
+    width, layers = fields.count("hidden_size"), fields.count("num_hidden_layers")
+    return {
+        "embedding_multiplier": fields.number("scale_emb", 1.0),
+        "residual_multiplier": fields.number("scale_depth", 1.0) / layers**0.5,
+        "logits_scaling": width / fields.number("dim_model_base", 1.0),
+    }
+
+
+_BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("qkv_bias", "out_bias")}
+_BIASES = _BIAS | {"mlp_bias": ("mlp_bias",)}
+_SEPARATE_BIASES = {"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",), "mlp_bias": ("mlp_bias",)}  # fmt: skip
+_AFTER = {"pre_norm": False, "post_norm": True, "qk_norm": True}
+_TIED = {"tie_word_embeddings": True}
+_EPS = {"rms_norm_eps": 1e-5}
+_WINDOW = {"sliding_window": 4096}
+_EXAONE_KEYS = {
+    "transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm", "transformer.h": "model.layers",
+    "ln_1": "input_layernorm", "ln_2": "post_attention_layernorm", "attn.attention": "self_attn",
+    "out_proj": "o_proj", "mlp.c_fc_0": "mlp.gate_proj", "mlp.c_fc_1": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj",
+}  # fmt: skip
+# In the order in which they are tried for a shape that is written.
+FAMILIES: dict[str, Family] = {
+    "llama": Family(context=2048, switches=_BIASES),
+    "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
+    "qwen2": Family(
+        context=32768, defaults=_WINDOW | {"num_key_value_heads": 32}, shape={"qkv_bias": True}, windows="late"),
+    "qwen3": Family(
+        context=32768, defaults=_WINDOW | {"num_key_value_heads": 32, "head_dim": 128}, shape={"qk_norm": True},
+        switches=_BIAS, windows="late"),
+    "smollm3": Family(
+        context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, switches=_BIASES,
+        rotates="listed", expected={"use_sliding_window": (False,)}, architecture="SmolLM3ForCausalLM"),
+    "granite": Family(
+        context=2048, switches=_BIASES, multipliers=(
+            "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")),
+    # Its code is in no release of transformers; these are the defaults of that code.
+    "minicpm": Family(
+        context=2048, defaults=_TIED, switches=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm,
+        multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+    "phi3": Family(context=4096, defaults=_EPS, windows="all", partial=True, fused=True),
+    "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, switches=_BIAS),
+    "olmo3": Family(
+        context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},
+        shape=_AFTER | {"qk_norm_full": True}, switches=_BIAS, windows="period", window_theta=5e5),
+    "exaone": Family(
+        context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, switches=_BIASES,
+        names={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
+               "activation_function": "hidden_act"}, keys=_EXAONE_KEYS),
+    "exaone4": Family(
+        context=2048, defaults=_EPS | _WINDOW | {"num_key_value_heads": 32, "sliding_window_pattern": 4},
+        shape=_AFTER, windows="period", rotates="window"),
+    "internlm3": Family(
+        context=32768, defaults=_EPS | {"num_key_value_heads": 2, "head_dim": 128},
+        switches={"attention_bias": ("qkv_bias",), "mlp_bias": ("out_bias", "mlp_bias")},
+        names={"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+    "ernie4_5": Family(
+        context=131072, defaults=_TIED | _EPS | {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128},
+        switches={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),
+    "seed_oss": Family(
+        context=524288, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        switches=_SEPARATE_BIASES, architecture="SeedOssForCausalLM"),
+    "arcee": Family(
+        context=4096, defaults=_EPS | {"hidden_act": "relu2"}, shape={"gated_mlp": False}, switches=_BIASES),
+    "gemma3_text": Family(
+        context=131072, defaults=_TIED | _WINDOW | {
+            "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6,
+            "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
+        shape={"post_norm": True, "qk_norm": True}, switches=_BIAS, names={"hidden_activation": "hidden_act"},
+        multipliers=("embedding_multiplier", "query_pre_attn_scalar"), windows="period", window_theta=1e4,
+        derived=lambda fields: {"embedding_multiplier": fields.count("hidden_size") ** 0.5},
+        expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
+                  "use_bidirectional_attention": (False,)},
+        norm_offset=1.0, architecture="Gemma3ForCausalLM"),
+}  # fmt: skip
