@@ -50,7 +50,7 @@ pack() {
     [ -d "$heads" ] || { echo "$name: no heads yet"; return 1; }
     for dtype in float16 int8; do
         rm -rf "$work/packed" && mkdir "$work/packed"
-        python -m medusa_jax convert --model "$model" --drafter "$heads" --to native --dtype "$dtype" --out "$work/packed/$name"
+        medusa convert --model "$model" --drafter "$heads" --to native --dtype "$dtype" --out "$work/packed/$name"
         tar -C "$work/packed" -czf "$out/$name.tgz" "$name"
         [ "$(stat -c %s "$out/$name.tgz")" -lt 16000000 ] && break
     done

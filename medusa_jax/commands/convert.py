@@ -118,6 +118,8 @@ def run(flags: Flags) -> int:
 def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
     """The command that serves a model with heads in a layout; "" where an engine has none."""
     n, drafter = heads.n_heads, heads.drafter
+    if getattr(heads, "root_guesses", False) and not getattr(heads, "markov_rank", 0):
+        return ""  # such blocks are DeepSpec's alone
     speculative = json.dumps({"method": drafter, "model": out, "num_speculative_tokens": n})
     vllm = f"vllm serve {shlex.quote(base)} --speculative-config {shlex.quote(speculative)}"
     base, out = shlex.quote(base), shlex.quote(out)
