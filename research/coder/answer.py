@@ -5,11 +5,16 @@ The file OUT/answers_00000.jsonl has the first `SHARD` prompts with `token_ids` 
 included), and so on; a file is complete or absent. Killed or stopped, the same command goes on with the first
 absent file. At the end, or with --collect at any time, OUT/tokens is a token directory in which only the
 model's tokens count: `train.py --config.data.source=OUT/tokens`.
+
+--pack writes the answers without the prompts, which are other people's code, and --packed takes them on another
+machine for the prompts that are the same there.
 """
 
 import itertools
 import json
+import lzma
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +53,10 @@ class Flags:
     collect: bool = flag(
         "write the token directory of what is there, answer nothing", False
     )
+    pack: str | None = flag(
+        "write the answers so far, without prompts, and stop", None, metavar="FILE.jsonl.xz"
+    )
+    packed: str | None = flag("answers that --pack wrote", None, metavar="FILE.jsonl.xz")
     held_out_files: str = flag(
         "for the token directory: leave out answers that share eight words in a row with these files "
         "of JSON lines (commas between)",
@@ -96,10 +105,37 @@ def answered(flags: Flags, prompts: Sequence[Json]) -> Iterator[Json]:
             yield prompt | {"token_ids": result.token_ids, "finish": result.finish_reason}
 
 
+def digest(prompt: Json) -> int:
+    """Tells a prompt from another one with its number."""
+    return zlib.crc32(np.asarray(prompt["prompt_ids"], "<u4").tobytes())
+
+
+def pack(out: Path, file: Path) -> None:
+    """Write all answers with the digests of their prompts."""
+    with lzma.open(file, "wt", preset=9) as packed:
+        for path in sorted(out.glob("answers_*.jsonl")):
+            for line in read_lines(path):
+                kept = {name: line[name] for name in ("id", "token_ids", "finish")}
+                packed.write(json.dumps({"prompt": digest(line), **kept}) + "\n")
+
+
+def unpack(file: Path, shards: Sequence[Sequence[Json]], paths: Sequence[Path]) -> None:
+    """Write the absent files whose prompts all have an answer in `file`."""
+    with lzma.open(file, "rt") as packed:
+        known = {(line["id"], line.pop("prompt")): line for line in map(json.loads, packed)}
+    for path, shard in zip(paths, shards):
+        lines = [known.get((prompt["id"], digest(prompt))) for prompt in shard]
+        if not path.exists() and all(lines):
+            whole = (prompt | line for prompt, line in zip(shard, lines) if line)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in whole))
+
+
 def answer(flags: Flags, prompts: Sequence[Json], out: Path) -> None:
     """Write the files that are absent."""
     shards = [prompts[at : at + SHARD] for at in range(0, len(prompts), SHARD)]
     paths = [out / f"answers_{number:05d}.jsonl" for number in range(len(shards))]
+    if flags.packed:
+        unpack(Path(flags.packed), shards, paths)
     todo = [(path, shard) for path, shard in zip(paths, shards) if not path.exists()]
     inform(f"{len(shards) - len(todo)} of {len(shards)} files are there")
     if not todo:
@@ -144,6 +180,9 @@ def run(flags: Flags) -> int:
     """Answer what is not answered yet, then collect."""
     out = Path(flags.out)
     out.mkdir(parents=True, exist_ok=True)
+    if flags.pack:
+        pack(out, Path(flags.pack))
+        return 0
     if not flags.collect:
         answer(flags, read_lines(Path(flags.prompts)), out)
     collect(flags, out)

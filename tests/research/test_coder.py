@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
 
+from research.coder import answer
 from research.coder.compose import held_out_windows, windows
 from research.coder.functions import functions
 from research.coder.sources import read_table
@@ -66,3 +68,17 @@ def test_eight_words_in_a_row_are_found_in_any_field(tmp_path: Path):
     barred = held_out_windows([str(path)])
     assert barred & windows("x = 1  # One two, three four five (six) seven eight")
     assert not barred & windows("one two three four five six seven")
+
+
+def test_answers_travel_without_their_prompts(tmp_path: Path):
+    prompts = [{"id": i, "prompt_ids": [i, 7], "temperature": 0} for i in range(64)]
+    lines = [p | {"token_ids": [p["id"]], "finish": "eos"} for p in prompts]
+    for number in range(2):
+        text = "".join(json.dumps(x) + "\n" for x in lines[32 * number :][:32])
+        (tmp_path / f"answers_{number:05d}.jsonl").write_text(text)
+    answer.pack(tmp_path, tmp_path / "packed.jsonl.xz")
+    assert "prompt_ids" not in lzma.open(tmp_path / "packed.jsonl.xz", "rt").read()
+    prompts[40]["prompt_ids"] = [40, 8]  # another version of its package
+    paths = [tmp_path / "there_0", tmp_path / "there_1"]
+    answer.unpack(tmp_path / "packed.jsonl.xz", [prompts[:32], prompts[32:]], paths)
+    assert answer.read_lines(paths[0]) == lines[:32] and not paths[1].exists()
