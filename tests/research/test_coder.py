@@ -77,7 +77,7 @@ def test_answers_travel_without_their_prompts(tmp_path: Path):
         text = "".join(json.dumps(x) + "\n" for x in lines[32 * number :][:32])
         (tmp_path / f"answers_{number:05d}.jsonl").write_text(text)
     answer.pack(tmp_path, tmp_path / "packed.jsonl.xz")
-    assert "prompt_ids" not in lzma.open(tmp_path / "packed.jsonl.xz", "rt").read()
+    assert b"prompt_ids" not in lzma.decompress((tmp_path / "packed.jsonl.xz").read_bytes())
     prompts[40]["prompt_ids"] = [40, 8]  # another version of its package
     paths = [tmp_path / "there_0", tmp_path / "there_1"]
     answer.unpack(tmp_path / "packed.jsonl.xz", [prompts[:32], prompts[32:]], paths)
