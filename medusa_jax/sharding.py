@@ -145,8 +145,13 @@ def pin_state(mesh: Mesh | None, state: PyTree) -> PyTree:
 
 
 def placed(mesh: Mesh | None, state: PyTree) -> PyTree:
-    """A decode state made by the host, placed as programs return it: otherwise JAX compiles them twice."""
-    return state if mesh is None else jax.device_put(state, decode_shardings(mesh, state))
+    """A decode state made by the host, placed as programs return it: otherwise JAX compiles them twice.
+
+    With several processes it stays as it is: JAX moves no array that spans them.
+    """
+    if mesh is None or jax.process_count() > 1:
+        return state
+    return jax.device_put(state, decode_shardings(mesh, state))
 
 
 def on_all(mesh: Mesh | None, tree: PyTree) -> PyTree:
