@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medusa_jax import bounds, config
+from medusa_jax import arch, bounds, config
 
 ROOT = Path(__file__).parents[1]
 HEADS = ROOT / "medusa_jax" / "heads"
@@ -90,7 +90,7 @@ def comment_above(lines: list[str], index: int) -> str:
 
 def values_of(annotation: ast.expr) -> str:
     """The type and the bounds of a field, in words."""
-    hint = eval(ast.unparse(annotation), vars(config) | vars(bounds))
+    hint = eval(ast.unparse(annotation), vars(arch) | vars(config) | vars(bounds))
     kind = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
     words = getattr(kind, "__name__", str(kind))
     if words == "tuple":

@@ -49,6 +49,9 @@ def test_bugs_are_not_taken_for_bad_input():
 )
 def test_a_signal_ends_a_command_in_two_sentences(number, name, capsys):
     """After how much, and what goes on; the handler that was there is back."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # jobs in the background ignore it
     before = signal.getsignal(signal.SIGTERM)
 
     def work(flags):

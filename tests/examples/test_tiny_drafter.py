@@ -51,13 +51,13 @@ def test_the_commands_from_top_to_bottom(tmp_path, capsys, monkeypatch):
             continue
         block = block.replace("path/to/model", str(model)).replace("work/tiny", str(place))
         block = block.replace("messages.jsonl", str(text)).replace("\\\n", "")
-        _, *words = shlex.split(block)
+        _, *words = shlex.split(block)  # python or medusa
         if words[0] == "train.py":
             assert train.main([*words[1:], *shlex.split(MORE["train.py"])]) == 0
             following = f"--drafter {NAME}:{place}/export"
             assert following in capsys.readouterr().err
             continue
-        _, _, name, *flags = words
+        name, *flags = words
         if name == "serve":
             assert serving.parse(flags).drafter == f"{NAME}:{place}/export"
             continue

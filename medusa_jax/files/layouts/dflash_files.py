@@ -63,8 +63,9 @@ class DFlashFiles(Layout):
         tensors = rename(files.tensors, lambda key: key.removeprefix("logit_head."))
         config_fields = dflash_config.read(file, config)
         values = config_fields.values
-        # Windows are of the layers here, and may be of any of them.
-        layer = parse_config(file, values | {"use_sliding_window": False})
+        # What slots see is of the heads (`dflash_config.sight`), not of the layers' family.
+        shape_alone = {k: x for k, x in values.items() if k != "is_causal"}
+        layer = parse_config(file, shape_alone | {"use_sliding_window": False})
         like_llama(file, layer)
         if not layer.qk_norm:
             raise UserError(

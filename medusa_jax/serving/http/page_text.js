@@ -106,7 +106,7 @@ function runsInto(parent, answer, start, end) {
     const [text, depth] = answer.runs[at], begin = ends[at] - text.length;
     if (begin >= end) return;
     const shown = text.slice(Math.max(0, start - begin), end - begin), word = depth ? shown.trimStart() : shown;
-    if (word !== shown) parent.append(shown.slice(0, shown.length - word.length));  // the blank before a word is not marked
+    if (word !== shown) parent.append(make("span", "", shown.slice(0, shown.length - word.length)));  // the blank is not marked
     const part = make("span", !depth ? "" : depth < 0 ? "d copied" : `d d${Math.min(depth, 5)}`, word);
     if (depth) part.title = depth < 0 ? "copied from the text and accepted" : `guessed at depth ${depth} and accepted`;
     parent.append(part);

@@ -292,7 +292,7 @@ def test_the_card_gives_the_measurements(base, tmp_path):
     (tmp_path / "heads" / "tree.json").write_text(json.dumps({"evidence": evidence}))
     again = open_heads(str(tmp_path / "heads"))
     text = (exported(again, base, "native", tmp_path / "b") / "README.md").read_text()
-    for said in ("at step 70: accepted_length_tree 2.345", "| 4 | 1.83 | 1.41x |"):
+    for said in ("at step 70: 2.345 with the best tree", "| 4 | 1.83 | 1.41x |"):
         assert said in text
     assert "Nothing yet" not in text and (tmp_path / "b" / "tree.json").exists()
     block = write_heads(tmp_path / "block", base, heads_of(drafter="dspark"))
