@@ -111,7 +111,8 @@ class LlamaConfig:
             "attention_multiplier": 0.0, "sliding_window": 0, "window_layers": (),
         }  # fmt: skip
         if scaling == "none":
-            like_llama["rope_attention_factor"] = 1.0
+            usual = LlamaConfig.rope_original_max_position
+            like_llama |= {"rope_attention_factor": 1.0, "rope_original_max_position": usual}
         return replace(self, **like_llama)
 
 
