@@ -167,7 +167,8 @@ class Model(LoadedModel):
           prompts: as for `generate`; or one text or conversation, as for `chat`.
           options: one for all, or one per prompt.
           ids: as for `generate`.
-          tree, acceptance: as for `generate`.
+          tree: as for `generate`.
+          acceptance: as for `generate`.
 
         Returns:
           For one text or conversation, an iterator over its new text, in whole characters and
@@ -206,7 +207,8 @@ class Model(LoadedModel):
           messages: turns such as {"role": "user", "content": "Hi"} (or "system", "assistant"), the
             last one the user's; or the text of a single turn.
           template: a shipped chat template (`vicuna`, `llama3`, ...); "" is the tokenizer's own.
-          tree, acceptance: as for `generate`.
+          tree: as for `generate`.
+          acceptance: as for `generate`.
 
         Raises:
           UserError: as `generate`; malformed messages, or the tokenizer has no template.
@@ -232,7 +234,8 @@ class Model(LoadedModel):
         """Fill in the middle between two texts; a `UserError` if the model has no tokens for it.
 
         Args:
-          tree, acceptance: as for `generate`.
+          tree: as for `generate`.
+          acceptance: as for `generate`.
 
         Example:
           print(model.complete("def add(a, b):\n    return ", "\n").text)
