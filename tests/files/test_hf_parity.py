@@ -1,5 +1,6 @@
 """The backbone against transformers, through files: every family and feature that it reads."""
 
+import copy
 import itertools
 
 import jax
@@ -102,7 +103,8 @@ def build(case, directory):
     """A random model of the case, saved; logits of standard deviation about 2."""
     family, changes = CASES[case]
     name = "Gemma3Text" if family == "Gemma3" else family
-    config = getattr(transformers, f"{name}Config")(**(SMALL | changes))
+    # transformers writes into the tables that it is given, and cases share some.
+    config = getattr(transformers, f"{name}Config")(**copy.deepcopy(SMALL | changes))
     auto = transformers.AutoModelForCausalLM
     model = auto.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(list(CASES).index(case))
