@@ -112,7 +112,10 @@ class LlamaConfig:
         }  # fmt: skip
         if scaling == "none":
             usual = LlamaConfig.rope_original_max_position
-            like_llama |= {"rope_attention_factor": 1.0, "rope_original_max_position": usual}
+            like_llama |= {
+                "rope_attention_factor": 1.0,
+                "rope_original_max_position": usual,
+            }
         return replace(self, **like_llama)
 
 
