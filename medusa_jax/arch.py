@@ -78,7 +78,7 @@ class LlamaConfig:
     activation: Annotated[str, OneOf(MLP_ACTIVATIONS)] = "silu"
     # down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
     gated_mlp: bool = True
-    # Multipliers of embeddings and of what a sublayer adds to its input; what logits are divided by.
+    # Embeddings and the outputs of sublayers are multiplied by these; logits are divided by the third.
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logit_divisor: float = 1.0
@@ -101,7 +101,7 @@ class LlamaConfig:
         return self.attention_multiplier * self.head_dim**0.5 or 1.0
 
     def llama_layers(self) -> "LlamaConfig":
-        """The shape with layers like Llama's, of the same sizes, biases and norms by head: those of drafters."""
+        """This shape with plain Llama layers, which drafters use: same sizes, biases and q/k norms."""
         scaling = "none" if self.rope_scaling == "longrope" else self.rope_scaling
         like_llama: dict[str, Any] = {
             "rope_scaling": scaling, "rope_short": (), "rope_long": (), "rope_dim": 0,

@@ -44,7 +44,7 @@ class LoadedModel:
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
       ladder: default trees by number of rows, as far as known; {}: `tree` for all.
-      mark: what the time of a step depends on besides the tree (`tree_choice.step_mark`).
+      mark: all that decides the time of a step, except the tree (`tree_choice.step_mark`).
       chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
       storage: the form that kernels are stored in.

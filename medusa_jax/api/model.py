@@ -29,7 +29,7 @@ class Model(LoadedModel):
     """A backbone with draft heads, ready to decode. Made by `load`."""
 
     def _shape(self, engine: Engine, request: loop.DecodeRequest) -> tuple[object, ...]:
-        """What the programs of a request depend on."""
+        """What decides which program a request runs."""
         prompt_length = max(map(len, request.prompts))
         text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
         ladder = loop.slot_ladder(engine, prompt_length, text_length + engine.n_rows)

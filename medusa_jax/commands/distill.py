@@ -82,16 +82,15 @@ class Flags(MeshFlags, HostFlags, ModelFlags):
     )
     top_p: float = flag("keep the likeliest tokens up to this mass", 1.0)
     repetition_penalty: float | None = flag(
-        "as for decode.py (default: that of the model's generation_config.json, else 1)",
-        None,
+        "as for decode.py (default: the model's generation_config.json, else 1)", None
     )
     seed: int = flag("of the draws", 0)
     max_new_tokens: int = flag("per answer", 200)
     max_turns: int = flag("most answers in a conversation", 4, type=at_least(1))
     batch_size: int = flag("conversations answered at a time", 32, type=at_least(1))
     server: str | None = flag(
-        "let the model behind this OpenAI-compatible API answer, e.g. http://127.0.0.1:8000/v1 (key: "
-        "OPENAI_API_KEY); --model is the one that heads will draft for",
+        "take the answers from an OpenAI-compatible server, e.g. http://127.0.0.1:8000/v1 (key: "
+        "OPENAI_API_KEY); --model is the model that the heads are for",
         None,
         metavar="URL",
     )

@@ -81,8 +81,8 @@ class GenerationFlags:
     max_new_tokens: int = flag("most tokens of a text", 200)
     temperature: float = flag("0 is greedy", 0.0)
     repetition_penalty: float | None = flag(
-        "divides positive logits of tokens of prompt and text, multiplies negative ones (default: that of "
-        "the model's generation_config.json, else 1)",
+        "over 1, tokens of the prompt and the text become less likely (default: the model's "
+        "generation_config.json, else 1)",
         None,
     )
     seed: int = flag("of the draws", 0)

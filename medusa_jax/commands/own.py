@@ -22,7 +22,7 @@ from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
 if TYPE_CHECKING:
-    from medusa_jax.evaluate.own_costs import Costs, Job
+    from medusa_jax.evaluate.own_costs import Costs, Workload
 
 EXAMPLES = """examples:
   medusa own smollm2 questions.jsonl --out work/own
@@ -108,7 +108,7 @@ def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     return complete(cfg)
 
 
-def fitted(flags: Flags, cfg: Config) -> "tuple[Job, Costs]":
+def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
     """Measure this machine, and fit the work to --minutes.
 
     Raises:
@@ -117,7 +117,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Job, Costs]":
     from medusa_jax.api import load
     from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.distill.seeds import read_seeds
-    from medusa_jax.evaluate.own_costs import Job, measure
+    from medusa_jax.evaluate.own_costs import Workload, measure
 
     began = time.perf_counter()
     use_compilation_cache()
@@ -133,7 +133,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Job, Costs]":
     lengths = [len(model.encode(text)) + TEMPLATE for text in texts]
     answer, positions = flags.max_new_tokens, cfg.train.batch_size * cfg.data.seq_len
 
-    def job(n: int, share: float) -> "Job":
+    def job(n: int, share: float) -> "Workload":
         longest = sorted(lengths[:n], reverse=True)[::BATCH]
         padded = [1 << k.bit_length() for k in longest]
         read = BATCH * (sum(padded) + sum(set(padded)))  # once more to compile
@@ -141,7 +141,9 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Job, Costs]":
         steps = max(1, int(share * min(STEPS, EPOCHS * tokens // positions)))
         learned = steps * positions * n * answer // tokens
         decoded, compared = len(longest) * answer, COMPARED * answer
-        return Job(n, len(set(padded)), steps, decoded, read, tokens, learned, compared)
+        return Workload(
+            n, len(set(padded)), steps, decoded, read, tokens, learned, compared
+        )
 
     left = 60 * flags.minutes - (time.perf_counter() - began) if flags.minutes else math.inf
     for n in (*range(len(texts), 2 * HELD_OUT, -BATCH), 2 * HELD_OUT):

@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     learned: float
 
 
-class Job(NamedTuple):
+class Workload(NamedTuple):
     """The work of `own`.
 
     Attributes:

@@ -12,7 +12,7 @@ from refusals import refused
 from tiny import write_ending_model
 
 from medusa_jax.commands import own, train
-from medusa_jax.evaluate.own_costs import Costs, Job
+from medusa_jax.evaluate.own_costs import Costs, Workload
 
 PARTS = ("answers", "training", "tree", "comparison")
 WORDS = ("the", "cat", "in", "a", "bar", "is", "there", "and")
@@ -29,7 +29,7 @@ def given(tmp_path_factory):
 
 def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
     """With flags that its command knows; a stopped part is begun again, a finished one is not."""
-    job = Job(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
+    job = Workload(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
     costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
     monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
     out, done, stop = tmp_path / "out", [], ["medusa calibrate"]
