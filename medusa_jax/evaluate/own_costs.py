@@ -12,9 +12,9 @@ from medusa_jax.evaluate.step_clock import StepClock
 from medusa_jax.tree.tree import Tree
 
 # What does not grow with the text, mostly compilation, in decoding loops; of answers for each size of prompts. And
-# seconds of reading a prompt over those of its products. From runs on two CPU cores.
-PROGRAMS = {"answers": 4.0, "training": 22.0, "tree": 30.0, "comparison": 20.0}
-READING = 1.4
+# seconds of reading a prompt, and of learning, over those of their products. From quiet runs on two CPU cores.
+PROGRAMS = {"answers": 14.0, "training": 22.0, "tree": 38.0, "comparison": 20.0}
+READING, LEARNING = 1.4, 1.35
 # Plain steps that take as long as the timed ones of `calibrate`, and as the runs for each compared token.
 TIMED_STEPS, RUNS = 700, 2.5
 
@@ -60,7 +60,7 @@ class Workload(NamedTuple):
         """Seconds of each part."""
         work = {
             "answers": READING * self.read * costs.token + self.decoded * costs.steps,
-            "training": self.tokens * costs.token + self.learned * costs.learned,
+            "training": self.tokens * costs.token + LEARNING * self.learned * costs.learned,
             "tree": TIMED_STEPS * costs.step,
             "comparison": RUNS * self.compared * costs.step,
         }
