@@ -7,7 +7,9 @@ forbidden drafts before the backbone's pass, and computes the allowed tokens of 
 as bits, while the pass runs:
 
     host    replace drafts | dispatch | bits of every node | dispatch | wait
-    device                 | verify                        | accept, draft the next tree  |
+    device                 | verify                        | accept and draft the next tree |
+
+Accept and draft are one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model.
 """
 
 from collections.abc import Generator, Mapping
@@ -29,7 +31,7 @@ from medusa_jax.decoding.generate import (
     grow,
 )
 from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
-from medusa_jax.decoding.state import DecodeState, Engine, Progress, copied_progress
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
@@ -58,24 +60,27 @@ class HostInputs(NamedTuple):
 
 
 def host_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
-    """Draft the next tree; does not wait for it."""
-    progress = copied_progress(engine.depth_only, state)
-    drafted = draft_nodes(engine, variables, state.replace(cache=None))
-    return HostInputs(progress, *drafted)
+    """Draft the first tree; does not wait for it."""
+    return draft_first(engine, variables, state.replace(cache=None))
 
 
 @program(static_argnums=0)
-def draft_nodes(
-    engine: Engine, variables: Params, state: DecodeState
-) -> tuple[Drafts, jax.Array]:
-    """Draft a tree; also guesses [B, M, K] for the host, as in `HostInputs`."""
+def draft_first(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
+    """Draft a tree for a state without its cache."""
+    return next_inputs(engine, variables, state)
+
+
+def next_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
+    """Draft a tree, and copy what the host reads."""
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)
     guesses_BMK = guesses_after(engine.kernels, tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
-    return drafts, on_all(engine.llama.mesh, guesses_BMK)
+    progress = jax.tree.map(jnp.copy, progress_of(state))
+    progress, guesses_BMK = on_all(engine.llama.mesh, (progress, guesses_BMK))
+    return HostInputs(progress, drafts, guesses_BMK)
 
 
 def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
@@ -128,8 +133,8 @@ def accept_nodes(
     drafts: Drafts,
     allowed_BMW: jax.Array,
     status_B: jax.Array,
-) -> DecodeState:
-    """Accept, commit and append, given the tokens that may follow each node.
+) -> tuple[DecodeState, HostInputs]:
+    """Accept, commit and append, given the tokens that may follow each node, and draft the next tree.
 
     JAX matches donated arrays with results of their shape in order: the cache comes before the drafter's, as in the
     result. Otherwise every step would copy them.
@@ -143,8 +148,8 @@ def accept_nodes(
     tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
     outcome = accept(engine, variables, state, tree, allowed_BMW)
     state = commit(engine, variables, state, tree, outcome)
-    state = append(engine, state, outcome)
-    return pin_state(engine.llama.mesh, state)
+    state = pin_state(engine.llama.mesh, append(engine, state, outcome))
+    return state, next_inputs(engine, variables, state)
 
 
 def step(
@@ -154,12 +159,12 @@ def step(
     guides: Mapping[int, Guide],
     inputs: HostInputs,
     workers: Workers | None = None,
-) -> DecodeState:
-    """One decode step. Consumes the state.
+) -> tuple[DecodeState, HostInputs]:
+    """One decode step; also drafts for the next one. Consumes the state.
 
     Args:
       guides: by row; any token may follow in rows without one.
-      inputs: the result of `host_inputs` for this state.
+      inputs: the drafts for this state, of the last step or of `host_inputs`.
       workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
 
     Raises:
@@ -231,8 +236,7 @@ def stream(
             while longest + engine.n_rows > ladder[size]:
                 size += 1
                 state = grow(engine.depth_only, ladder[size], state)
-            state = step(engine, variables, state, guides, inputs)
-            inputs = host_inputs(engine, variables, state)
+            state, inputs = step(engine, variables, state, guides, inputs)
         if row_cache:
             row_cache.state = state
         stop_B = yield progress
@@ -249,7 +253,7 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
         inputs = host_inputs(engine, variables, state)
-        state = step(engine, variables, state, {}, inputs)
+        state, _ = step(engine, variables, state, {}, inputs)
     jax.block_until_ready(state)
 
 

@@ -28,7 +28,6 @@ from medusa_jax.decoding.state import (
     DecodeState,
     Engine,
     Progress,
-    copied_progress,
     progress_of,
 )
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STOPPED, pack_stops
@@ -294,8 +293,8 @@ class Batch:
 
         Without guides, runs one step, to compile its programs.
         """
+        inputs = constrained.host_inputs(engine, variables, state)
         for n in range(max(1, steps)):
-            inputs = constrained.host_inputs(engine, variables, state)
             if n or guides:
                 status_B, length_B = (
                     np.asarray(x)
@@ -306,8 +305,10 @@ class Batch:
                 ended = any(status_B[row] != RUNNING for row in guides)
                 if (n and ended) or longest + engine.n_rows > state.cache.slots:
                     break
-            state = constrained.step(engine, variables, state, guides, inputs, self.threads)
-        return state, copied_progress(engine.depth_only, state)
+            state, inputs = constrained.step(
+                engine, variables, state, guides, inputs, self.threads
+            )
+        return state, inputs.progress
 
     def compile(self, group: Group, n_rows: int, slots: int) -> None:
         """Run once all programs that a group needs at this size; the rows' texts are lost."""
