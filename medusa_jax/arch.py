@@ -6,7 +6,7 @@ else may assign to them.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from medusa_jax.bounds import AtLeast, OneOf
 
@@ -23,6 +23,16 @@ DRAFT_WEIGHTS = WEIGHTS[1:]
 # Scalings of the rotation, and activations of the MLP.
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+# Fields of layers unlike Llama's, and of LongRoPE's.
+UNLIKE_LLAMA = (
+    "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
+    "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",
+    "logit_divisor", "attention_multiplier",
+)  # fmt: skip
+LONGROPE = (
+    "rope_scaling", "rope_factor", "rope_short", "rope_long", "rope_attention_factor",
+    "rope_original_max_position",
+)  # fmt: skip
 
 
 @dataclass(unsafe_hash=True)
@@ -102,21 +112,10 @@ class LlamaConfig:
 
     def llama_layers(self) -> "LlamaConfig":
         """This shape with plain Llama layers, which drafters use: same sizes, biases and q/k norms."""
-        scaling = "none" if self.rope_scaling == "longrope" else self.rope_scaling
-        like_llama: dict[str, Any] = {
-            "rope_scaling": scaling, "rope_short": (), "rope_long": (), "rope_dim": 0,
-            "rope_window_theta": 0.0, "rotated_layers": (), "qk_norm_full": False,
-            "pre_norm": True, "post_norm": False, "activation": "silu", "gated_mlp": True,
-            "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logit_divisor": 1.0,
-            "attention_multiplier": 0.0, "sliding_window": 0, "window_layers": (),
-        }  # fmt: skip
-        if scaling == "none":
-            usual = LlamaConfig.rope_original_max_position
-            like_llama |= {
-                "rope_attention_factor": 1.0,
-                "rope_original_max_position": usual,
-            }
-        return replace(self, **like_llama)
+        unlike = UNLIKE_LLAMA
+        if self.rope_scaling == "longrope":
+            unlike += LONGROPE
+        return replace(self, **{name: getattr(LlamaConfig, name) for name in unlike})
 
 
 def _flag(layers: tuple[bool, ...], layer: int) -> bool:

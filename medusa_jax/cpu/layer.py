@@ -73,20 +73,11 @@ def layer(
         n_heads=np.int64(config.n_heads), d_ff=np.int64(config.d_ff),
         window=np.int64(mask.window), forms=np.array([FORMS[k.form] for k in kernels], np.int64),
         activations=np.int64(kernels[0].activations), eps=np.float64(config.rms_eps),
-        **_attributes(config),
+        residual_multiplier=np.float64(config.residual_multiplier),
+        query_multiplier=np.float64(config.query_multiplier),
+        activation=np.int64(MLP_ACTIVATIONS.index(config.activation)),
     )  # fmt: skip
     return y_BTD, (keys_BGSH, values_BGSH)
-
-
-def _attributes(config: LlamaConfig) -> dict[str, Any]:
-    """Attributes that differ from the usual ones, which are left out."""
-    differing: dict[str, Any] = {}
-    for name in ("residual_multiplier", "query_multiplier"):
-        if (value := getattr(config, name)) != 1:
-            differing[name] = np.float64(value)
-    if config.activation != MLP_ACTIVATIONS[0]:
-        differing["activation"] = np.int64(MLP_ACTIVATIONS.index(config.activation))
-    return differing
 
 
 def commit(

@@ -8,8 +8,8 @@ from medusa_jax.whole_files import Json
 
 # hidden_act -> `LlamaConfig.activation`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}  # fmt: skip
-# Sizes: field of config.json -> of LlamaConfig.
-SIZES = {
+# Fields of config.json that every family has -> of LlamaConfig.
+FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "intermediate_size": "d_ff",
@@ -17,14 +17,9 @@ SIZES = {
     "num_attention_heads": "n_heads",
     "num_key_value_heads": "n_kv_heads",
     "head_dim": "head_dim",
-}
-# Multipliers: field of config.json -> of LlamaConfig, and the power that it is of theirs.
-MULTIPLIERS = {
-    "embedding_multiplier": ("embedding_multiplier", 1.0),
-    "residual_multiplier": ("residual_multiplier", 1.0),
-    "attention_multiplier": ("attention_multiplier", 1.0),
-    "query_pre_attn_scalar": ("attention_multiplier", -0.5),
-    "logits_scaling": ("logit_divisor", 1.0),
+    "max_position_embeddings": "max_position",
+    "rms_norm_eps": "rms_eps",
+    "tie_word_embeddings": "tie_embeddings",
 }
 
 
@@ -36,10 +31,9 @@ class Family:
       context: max_position_embeddings, if a file does not say it.
       defaults: other fields that a file may leave out (from the family's transformers class).
       shape: what differs from Llama in all of them.
-      switches: field -> fields of `LlamaConfig` that it sets.
-      multipliers: their names; absent ones are 1.
+      reads: further fields -> those of `LlamaConfig` that they set: switches, and multipliers, which are 1 if absent.
       names: other names of fields -> Llama's.
-      derived: fields under Llama's names that follow from others.
+      derived: fields of `LlamaConfig` that follow from others.
       windows: layers with the window if there are no layer_types: "" (the family has none), "all", "late" (from
         max_window_layers on), or "period" (all but every n-th, n = sliding_window_pattern).
       window_theta: layers with the window rotate with this base; 0: with that of the others.
@@ -56,8 +50,7 @@ class Family:
     context: int
     defaults: Json = field(default_factory=dict)
     shape: Json = field(default_factory=dict)
-    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    multipliers: tuple[str, ...] = ()
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     derived: Callable[[Fields], Json] = lambda fields: {}
     windows: str = ""
@@ -78,13 +71,19 @@ def _minicpm(fields: Fields) -> Json:
     return {
         "embedding_multiplier": fields.number("scale_emb", 1.0),
         "residual_multiplier": fields.number("scale_depth", 1.0) / layers**0.5,
-        "logits_scaling": width / fields.number("dim_model_base", 1.0),
+        "logit_divisor": width / fields.number("dim_model_base", 1.0),
+    }
+
+
+def _gemma3(fields: Fields) -> Json:
+    return {
+        "embedding_multiplier": fields.count("hidden_size") ** 0.5,
+        "attention_multiplier": fields.number("query_pre_attn_scalar") ** -0.5,
     }
 
 
 _BIAS: dict[str, tuple[str, ...]] = {"attention_bias": ("qkv_bias", "out_bias")}
 _BIASES = _BIAS | {"mlp_bias": ("mlp_bias",)}
-_SEPARATE_BIASES = {"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",), "mlp_bias": ("mlp_bias",)}  # fmt: skip
 _AFTER = {"pre_norm": False, "post_norm": True, "qk_norm": True}
 _TIED = {"tie_word_embeddings": True}
 _EPS = {"rms_norm_eps": 1e-5}
@@ -96,30 +95,30 @@ _EXAONE_KEYS = {
 }  # fmt: skip
 # In the order in which they are tried for a shape that is written.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(context=2048, switches=_BIASES),
+    "llama": Family(context=2048, reads=_BIASES),
     "mistral": Family(context=131072, defaults=_WINDOW | {"num_key_value_heads": 8}, windows="all"),
     "qwen2": Family(
         context=32768, defaults=_WINDOW | {"num_key_value_heads": 32}, shape={"qkv_bias": True}, windows="late"),
     "qwen3": Family(
         context=32768, defaults=_WINDOW | {"num_key_value_heads": 32, "head_dim": 128}, shape={"qk_norm": True},
-        switches=_BIAS, windows="late"),
+        reads=_BIAS, windows="late"),
     "smollm3": Family(
-        context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, switches=_BIASES,
+        context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, reads=_BIASES,
         rotates="listed", expected={"use_sliding_window": (False,)}, architecture="SmolLM3ForCausalLM"),
     "granite": Family(
-        context=2048, switches=_BIASES, multipliers=(
-            "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")),
+        context=2048, reads=_BIASES | {
+            "embedding_multiplier": ("embedding_multiplier",), "residual_multiplier": ("residual_multiplier",),
+            "attention_multiplier": ("attention_multiplier",), "logits_scaling": ("logit_divisor",)}),
     # Its code is in no release of transformers; these are the defaults of that code.
     "minicpm": Family(
-        context=2048, defaults=_TIED, switches=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm,
-        multipliers=("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        context=2048, defaults=_TIED, reads=_BIAS, expected={"sparse_config": (None,)}, derived=_minicpm),
     "phi3": Family(context=4096, defaults=_EPS, windows="all", partial=True, fused=True),
-    "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, switches=_BIAS),
+    "olmo2": Family(context=2048, defaults=_EPS, shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS),
     "olmo3": Family(
         context=2048, defaults=_EPS | _WINDOW | {"rope_theta": 5e5, "sliding_window_pattern": 4},
-        shape=_AFTER | {"qk_norm_full": True}, switches=_BIAS, windows="period", window_theta=5e5),
+        shape=_AFTER | {"qk_norm_full": True}, reads=_BIAS, windows="period", window_theta=5e5),
     "exaone": Family(
-        context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, switches=_BIASES,
+        context=4096, defaults=_EPS | {"num_key_value_heads": 8, "rope_theta": 5e5}, reads=_BIASES,
         names={"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps",
                "activation_function": "hidden_act"}, keys=_EXAONE_KEYS),
     "exaone4": Family(
@@ -127,23 +126,22 @@ FAMILIES: dict[str, Family] = {
         shape=_AFTER, windows="period", rotates="window"),
     "internlm3": Family(
         context=32768, defaults=_EPS | {"num_key_value_heads": 2, "head_dim": 128},
-        switches={"attention_bias": ("qkv_bias",), "mlp_bias": ("out_bias", "mlp_bias")},
-        names={"qkv_bias": "attention_bias", "bias": "mlp_bias"}),
+        reads={"qkv_bias": ("qkv_bias",), "bias": ("out_bias", "mlp_bias")}),
     "ernie4_5": Family(
         context=131072, defaults=_TIED | _EPS | {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 128},
-        switches={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),
+        reads={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),
     "seed_oss": Family(
         context=524288, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-        switches=_SEPARATE_BIASES, architecture="SeedOssForCausalLM"),
+        reads=_BIASES | {"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",)},
+        architecture="SeedOssForCausalLM"),
     "arcee": Family(
-        context=4096, defaults=_EPS | {"hidden_act": "relu2"}, shape={"gated_mlp": False}, switches=_BIASES),
+        context=4096, defaults=_EPS | {"hidden_act": "relu2"}, shape={"gated_mlp": False}, reads=_BIASES),
     "gemma3_text": Family(
         context=131072, defaults=_TIED | _WINDOW | {
             "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e6,
             "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
-        shape={"post_norm": True, "qk_norm": True}, switches=_BIAS, names={"hidden_activation": "hidden_act"},
-        multipliers=("embedding_multiplier", "query_pre_attn_scalar"), windows="period", window_theta=1e4,
-        derived=lambda fields: {"embedding_multiplier": fields.count("hidden_size") ** 0.5},
+        shape={"post_norm": True, "qk_norm": True}, reads=_BIAS, names={"hidden_activation": "hidden_act"},
+        windows="period", window_theta=1e4, derived=_gemma3,
         expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
                   "use_bidirectional_attention": (False,)},
         norm_offset=1.0, architecture="Gemma3ForCausalLM"),

@@ -3,10 +3,11 @@
 import math
 import os
 from dataclasses import fields, replace
+from typing import get_type_hints
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError, one_of
-from medusa_jax.files.families import ACTIVATIONS, FAMILIES, MULTIPLIERS, SIZES, Family
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS, Family
 from medusa_jax.files.json_files import read_json
 from medusa_jax.typed import Fields, read
 from medusa_jax.whole_files import Json
@@ -71,39 +72,29 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     raw = {family.names.get(name, name): value for name, value in raw.items()}
     Fields(file, raw).expect({**EXPECTED, **family.expected})
     # An explicit null means "derive it", and for windows "none".
-    values = {"max_position_embeddings": family.context} | family.defaults | raw
+    values = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}
+    values |= family.defaults | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})
-    fields.values.update(family.derived(fields))
     heads = fields.count("num_attention_heads")
-    derived = {
-        "num_key_value_heads": heads,
-        "head_dim": fields.count("hidden_size") // heads,
-    }
-    sizes: Json = {
-        ours: fields.count(name, derived.get(name)) for name, ours in SIZES.items()
-    }
-    switched = {
-        ours: fields.switch(name)
-        for name, all_ours in family.switches.items()
-        for ours in all_ours
-    }
-    powers = {name: MULTIPLIERS[name] for name in family.multipliers}
-    multipliers = {o: fields.number(name, 1.0) ** p for name, (o, p) in powers.items()}
-    window_layers = _window_layers(family, fields)
-    window = fields.count("sliding_window") if any(window_layers) else 0
-    rotated_layers = _rotated_layers(family, fields, window_layers)
+    fields.values.setdefault("num_key_value_heads", heads)
+    fields.values.setdefault("head_dim", fields.count("hidden_size") // heads)
+    reads = {name: (ours,) for name, ours in FIELDS.items()} | family.reads
+    said = {ours: _value(fields, name, ours) for name in reads for ours in reads[name]}
     config = LlamaConfig(
-        **sizes | switched | family.shape | multipliers,
-        max_position=fields.count("max_position_embeddings"),
-        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        **said | family.shape | family.derived(fields),
         activation=ACTIVATIONS[fields.text("hidden_act", "silu")],
-        tie_embeddings=fields.switch("tie_word_embeddings"),
-        sliding_window=window,
-        window_layers=() if all(window_layers) or not window else window_layers,
-        rotated_layers=() if all(rotated_layers) else rotated_layers,
-        **_rope(file, family, fields.values, sizes["head_dim"]),
+        **_layers(family, fields),
+        **_rope(file, family, fields.values, said["head_dim"]),
     )
     return _consistent(file, config)
+
+
+def _value(fields: Fields, name: str, ours: str) -> bool | int | float:
+    """A field of config.json, of the type that ours has."""
+    kind = get_type_hints(LlamaConfig)[ours]
+    if kind is bool:
+        return fields.switch(name)
+    return fields.count(name) if kind is int else fields.number(name, 1.0)
 
 
 def like_llama(file: str, layers: LlamaConfig) -> LlamaConfig:
@@ -134,7 +125,8 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
     same_base = config.rope_window_theta == config.rope_theta
     if not config.sliding_window or (same_base and config.rope_scaling == "none"):
         config.rope_window_theta = 0.0
-    if config.n_heads % config.n_kv_heads or config.head_dim % 2:
+    uneven = config.n_heads % config.n_kv_heads or config.head_dim % 2
+    if uneven or config.rope_dim % 2 or config.rope_dim > config.head_dim:
         raise UserError(
             f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
             f"size {config.head_dim} do not fit together"
@@ -146,49 +138,47 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
     return config
 
 
-def _window_layers(family: Family, fields: Fields) -> tuple[bool, ...]:
+def _layers(family: Family, fields: Fields) -> Json:
+    """The window, the layers that have it, and the layers that rotate queries and keys."""
+    n = fields.count("num_hidden_layers")
+    windows, rotated = _window_layers(family, fields, n), (True,) * n
+    if family.rotates == "window" and "sliding_window" in fields.values:
+        rotated = windows
+    if family.rotates == "listed":
+        period = fields.count("no_rope_layer_interval", 4)
+        usual = [int((i + 1) % period > 0) for i in range(n)]
+        listed = fields.items("no_rope_layers", int, []) or usual  # 1: it rotates
+        if len(listed) < n or not {0, 1} >= set(listed):
+            fields.refuse("no_rope_layers", f"a list of {n} zeros and ones")
+        rotated = tuple(bool(one) for one in listed[:n])
+    return {
+        "sliding_window": fields.count("sliding_window") if any(windows) else 0,
+        "window_layers": windows if any(windows) and not all(windows) else (),
+        "rotated_layers": () if all(rotated) else rotated,
+    }
+
+
+def _window_layers(family: Family, fields: Fields, n: int) -> tuple[bool, ...]:
     """Whether each layer has the window.
 
     Raises:
       UserError: a kind of layer that is not supported.
     """
-    n, late = fields.count("num_hidden_layers"), family.windows == "late"
+    late = family.windows == "late"
     window = family.windows and fields.count("sliding_window", 0, least=0)
     if not window or (late and not fields.switch("use_sliding_window")):
         return (False,) * n
-    kinds = fields.items("layer_types", str, [])
-    for kind in kinds:
-        what = f"{fields.file}: a supported kind in layer_types"
-        one_of(what, kind, LAYER_KINDS)
-    if kinds and len(kinds) != n:
-        fields.refuse("layer_types", f"a list of {n} kinds")
     if family.windows == "all":
         return (True,) * n
-    if kinds:
+    if kinds := fields.items("layer_types", str, []):
+        for kind in kinds:
+            one_of(f"{fields.file}: a supported kind in layer_types", kind, LAYER_KINDS)
+        if len(kinds) != n:
+            fields.refuse("layer_types", f"a list of {n} kinds")
         return tuple(kind == LAYER_KINDS[1] for kind in kinds)
-    if late:
-        start = fields.count("max_window_layers", 28, least=0)
-        return tuple(i >= start for i in range(n))
-    period = fields.count("sliding_window_pattern")
-    return tuple((i + 1) % period > 0 for i in range(n))
-
-
-def _rotated_layers(
-    family: Family, fields: Fields, window_layers: tuple[bool, ...]
-) -> tuple[bool, ...]:
-    """Whether each layer rotates queries and keys."""
-    n = len(window_layers)
-    if family.rotates == "window" and "sliding_window" in fields.values:
-        return window_layers
-    if family.rotates != "listed":
-        return (True,) * n
-    listed = fields.items("no_rope_layers", int, [])  # 1: it rotates
-    if not listed:
-        period = fields.count("no_rope_layer_interval", 4)
-        return tuple((i + 1) % period > 0 for i in range(n))
-    if len(listed) < n or not {0, 1} >= set(listed):
-        fields.refuse("no_rope_layers", f"a list of {n} zeros and ones")
-    return tuple(bool(one) for one in listed[:n])
+    start = fields.count("max_window_layers", 28, least=0) if late else 0
+    period = n + 1 if late else fields.count("sliding_window_pattern")
+    return tuple(i >= start and (i + 1) % period > 0 for i in range(n))
 
 
 def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
@@ -210,24 +200,20 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
             rope = by_kind.table(LAYER_KINDS[0])
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
-    theta = rope.get("rope_theta", raw.get("rope_theta"))
-    values = {name: value for name, value in rope.items() if value is not None}
-    inner = Fields(file, values if theta is None else values | {"rope_theta": theta})
+    outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+    values = {n: value for n, value in (outer | rope).items() if value is not None}
+    inner = Fields(file, values)
     fields["rope_theta"] = inner.number("rope_theta", 10000.0)
-    rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if rotated not in (None, 1.0):
+    if (share := inner.number("partial_rotary_factor", 1.0)) != 1:
         if not family.partial:
-            raise UserError(f"{file}: partial_rotary_factor {rotated} is not supported")
-        share = Fields(file, {"partial_rotary_factor": rotated}).number(
-            "partial_rotary_factor"
-        )
+            raise UserError(f"{file}: partial_rotary_factor {share} is not supported")
         fields["rope_dim"] = int(head_dim * share)
     if any(isinstance(value, dict) for value in rope.values()):
         raise UserError(f"{file}: rope parameters that differ by layer are not supported")
     if kind == "default":
         return fields
     one_of(f"{file}: a supported rope type", kind, ("default", *SCALINGS))
-    names, values = SCALINGS[kind], inner.values
+    names = SCALINGS[kind]
     if "original_max_position_embeddings" in names:
         name = "original_max_position_embeddings"
         contexts = (raw.get(name), values.get(name), raw.get("max_position_embeddings"))

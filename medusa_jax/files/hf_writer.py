@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.files.families import ACTIVATIONS, FAMILIES, MULTIPLIERS, SIZES, Family
+from medusa_jax.files.families import ACTIVATIONS, FAMILIES, FIELDS, Family
 from medusa_jax.files.hf_config import DIVISORS, LAYER_KINDS, SCALINGS, parse_config
 from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.json_files import save_json
@@ -54,11 +54,8 @@ def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
     raw: Json = {
         "architectures": [family.architecture or f"{model_type.capitalize()}ForCausalLM"],
         "model_type": model_type,
-        **{name: getattr(c, ours) for name, ours in SIZES.items()},
+        **{name: getattr(c, ours) for name, ours in FIELDS.items()},
         "hidden_act": next(k for k, ours in ACTIVATIONS.items() if ours == c.activation),
-        "max_position_embeddings": c.max_position,
-        "rms_norm_eps": c.rms_eps,
-        "tie_word_embeddings": c.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -66,12 +63,11 @@ def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
         "rope_theta": c.rope_theta,
         "rope_scaling": None if c.rope_scaling == "none" else rope,
         "rope_parameters": rope,
-        **{name: getattr(c, ours[0]) for name, ours in family.switches.items()},
+        **{name: getattr(c, ours[0]) for name, ours in family.reads.items()},
     }
-    for name in family.multipliers:
-        ours, power = MULTIPLIERS[name]
-        value = getattr(c, ours) or c.head_dim**-0.5
-        raw[name] = value if power == 1 else round(value ** (1 / power))
+    scale = c.attention_multiplier or c.head_dim**-0.5
+    scales = {"attention_multiplier": scale, "query_pre_attn_scalar": round(scale**-2)}
+    raw |= {name: x for name, x in scales.items() if name in family.reads | family.defaults}
     if c.rope_scaling == "longrope":
         raw["original_max_position_embeddings"] = c.rope_original_max_position
         raw["max_position_embeddings"] = round(c.rope_factor * c.max_position)

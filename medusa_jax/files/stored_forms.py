@@ -1,7 +1,6 @@
 """Tensors of a family's checkpoint as a Llama's, and back: names, fused matrices, order of rows, norms."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,27 +20,17 @@ _TURNED = re.compile(r"\.self_attn\.[qk]_(proj\.(weight|bias)|norm\.weight)$")
 
 def as_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors:
     """The tensors of a checkpoint by the keys of a Llama, each as a Llama has it."""
-    heads = config.n_heads, config.n_kv_heads, config.n_kv_heads
-    sizes = {
-        "self_attn.qkv_proj": [n * config.head_dim for n in heads],
-        "mlp.gate_up_proj": [config.d_ff] * 2,
-    }
-    out: Tensors = {}
-    for key, tensor in tensors.items():
-        name = _renamed(key, family.keys)
-        fused = next((f for f in FUSED if family.fused and f".{f}." in name), "")
-        if not fused or tensor.shape[:1] != (sum(sizes[fused]),):
-            out[name] = tensor
-            continue
-        ends = np.cumsum(sizes[fused])
-        for part, size, end in zip(FUSED[fused], sizes[fused], ends, strict=True):
-            out[name.replace(fused, part)] = take_rows(tensor, np.arange(end - size, end))
-    return _converted(out, family, config, np.asarray, family.norm_offset)
+    tensors = {_renamed(key, family.keys): tensor for key, tensor in tensors.items()}
+    if family.fused:
+        tensors = _split(tensors, config)
+    tensors = reordered(tensors, _plane_order(family, config))
+    return with_offset(tensors, family.norm_offset)
 
 
 def from_llama(tensors: Tensors, family: Family, config: LlamaConfig) -> Tensors:
     """The inverse of `as_llama`, except that names stay a Llama's."""
-    tensors = _converted(tensors, family, config, np.argsort, -family.norm_offset)
+    order_H = np.argsort(_plane_order(family, config))
+    tensors = with_offset(reordered(tensors, order_H), -family.norm_offset)
     for fused, names in FUSED.items() if family.fused else ():
         for key in [key for key in tensors if f".{names[0]}." in key]:
             parts = [tensors.pop(key.replace(names[0], name)) for name in names]
@@ -55,41 +44,56 @@ def _renamed(key: str, names: dict[str, str]) -> str:
     return key
 
 
-def _converted(
-    tensors: Tensors,
-    family: Family,
-    config: LlamaConfig,
-    order: Callable[[np.ndarray], np.ndarray],
-    offset: float,
-) -> Tensors:
-    """Tensors with the rows of heads in another order, and with `offset` added to the scales of norms."""
-    out, rows = with_offset(tensors, offset), _plane_order(family, config)
-    for key, tensor in out.items():
-        turned = rows is not None and tensor.shape and _TURNED.search(key)
-        if rows is not None and turned and not tensor.shape[0] % len(rows):
-            firsts = np.arange(0, tensor.shape[0], len(rows))[:, None]
-            out[key] = take_rows(tensor, (firsts + order(rows)[None]).ravel())
+def _split(tensors: Tensors, config: LlamaConfig) -> Tensors:
+    """Tensors with the parts of fused ones; these stay whole if their shape is another."""
+    keys = config.n_kv_heads * config.head_dim
+    all_sizes = [config.n_heads * config.head_dim, keys, keys], [config.d_ff] * 2
+    sizes, out = dict(zip(FUSED, all_sizes)), {}
+    for key, tensor in tensors.items():
+        fused = next((f for f in FUSED if f".{f}." in key), "")
+        if not fused or tensor.shape[:1] != (sum(sizes[fused]),):
+            out[key] = tensor
+            continue
+        parts = np.split(np.arange(sum(sizes[fused])), np.cumsum(sizes[fused])[:-1])
+        for name, rows in zip(FUSED[fused], parts):
+            out[key.replace(fused, name)] = take_rows(tensor, rows)
+    return out
+
+
+def reordered(tensors: Tensors, order_H: np.ndarray) -> Tensors:
+    """Tensors whose heads of queries and keys have their components in this order."""
+    H, out = len(order_H), dict(tensors)
+    if (order_H == np.arange(H)).all():
+        return out
+    for key, tensor in tensors.items():
+        if _TURNED.search(key) and tensor.shape and not tensor.shape[0] % H:
+            heads = np.arange(tensor.shape[0]).reshape(-1, H)
+            out[key] = take_rows(tensor, heads[:, order_H].ravel())
     return out
 
 
 def with_offset(tensors: Tensors, offset: float) -> Tensors:
     """Tensors with this number added to the scales of norms."""
     if not offset:
-        return dict(tensors)
+        return tensors
     return {
         key: _shifted(tensor, offset) if _NORM.search(key) else tensor
         for key, tensor in tensors.items()
     }
 
 
-def _plane_order(family: Family, config: LlamaConfig) -> np.ndarray | None:
-    """The stored component of a head that is component i here, where plane i is (i, i + H / 2); None: the same."""
-    H, turned = config.head_dim, config.rope_dim or config.head_dim
+def from_neighbours(H: int) -> np.ndarray:
+    """The order of components that puts neighbours (2i, 2i + 1) into one plane, (i, i + H / 2)."""
+    return np.arange(H).reshape(-1, 2).T.ravel()
+
+
+def _plane_order(family: Family, config: LlamaConfig) -> np.ndarray:
+    """The stored component of a head that is component i here, where plane i is (i, i + H / 2)."""
+    H = config.head_dim
     if family.neighbours:
-        return np.arange(H).reshape(-1, 2).T.ravel()
-    if turned == H:
-        return None
-    first, second, others = np.split(np.arange(H), [turned // 2, turned])
+        return from_neighbours(H)
+    half = (config.rope_dim or H) // 2
+    first, second, others = np.split(np.arange(H), [half, 2 * half])
     kept = np.split(others, 2)
     return np.concatenate([first, kept[0], second, kept[1]])
 

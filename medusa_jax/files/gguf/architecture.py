@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,27 +9,25 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.files.families import FAMILIES as BY_MODEL_TYPE
 from medusa_jax.files.gguf.reader import BlockTensor, GGUFFile, read_gguf
-from medusa_jax.files.stored_forms import with_offset
+from medusa_jax.files.stored_forms import from_neighbours, reordered, with_offset
 from medusa_jax.files.tensor import Tensor, Tensors
 from medusa_jax.model.blocks import Blocks
 
-# general.architecture -> model_type; files of Mistral say "llama", of OLMo 3 "olmo2".
-FAMILIES = {"gemma3": "gemma3_text"} | {
-    name: name
-    for name in [
-        "llama",
-        "qwen2",
-        "qwen3",
-        "smollm3",
-        "granite",
-        "minicpm",
-        "phi3",
-        "olmo2",
-        "exaone",
-    ]
+# general.architecture -> model_type. MiniCPM's metadata is Granite's.
+_SAME = ("llama", "qwen2", "qwen3", "smollm3", "granite", "phi3", "olmo2", "exaone")
+FAMILIES = dict(zip(_SAME, _SAME)) | {"minicpm": "granite", "gemma3": "gemma3_text"}
+# The same for files with a window.
+WINDOWED = {"llama": "mistral", "olmo2": "olmo3"}
+# Architectures whose rows of queries and keys llama.cpp reorders: it rotates neighbours (2i, 2i + 1).
+REORDERED = ("llama", "smollm3", "granite", "minicpm")
+# Numbers of some families -> fields of config.json.
+NUMBERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attention.scale": "attention_multiplier",
+    "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Model types whose rows of queries and keys llama.cpp reorders (`row_order`).
-REORDERED = ("llama", "mistral", "smollm3", "granite", "minicpm")
 
 # GGUF's name of a module -> Hugging Face's, outside of the layers and in them.
 MODULES = {
@@ -60,10 +57,10 @@ SCALE = re.compile(
     r"(blk\.\d+\.(?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down)))\.(input_)?scale"
 )
 
-# Where a model type's names in layers differ.
+# Where an architecture's names in layers differ.
 RENAMED = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
-    "gemma3_text": {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": {"ffn_norm": "pre_feedforward_layernorm"},
 }
 
 # LongRoPE's divisors for texts within the original context, and for longer ones.
@@ -103,9 +100,9 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     if file.count(f"{arch}.attention.value_length", head_dim) != head_dim:
         file.refuse(f"{arch}.attention.value_length", f"{head_dim}, the size of a head")
     embedding = file.tensors.get("token_embd.weight")
+    window = file.whole(f"{arch}.attention.sliding_window", 0) or None
     config: dict[str, Any] = {
-        "architectures": [f"{arch.capitalize()}ForCausalLM"],
-        "model_type": FAMILIES[arch],
+        "model_type": (WINDOWED if window else FAMILIES).get(arch, FAMILIES[arch]),
         "vocab_size": embedding.shape[0] if embedding else 0,
         "hidden_size": width,
         "intermediate_size": file.per_layer(f"{arch}.feed_forward_length", layers),
@@ -115,60 +112,41 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
             f"{arch}.attention.head_count_kv", layers, heads
         ),
         "head_dim": head_dim,
-        "hidden_act": "gelu_pytorch_tanh" if arch == "gemma3" else "silu",
         "max_position_embeddings": file.count(f"{arch}.context_length"),
         "rms_norm_eps": file.number(f"{arch}.attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
+        "sliding_window": window,
     }
     config["rope_scaling"] = _rope_scaling(file, arch, config)
     if rotated != head_dim:
         config["partial_rotary_factor"] = rotated / head_dim
-    config |= _own_fields(file, arch, config)
+    config |= _usual_fields(arch, config)
+    for theirs, ours in NUMBERS.items():
+        if (name := f"{arch}.{theirs}") in file.values:
+            config[ours] = file.number(name)
     if arch != "qwen2":
         names = " ".join(file.tensors)
         config["attention_bias"] = bool(re.search(r"\battn_\w+\.bias", names))
         config["mlp_bias"] = bool(re.search(r"\bffn_\w+\.bias", names))
-    if arch == "llama" and (window := file.whole("llama.attention.sliding_window", 0)):
-        config |= {"model_type": "mistral", "sliding_window": window}
-        config["architectures"] = ["MistralForCausalLM"]
     return config
 
 
-def _own_fields(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that only some families have."""
-
-    def number(name: str, default: float) -> float:
-        return file.number(f"{arch}.{name}", default)
-
-    width, root = config["hidden_size"], config["num_hidden_layers"] ** 0.5
-    window = file.whole(f"{arch}.attention.sliding_window", 0) or None
-    base = number(
-        "rope.freq_base_swa", 10000.0 if arch == "gemma3" else config["rope_theta"]
-    )
-    largest_gemma3 = config["num_hidden_layers"] == 62
-    scalar = width / config["num_attention_heads"] if largest_gemma3 else config["head_dim"]
-    own: dict[str, dict[str, Any]] = {
-        "granite": {
-            "embedding_multiplier": number("embedding_scale", 1.0),
-            "residual_multiplier": number("residual_scale", 1.0), "logits_scaling": number("logit_scale", 1.0),
-            "attention_multiplier": number("attention.scale", config["head_dim"] ** -0.5),
+def _usual_fields(arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that some families have, with llama.cpp's values where a file does not say them."""
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    width, head_dim = config["hidden_size"], config["head_dim"]
+    plain = {"attention_multiplier": head_dim**-0.5}
+    largest = arch == "gemma3" and layers == 62
+    usual: dict[str, dict[str, Any]] = {
+        "granite": plain,
+        "minicpm": plain | {
+            "embedding_multiplier": 12.0, "residual_multiplier": 1.4 / layers**0.5, "logits_scaling": width / 256,
         },
-        "minicpm": {  # with the values of files that do not say them
-            "scale_emb": number("embedding_scale", 12.0),
-            "scale_depth": number("residual_scale", 1.4 / root) * root,
-            "dim_model_base": width / number("logit_scale", width / 256),
-        },
-        "phi3": {"sliding_window": window},
-        "olmo2": {
-            "model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": window,
-            "rope_local_base_freq": base,
-        } if window else {},
-        "gemma3": {
-            "query_pre_attn_scalar": scalar, "sliding_window": window, "rope_local_base_freq": base,
-        },
+        "olmo2": {"rope_local_base_freq": config["rope_theta"]},
+        "gemma3": {"query_pre_attn_scalar": width / heads if largest else head_dim},
     }  # fmt: skip
-    return own.get(arch, {})
+    return usual.get(arch, {})
 
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:
@@ -180,8 +158,16 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
     kind = file.text(f"{key}type", "linear")
     kind = "none" if kind == "linear" and factor == 1 else kind
     divisors = file.tensors.get(FREQUENCY_DIVISORS)
+    original = file.whole(
+        f"{key}original_context_length", config["max_position_embeddings"]
+    )
+    scaling: dict[str, Any] = {"original_max_position_embeddings": original}
     if all(name in file.tensors for name in LONGROPE.values()):
-        return _longrope(file, arch, config)
+        lists = {n: file.tensors[x].unpacked().tolist() for n, x in LONGROPE.items()}
+        factor_of_both = file.values.get(f"{key}attn_factor")
+        return (
+            scaling | lists | {"rope_type": "longrope", "attention_factor": factor_of_both}
+        )
     if kind not in ("none", "linear", "yarn") or (divisors and kind != "none"):
         raise UserError(f"{file.file}: rope scaling {kind!r} is not supported here")
     file.expect({key + name: (value,) for name, value in EXPECTED_SCALING.items()})
@@ -189,27 +175,10 @@ def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | N
         return _llama3_scaling(divisors, config)
     if kind != "yarn":
         return {"rope_type": "linear", "factor": factor} if kind == "linear" else None
-    original = file.whole(
-        f"{key}original_context_length", config["max_position_embeddings"]
-    )
-    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
-    yarn["original_max_position_embeddings"] = original
+    scaling |= {"rope_type": "yarn", "factor": factor}
     for name in ("beta_fast", "beta_slow"):
-        yarn[name] = file.values.get(f"{key}yarn_{name}")
-    return yarn | {"attention_factor": file.values.get(f"{key}yarn_attn_factor")}
-
-
-def _longrope(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    """LongRoPE's fields; without its factor of cos and sin, that is computed from the contexts."""
-    key = f"{arch}.rope.scaling."
-    context = config["max_position_embeddings"]
-    rope: dict[str, Any] = {"rope_type": "longrope"}
-    rope["original_max_position_embeddings"] = file.whole(
-        f"{key}original_context_length", context
-    )
-    rope["attention_factor"] = file.values.get(f"{key}attn_factor")
-    divisors = {name: file.tensors[tensor] for name, tensor in LONGROPE.items()}
-    return rope | {name: x.unpacked().tolist() for name, x in divisors.items()}
+        scaling[name] = file.values.get(f"{key}yarn_{name}")
+    return scaling | {"attention_factor": file.values.get(f"{key}yarn_attn_factor")}
 
 
 def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -236,33 +205,18 @@ def _llama3_scaling(divisors: BlockTensor, config: dict[str, Any]) -> dict[str, 
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_SCALING}
 
 
-def hf_name(name: str, model_type: str = "llama") -> str:
+def hf_name(name: str, arch: str) -> str:
     """The Hugging Face name of a tensor; unknown names are unchanged.
 
     Example: "blk.3.attn_q.weight" -> "model.layers.3.self_attn.q_proj.weight".
     """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     i, module, leaf = match.groups() if match else (None, "", "")
-    in_layers = IN_LAYERS | RENAMED.get(model_type, {})
+    in_layers = IN_LAYERS | RENAMED.get(arch, {})
     stem = MODULES.get(module) if i is None else in_layers.get(module)
     if stem is None:
         return name
     return f"{stem}.{leaf}" if i is None else f"model.layers.{i}.{stem}.{leaf}"
-
-
-def row_order(tensor: BlockTensor, config: dict[str, Any]) -> np.ndarray | None:
-    """The rows of a tensor in the order of Hugging Face files; None if the order is the same.
-
-    llama.cpp rotates pairs of neighbours (2i, 2i + 1), Hugging Face the two halves of a head (i, i + H / 2).
-    So for some models it reorders the rows of the query and key projections and their biases.
-    """
-    part = tensor.name.split(".")[-2:-1]
-    if config["model_type"] not in REORDERED or part not in (["attn_q"], ["attn_k"]):
-        return None
-    if tensor.shape[0] % config["head_dim"]:
-        return None  # not a projection's: refused by its name and shape
-    rows = np.arange(tensor.shape[0]).reshape(-1, config["head_dim"] // 2, 2)
-    return rows.swapaxes(1, 2).ravel()
 
 
 def open_gguf(path: str) -> Tensors:
@@ -278,7 +232,7 @@ def open_gguf(path: str) -> Tensors:
 def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     """`open_gguf` of an open file with this `hf_config`."""
     left_out = (FREQUENCY_DIVISORS, *LONGROPE.values())
-    model_type = config["model_type"]
+    arch = file.text("general.architecture")
     scales = {
         name: match
         for name, tensor in file.tensors.items()
@@ -289,14 +243,15 @@ def hf_tensors(file: GGUFFile, config: dict[str, Any]) -> Tensors:
     for name, tensor in file.tensors.items():
         if name in left_out or name in scales:
             continue
-        tensor = replace(tensor, order=row_order(tensor, config))
         module, _, leaf = name.rpartition(".")
         # llama.cpp adds the bias after the factor in attention, before it in the MLP.
         factor = factors.get(module) if leaf == "weight" or ".ffn_" in name else None
-        key = hf_name(name, model_type)
-        tensors[key] = _open_tensor(tensor, factor, exact=not factors)
+        opened = _open_tensor(tensor, factor, exact=not factors)
+        tensors[hf_name(name, arch)] = opened
+    if arch in REORDERED:
+        tensors = reordered(tensors, from_neighbours(config["head_dim"]))
     tensors = _zero_biases(tensors, config) | tensors
-    return with_offset(tensors, -BY_MODEL_TYPE[model_type].norm_offset)
+    return with_offset(tensors, -BY_MODEL_TYPE[config["model_type"]].norm_offset)
 
 
 def _zero_biases(tensors: Tensors, config: dict[str, Any]) -> Tensors:

@@ -43,8 +43,6 @@ class BlockTensor:
       kind: its block type, a `gguf.GGMLQuantizationType`.
       blocks: its bytes, one row of the tensor a row, mapped.
       start: where they begin in the file.
-      order: numbers of the stored rows (values, of a vector) in the order in which they are returned; None: as
-        stored.
     """
 
     file: str
@@ -53,17 +51,14 @@ class BlockTensor:
     kind: Any
     blocks: np.ndarray
     start: int
-    order: np.ndarray | None = None
 
     def read(self) -> np.ndarray:
         """The blocks, read instead of mapped: mapped pages count as this process's memory."""
         try:
             flat = np.fromfile(self.file, np.uint8, self.blocks.size, offset=self.start)
-            blocks = flat.reshape(self.blocks.shape)
+            return flat.reshape(self.blocks.shape)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.file} changed while it was read: {error}") from error
-        in_order = self.order is None or len(self.shape) == 1
-        return blocks if in_order else blocks[self.order]
 
     def unpacked(self) -> np.ndarray:
         """The values in float32.
@@ -71,9 +66,7 @@ class BlockTensor:
         Raises:
           UserError: some are not finite.
         """
-        values = self._unpack(self.read()).reshape(self.shape)
-        in_order = self.order is None or len(self.shape) > 1
-        return values if in_order else values[self.order]
+        return self._unpack(self.read()).reshape(self.shape)
 
     def unpacked_rows(self, rows: Any) -> np.ndarray:
         """`unpacked` of some rows of a matrix, a slice or an array of their numbers."""
