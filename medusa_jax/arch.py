@@ -62,7 +62,7 @@ class LlamaConfig:
     # YaRN, LongRoPE: the factor of cos and sin. YaRN: whether its ramp starts and ends at whole planes.
     rope_attention_factor: float = 1.0
     rope_truncate: bool = True
-    # LongRoPE: divisors of the frequencies, for texts within the original context and for longer ones.
+    # LongRoPE: divisors of the frequencies if `max_position` is within the original context, and if it is longer.
     rope_short: tuple[float, ...] = ()
     rope_long: tuple[float, ...] = ()
     # Components of a head that are rotated: planes (i, i + head_dim / 2) for i below half of it; 0: all.
@@ -94,6 +94,13 @@ class LlamaConfig:
     logit_divisor: float = 1.0
     # Multiplier of attention's scores; 0: head_dim ** -0.5.
     attention_multiplier: float = 0.0
+
+    @property
+    def longest(self) -> int:
+        """The most that `max_position` may be."""
+        if self.rope_scaling != "longrope":
+            return self.max_position
+        return round(self.rope_factor * self.rope_original_max_position)
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer sees only the window."""

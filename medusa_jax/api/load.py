@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike, fspath
 
@@ -50,6 +50,7 @@ def load(
     mesh: Sequence[int] = (1, 1, 1),
     tokenizer: str | PathLike[str] | None = None,
     batch: int = 1,
+    context: int | None = None,
     all_heads: bool = True,
     no_repeat_ngram_size: int | None = None,
     eos_ids: Sequence[int] | None = None,
@@ -85,6 +86,8 @@ def load(
       tokenizer: directory or hub id, if not next to the model. A model without any takes
         prompts as token ids and gives token ids.
       batch: rows to be decoded at a time; "auto" begins with the tree for this number.
+      context: most tokens of a prompt and its text, by default the model's. Beyond the original context of LongRoPE
+        all texts take its long factors.
       all_heads: False reads only the heads that `tree` uses.
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing; by
         default `no_repeat_ngram_size` of the model's generation_config.json, else 0. The file's
@@ -109,6 +112,10 @@ def load(
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
     )
+    config = files.base.config
+    if context is not None:
+        between("context", context, 1, config.longest)
+        config = replace(config, max_position=context)
     fingerprint = files.base.fingerprint()
     drafts = open_drafts(
         source, files.base, files.tokenizer, form, devices,
@@ -118,7 +125,7 @@ def load(
     backbone = read_backbone(files.base, form, devices)
     drafts = drafts.read(None if all_heads else choice.levels)
     return Model(
-        files.base.config,
+        config,
         {"backbone": backbone, "heads": drafts.params},
         files.tokenizer,
         drafts.drafter,

@@ -44,6 +44,11 @@ class BaseFlags:
         16,
         choices=ACTIVATIONS,
     )
+    context: int | None = flag(
+        "most tokens of a prompt and its text (default: the model's; for LongRoPE the original context, beyond which all "
+        "texts take the long factors)",
+        None,
+    )
     allow_other_base: bool = flag(
         "use heads that were trained on another model of the same sizes", False
     )

@@ -70,7 +70,7 @@ def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
     raw |= {name: x for name, x in scales.items() if name in family.reads | family.defaults}
     if c.rope_scaling == "longrope":
         raw["original_max_position_embeddings"] = c.rope_original_max_position
-        raw["max_position_embeddings"] = round(c.rope_factor * c.max_position)
+        raw["max_position_embeddings"] = c.longest
     if family.partial:
         raw["partial_rotary_factor"] = (c.rope_dim or c.head_dim) / c.head_dim
         rope["partial_rotary_factor"] = raw["partial_rotary_factor"]

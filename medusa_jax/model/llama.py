@@ -182,7 +182,7 @@ class Llama(nn.Module):
         c = self.config
         rotations = [c.rotation(i) for i in range(c.n_layers)]
         ropes = {
-            rotation: rope_tables(c, positions_BT, self.dtype, rotation, cache is None)
+            rotation: rope_tables(c, positions_BT, self.dtype, rotation)
             for rotation in dict.fromkeys(rotations)
         }
         x_BTD = self.embed(tokens_BT)

@@ -11,14 +11,10 @@ from medusa_jax.arch import LlamaConfig
 from medusa_jax.model.product import at_least_f32
 
 
-def rope_frequencies(
-    config: LlamaConfig, rotation: str = "text", long: bool = False
-) -> np.ndarray:
+def rope_frequencies(config: LlamaConfig, rotation: str = "text") -> np.ndarray:
     """Rotation per position of each of the H/2 planes, [H/2] float64; 0 for planes that are not rotated.
 
-    Args:
-      rotation: as `LlamaConfig.rotation` gives it.
-      long: LongRoPE's divisors for texts longer than the original context.
+    `rotation` is as `LlamaConfig.rotation` gives it.
     """
     frequency = np.zeros(config.head_dim // 2)
     H = config.rope_dim or config.head_dim
@@ -26,11 +22,11 @@ def rope_frequencies(
     if rotation == "window":
         frequency[: H // 2] = config.rope_window_theta**-half
     elif rotation == "text":
-        frequency[: H // 2] = _scaled(config, H, config.rope_theta**-half, long)
+        frequency[: H // 2] = _scaled(config, H, config.rope_theta**-half)
     return frequency
 
 
-def _scaled(config: LlamaConfig, H: int, frequency: np.ndarray, long: bool) -> np.ndarray:
+def _scaled(config: LlamaConfig, H: int, frequency: np.ndarray) -> np.ndarray:
     """Scaled frequencies of H rotated components.
 
     "linear" divides all by the factor, "longrope" each by its own. "llama3" and "yarn" divide the low frequencies,
@@ -42,7 +38,8 @@ def _scaled(config: LlamaConfig, H: int, frequency: np.ndarray, long: bool) -> n
     if config.rope_scaling in ("none", "dynamic"):
         return frequency
     if config.rope_scaling == "longrope":
-        return frequency / np.array(config.rope_long if long else config.rope_short)
+        is_long = config.max_position > original
+        return frequency / np.array(config.rope_long if is_long else config.rope_short)
     if config.rope_scaling == "linear":
         return frequency / config.rope_factor
     if config.rope_scaling == "llama3":
@@ -64,41 +61,24 @@ def _scaled(config: LlamaConfig, H: int, frequency: np.ndarray, long: bool) -> n
 
 
 def rope_tables(
-    config: LlamaConfig,
-    positions_BT: jax.Array,
-    dtype: DTypeLike,
-    rotation: str = "text",
-    whole_texts: bool = False,
+    config: LlamaConfig, positions_BT: jax.Array, dtype: DTypeLike, rotation: str = "text"
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of every position's angles, each [B, T, 1, H] (both halves alike).
 
     With "yarn" and "longrope" they are multiplied by their factor, which multiplies scores by its square.
-
-    Args:
-      rotation: as `LlamaConfig.rotation` gives it.
-      whole_texts: rows are whole texts, so LongRoPE's divisors follow their lengths. Otherwise they are those of the
-        original context, the longest text that is decoded.
     """
     wide = at_least_f32(dtype)
-    frequency = jnp.asarray(np.tile(rope_frequencies(config, rotation), 2), wide)
-    position_BT11 = positions_BT.astype(wide)[..., None, None]
-    angle = position_BT11 * frequency[None, None, None, :]
-    original = config.rope_original_max_position
-    longrope = config.rope_scaling == "longrope" and rotation == "text"
-    if longrope and whole_texts and positions_BT.shape[1] > original:
-        long = np.tile(rope_frequencies(config, rotation, long=True), 2)
-        is_long_B = jnp.max(positions_BT, axis=1) >= original
-        long_BT1H = position_BT11 * jnp.asarray(long, wide)[None, None, None, :]
-        angle = jnp.where(is_long_B[:, None, None, None], long_BT1H, angle)
+    frequency_H = np.tile(rope_frequencies(config, rotation), 2)
+    angle = positions_BT.astype(wide)[..., None, None] * _row(frequency_H, wide)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    factor: float | jax.Array = config.rope_attention_factor
-    if config.rope_attention_factor != 1 and rotation == "text":
-        if config.rope_dim:
-            turned = np.arange(config.head_dim // 2) < config.rope_dim // 2
-            each = np.tile(np.where(turned, factor, 1.0), 2)
-            factor = jnp.asarray(each, wide)[None, None, None, :]
-        cos, sin = cos * factor, sin * factor
+    if (factor := config.rope_attention_factor) != 1 and rotation == "text":
+        factor_H = _row(np.where(frequency_H, factor, 1.0), wide)
+        cos, sin = cos * factor_H, sin * factor_H
     return cos, sin
+
+
+def _row(values_H: np.ndarray, dtype: DTypeLike) -> jax.Array:
+    return jnp.asarray(values_H, dtype)[None, None, None, :]
 
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:
