@@ -23,15 +23,11 @@ DRAFT_WEIGHTS = WEIGHTS[1:]
 # Scalings of the rotation, and activations of the MLP.
 ROPE_SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope")
 MLP_ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
-# Fields of layers unlike Llama's, and of LongRoPE's.
+# Fields of layers unlike Llama's.
 UNLIKE_LLAMA = (
     "rope_dim", "rope_window_theta", "rotated_layers", "sliding_window", "window_layers", "qk_norm_full",
     "pre_norm", "post_norm", "activation", "gated_mlp", "embedding_multiplier", "residual_multiplier",
     "logit_divisor", "attention_multiplier",
-)  # fmt: skip
-LONGROPE = (
-    "rope_scaling", "rope_factor", "rope_short", "rope_long", "rope_attention_factor",
-    "rope_original_max_position",
 )  # fmt: skip
 
 
@@ -104,11 +100,12 @@ class LlamaConfig:
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer sees only the window."""
-        return self.sliding_window > 0 and _flag(self.window_layers, layer)
+        has_window = not self.window_layers or self.window_layers[layer]
+        return self.sliding_window > 0 and has_window
 
     def rotation(self, layer: int) -> str:
         """How a layer rotates: "text", "window" or "none"."""
-        if not _flag(self.rotated_layers, layer):
+        if self.rotated_layers and not self.rotated_layers[layer]:
             return "none"
         return "window" if self.rope_window_theta and self.has_window(layer) else "text"
 
@@ -119,15 +116,10 @@ class LlamaConfig:
 
     def llama_layers(self) -> "LlamaConfig":
         """This shape with plain Llama layers, which drafters use: same sizes, biases and q/k norms."""
-        unlike = UNLIKE_LLAMA
+        unlike = [*UNLIKE_LLAMA]
         if self.rope_scaling == "longrope":
-            unlike += LONGROPE
+            unlike += [n for n in vars(self) if n.startswith("rope_") and n != "rope_theta"]
         return replace(self, **{name: getattr(LlamaConfig, name) for name in unlike})
-
-
-def _flag(layers: tuple[bool, ...], layer: int) -> bool:
-    """The entry of a layer; layers that are added after the last one have the usual value."""
-    return layers[layer] if layer < len(layers) else True
 
 
 @dataclass(unsafe_hash=True)

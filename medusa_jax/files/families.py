@@ -44,7 +44,6 @@ class Family:
       fused: q/k/v and gate/up are stored as one matrix each.
       neighbours: components 2i and 2i + 1 of a head are rotated together, not i and i + head_dim / 2.
       norm_offset: what stored scales of norms lack.
-      architecture: its class in transformers, if the model_type does not tell.
     """
 
     context: int
@@ -62,7 +61,6 @@ class Family:
     fused: bool = False
     neighbours: bool = False
     norm_offset: float = 0.0
-    architecture: str = ""
 
 
 def _minicpm(fields: Fields) -> Json:
@@ -104,7 +102,7 @@ FAMILIES: dict[str, Family] = {
         reads=_BIAS, windows="late"),
     "smollm3": Family(
         context=32768, defaults=_TIED | {"num_key_value_heads": 4, "rope_theta": 2e6}, reads=_BIASES,
-        rotates="listed", expected={"use_sliding_window": (False,)}, architecture="SmolLM3ForCausalLM"),
+        rotates="listed", expected={"use_sliding_window": (False,)}),
     "granite": Family(
         context=2048, reads=_BIASES | {
             "embedding_multiplier": ("embedding_multiplier",), "residual_multiplier": ("residual_multiplier",),
@@ -132,8 +130,7 @@ FAMILIES: dict[str, Family] = {
         reads={"use_bias": ("qkv_bias", "out_bias", "mlp_bias")}, neighbours=True),
     "seed_oss": Family(
         context=524288, defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-        reads=_BIASES | {"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",)},
-        architecture="SeedOssForCausalLM"),
+        reads=_BIASES | {"attention_bias": ("qkv_bias",), "attention_out_bias": ("out_bias",)}),
     "arcee": Family(
         context=4096, defaults=_EPS | {"hidden_act": "relu2"}, shape={"gated_mlp": False}, reads=_BIASES),
     "gemma3_text": Family(
@@ -144,5 +141,5 @@ FAMILIES: dict[str, Family] = {
         windows="period", window_theta=1e4, derived=_gemma3,
         expected={"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,),
                   "use_bidirectional_attention": (False,)},
-        norm_offset=1.0, architecture="Gemma3ForCausalLM"),
+        norm_offset=1.0),
 }  # fmt: skip

@@ -72,8 +72,8 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     raw = {family.names.get(name, name): value for name, value in raw.items()}
     Fields(file, raw).expect({**EXPECTED, **family.expected})
     # An explicit null means "derive it", and for windows "none".
-    values = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}
-    values |= family.defaults | raw
+    usual = {"max_position_embeddings": family.context, "rms_norm_eps": 1e-6}
+    values = usual | family.defaults | raw
     fields = Fields(file, {name: v for name, v in values.items() if v is not None})
     heads = fields.count("num_attention_heads")
     fields.values.setdefault("num_key_value_heads", heads)
@@ -131,10 +131,6 @@ def _consistent(file: str, config: LlamaConfig) -> LlamaConfig:
             f"{file}: {config.n_heads} query heads, {config.n_kv_heads} key/value heads and head "
             f"size {config.head_dim} do not fit together"
         )
-    planes = (config.rope_dim or config.head_dim) // 2
-    for theirs, ours in DIVISORS.items():
-        if config.rope_scaling == "longrope" and len(getattr(config, ours)) != planes:
-            raise UserError(f"{file}: {theirs} should have {planes} numbers")
     return config
 
 
@@ -196,8 +192,7 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         local.expect({"rope_type": ("default",)})
         theta = raw.get("rope_local_base_freq") or family.window_theta
         fields["rope_window_theta"] = local.number("rope_theta", theta)
-        if LAYER_KINDS[0] in rope:
-            rope = by_kind.table(LAYER_KINDS[0])
+        rope = by_kind.table(LAYER_KINDS[0]) or rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = "longrope" if kind == "su" else kind
     outer = {name: raw.get(name) for name in ("rope_theta", "partial_rotary_factor")}
@@ -224,24 +219,20 @@ def _rope(file: str, family: Family, raw: Json, head_dim: int) -> Json:
         _yarn_defaults(inner)
         fields["rope_truncate"] = inner.switch("truncate", True)
     if kind == "longrope":
-        _longrope_defaults(inner, tables.count("max_position_embeddings"))
+        original, context = inner.number(name), tables.count("max_position_embeddings")
+        stated = inner.number("factor", context / original)
+        values["factor"] = context / original
+        log = math.log(stated) / math.log(original) if stated > 1 else 0.0
+        values.setdefault("attention_factor", math.sqrt(1 + log))
+        planes = fields.get("rope_dim", head_dim) // 2
         for theirs, ours in DIVISORS.items():
             fields[ours] = read(f"{file}: {theirs}", values.get(theirs), tuple[float, ...])
+            if len(fields[ours]) != planes:
+                raise UserError(f"{file}: {theirs} should have {planes} numbers")
     fields |= {ours: inner.number(theirs) for theirs, ours in names.items()}
     if "rope_original_max_position" in fields:
         fields["rope_original_max_position"] = int(fields["rope_original_max_position"])
     return fields | {"rope_scaling": kind}
-
-
-def _longrope_defaults(inner: Fields, context: int) -> None:
-    """Add LongRoPE's absent numbers, as transformers computes them. The factor is that of the context."""
-    values = inner.values
-    original = inner.number("original_max_position_embeddings")
-    factor = inner.number("factor", context / original)
-    values["factor"] = context / original
-    if values.get("attention_factor") is None:
-        log = math.log(factor) / math.log(original) if factor > 1 else 0.0
-        values["attention_factor"] = math.sqrt(1 + log)
 
 
 def _yarn_defaults(inner: Fields) -> None:

@@ -19,7 +19,7 @@ from medusa_jax.files.hf_keys import locate
 from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import flatten
 from medusa_jax.files.stored_forms import from_llama
-from medusa_jax.files.tensor import Index, Tensor, read_whole
+from medusa_jax.files.tensor import Tensor, read_whole
 from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.hosts import on_host
 from medusa_jax.sharding import Params
@@ -28,6 +28,8 @@ from medusa_jax.whole_files import Json
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+# Names of transformers' classes that the model_type does not tell.
+CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
 
 
 def config_to_hf(config: LlamaConfig) -> Json:
@@ -50,9 +52,10 @@ def config_to_hf(config: LlamaConfig) -> Json:
 def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
     """`config.json` of a family, as far as it can describe the shape."""
     rope = _rope_of(c)
+    name = CLASSES.get(model_type, model_type.capitalize())
     windows = [c.has_window(i) for i in range(c.n_layers)]
     raw: Json = {
-        "architectures": [family.architecture or f"{model_type.capitalize()}ForCausalLM"],
+        "architectures": [f"{name}ForCausalLM"],
         "model_type": model_type,
         **{name: getattr(c, ours) for name, ours in FIELDS.items()},
         "hidden_act": next(k for k, ours in ACTIVATIONS.items() if ours == c.activation),
@@ -141,13 +144,10 @@ def save_backbone(
 
 def _tensor(leaf: jax.Array, transposed: bool) -> Tensor:
     """A parameter as it is stored."""
-
-    def read(index: Index) -> np.ndarray:
-        array = on_host(leaf)
-        return (array.T if transposed else array)[index]
-
+    turned = np.transpose if transposed else np.asarray
     shape = leaf.shape[::-1] if transposed else leaf.shape
-    return Tensor("parameters", shape, leaf.dtype.name, read)
+    kind = leaf.dtype.name
+    return Tensor("parameters", shape, kind, lambda index: turned(on_host(leaf))[index])
 
 
 def save_weights(

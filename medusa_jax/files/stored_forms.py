@@ -74,12 +74,15 @@ def reordered(tensors: Tensors, order_H: np.ndarray) -> Tensors:
 
 def with_offset(tensors: Tensors, offset: float) -> Tensors:
     """Tensors with this number added to the scales of norms."""
-    if not offset:
-        return tensors
-    return {
-        key: _shifted(tensor, offset) if _NORM.search(key) else tensor
-        for key, tensor in tensors.items()
-    }
+
+    def shifted(norm: Tensor) -> Tensor:
+        def read(index: Index) -> np.ndarray:
+            return norm.read(index).astype(np.float32) + np.float32(offset)
+
+        return replace(norm, dtype="float32", read=read)
+
+    norms = [key for key in tensors if offset and _NORM.search(key)]
+    return tensors | {key: shifted(tensors[key]) for key in norms}
 
 
 def from_neighbours(H: int) -> np.ndarray:
@@ -96,13 +99,6 @@ def _plane_order(family: Family, config: LlamaConfig) -> np.ndarray:
     first, second, others = np.split(np.arange(H), [half, 2 * half])
     kept = np.split(others, 2)
     return np.concatenate([first, kept[0], second, kept[1]])
-
-
-def _shifted(tensor: Tensor, offset: float) -> Tensor:
-    def read(index: Index) -> np.ndarray:
-        return tensor.read(index).astype(np.float32) + np.float32(offset)
-
-    return replace(tensor, dtype="float32", read=read)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -64,19 +64,10 @@ def take_rows(tensor: Tensor, rows: np.ndarray) -> Tensor:
 
     def read(index: Index) -> np.ndarray:
         chosen = rows[index[0]]
-        if not len(chosen):
-            return tensor.read((slice(0, 0), *index[1:]))
         first, last = int(chosen.min()), int(chosen.max())
         return tensor.read((slice(first, last + 1), *index[1:]))[chosen - first]
 
-    blocks = tensor.blocks
-    if blocks is not None:
-        stored = blocks
-        blocks = replace(
-            stored,
-            rows=lambda: stored.rows()[rows],
-            unpacked=lambda chosen: stored.unpacked(rows[chosen]),
-        )
+    blocks = tensor.blocks and tensor.blocks.take(rows)
     shape = (len(rows), *tensor.shape[1:])
     return replace(tensor, shape=shape, read=read, blocks=blocks)
 

@@ -1,7 +1,7 @@
 """Parameters stored in the blocks of a GGUF file, read on demand."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,14 @@ class Blocks:
     unpacked: Callable[[Any], np.ndarray]
     damaged: Exception
     exact: bool = True
+
+    def take(self, rows: np.ndarray) -> "Blocks":
+        """Some of these rows, in this order."""
+        return replace(
+            self,
+            rows=lambda: self.rows()[rows],
+            unpacked=lambda chosen: self.unpacked(rows[chosen]),
+        )
 
 
 @dataclass(frozen=True)

@@ -89,22 +89,19 @@ class Llama(nn.Module):
         """Hidden states [..., D] or [..., E] -> logits [..., V], float32 or wider."""
         if hidden.shape[-1] > self.config.d_model:  # with taps
             hidden = hidden[..., : self.config.d_model]
-        logits, divisor = self._lm_head(hidden), self.config.logit_divisor
-        return logits if divisor == 1 else logits / divisor
-
-    def _lm_head(self, hidden: jax.Array) -> jax.Array:
-        """Logits before they are divided."""
-        wide = at_least_f32(self.dtype)
+        wide, divisor = at_least_f32(self.dtype), self.config.logit_divisor
         if not self.config.tie_embeddings:
-            return self.head(hidden).astype(wide)
-        logits = lax.dot_general(
-            hidden.astype(self.dtype),
-            self.embed_tokens.embedding.astype(self.dtype),
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=wide,
-        )
-        return self.head_adapter(hidden.astype(self.dtype), logits)
+            logits = self.head(hidden).astype(wide)
+        else:
+            logits = lax.dot_general(
+                hidden.astype(self.dtype),
+                self.embed_tokens.embedding.astype(self.dtype),
+                (((hidden.ndim - 1,), (1,)), ((), ())),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=wide,
+            )
+            logits = self.head_adapter(hidden.astype(self.dtype), logits)
+        return logits if divisor == 1 else logits / divisor
 
     def forward(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array

@@ -68,17 +68,13 @@ def rope_tables(
     With "yarn" and "longrope" they are multiplied by their factor, which multiplies scores by its square.
     """
     wide = at_least_f32(dtype)
-    frequency_H = np.tile(rope_frequencies(config, rotation), 2)
-    angle = positions_BT.astype(wide)[..., None, None] * _row(frequency_H, wide)
+    frequency = np.tile(rope_frequencies(config, rotation), 2)[None, None, None, :]
+    angle = positions_BT.astype(wide)[..., None, None] * jnp.asarray(frequency, wide)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if (factor := config.rope_attention_factor) != 1 and rotation == "text":
-        factor_H = _row(np.where(frequency_H, factor, 1.0), wide)
-        cos, sin = cos * factor_H, sin * factor_H
+    if config.rope_attention_factor != 1 and rotation == "text":
+        factor = np.where(frequency, config.rope_attention_factor, 1.0)
+        cos, sin = cos * jnp.asarray(factor, wide), sin * jnp.asarray(factor, wide)
     return cos, sin
-
-
-def _row(values_H: np.ndarray, dtype: DTypeLike) -> jax.Array:
-    return jnp.asarray(values_H, dtype)[None, None, None, :]
 
 
 def rotate(x_BTNH: jax.Array, cos_BT1H: jax.Array, sin_BT1H: jax.Array) -> jax.Array:

@@ -5,9 +5,10 @@ from itertools import product
 import family
 import pytest
 from cases import thinned
+from children import devices, printed_by
 from planted import PROMPTS, drafted, plain_texts, random_model, texts_of
 from shapes import SHAPES, tiny_shape
-from tiny import forward_logits
+from tiny import forward_logits, write_model
 
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.state import Engine
@@ -22,6 +23,33 @@ DRAFTERS = {
     "dspark": Tree.chain(3),
 }
 REQUEST = loop.DecodeRequest(PROMPTS, [24, 17, 29])
+ON_MESHES = r"""
+import json, sys
+import jax
+jax.config.update("jax_enable_x64", True)
+import medusa_jax
+from medusa_jax import Options
+
+texts = {}
+for mesh in ((1, 1, 1), (1, 1, 2), (2, 1, 2)):
+    form = {"tree": "cartesian:2,2,1", "dtype": "float64", "mesh": mesh}
+    model = medusa_jax.load(sys.argv[1], sys.argv[1] + "/heads", **form)
+    for tree in ("none", None):
+        prompts, options = ["the cat", "a", "cab and", "in"], Options(30, eos_ids=())
+        results = model.generate(prompts, options, tree=tree)
+        texts[f"{mesh} {tree}"] = [r.token_ids for r in results]
+print(json.dumps([texts, any(any(r.draft_depths) for r in results)]))
+"""
+
+
+@pytest.mark.parametrize("shape", thinned(SHAPES, "olmo3"))
+def test_every_shape_over_tensor_shards(shape, tmp_path):
+    """Plain and drafted text of one device."""
+    write_model(tmp_path, n_layers=2, **SHAPES[shape])
+    texts, accepted = printed_by(ON_MESHES, tmp_path, xla_flags=devices(4))
+    expected = texts["(1, 1, 1) none"]
+    assert texts == dict.fromkeys(texts, expected) and len(texts) == 6
+    assert accepted and len({*expected[0]}) > 3
 
 
 @pytest.mark.parametrize("shape", thinned(SHAPES, "olmo3", "gemma3"))

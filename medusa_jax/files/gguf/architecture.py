@@ -94,9 +94,6 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
     layers = file.count(f"{arch}.block_count")
     heads = file.per_layer(f"{arch}.attention.head_count", layers)
     head_dim = file.count(f"{arch}.attention.key_length", width // heads)
-    rotated = file.count(f"{arch}.rope.dimension_count", head_dim)
-    if rotated != head_dim and arch != "phi3":
-        file.refuse(f"{arch}.rope.dimension_count", f"{head_dim}, the size of a head")
     if file.count(f"{arch}.attention.value_length", head_dim) != head_dim:
         file.refuse(f"{arch}.attention.value_length", f"{head_dim}, the size of a head")
     embedding = file.tensors.get("token_embd.weight")
@@ -117,25 +114,11 @@ def hf_config(file: GGUFFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_theta": file.number(f"{arch}.rope.freq_base", 10000.0),
         "sliding_window": window,
+        "partial_rotary_factor": file.count(f"{arch}.rope.dimension_count", head_dim)
+        / head_dim,
     }
     config["rope_scaling"] = _rope_scaling(file, arch, config)
-    if rotated != head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
-    config |= _usual_fields(arch, config)
-    for theirs, ours in NUMBERS.items():
-        if (name := f"{arch}.{theirs}") in file.values:
-            config[ours] = file.number(name)
-    if arch != "qwen2":
-        names = " ".join(file.tensors)
-        config["attention_bias"] = bool(re.search(r"\battn_\w+\.bias", names))
-        config["mlp_bias"] = bool(re.search(r"\bffn_\w+\.bias", names))
-    return config
-
-
-def _usual_fields(arch: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Fields of config.json that some families have, with llama.cpp's values where a file does not say them."""
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    width, head_dim = config["hidden_size"], config["head_dim"]
+    # llama.cpp's values where a file does not say them.
     plain = {"attention_multiplier": head_dim**-0.5}
     largest = arch == "gemma3" and layers == 62
     usual: dict[str, dict[str, Any]] = {
@@ -146,7 +129,15 @@ def _usual_fields(arch: str, config: dict[str, Any]) -> dict[str, Any]:
         "olmo2": {"rope_local_base_freq": config["rope_theta"]},
         "gemma3": {"query_pre_attn_scalar": width / heads if largest else head_dim},
     }  # fmt: skip
-    return usual.get(arch, {})
+    config |= usual.get(arch, {})
+    for theirs, ours in NUMBERS.items():
+        if (name := f"{arch}.{theirs}") in file.values:
+            config[ours] = file.number(name)
+    if arch != "qwen2":
+        names = " ".join(file.tensors)
+        config["attention_bias"] = bool(re.search(r"\battn_\w+\.bias", names))
+        config["mlp_bias"] = bool(re.search(r"\bffn_\w+\.bias", names))
+    return config
 
 
 def _rope_scaling(file: GGUFFile, arch: str, config: dict[str, Any]) -> dict | None:

@@ -403,7 +403,7 @@ def test_without_the_package(tmp_path, tokenizer_json, monkeypatch):
 REFUSED = [
     ({"expert_count": 8}, {}, {}, "a mixture of experts"),
     ({"block_count": "two"}, {}, {}, "block_count should be int, not 'two'"),
-    ({"rope.dimension_count": 4}, {}, {}, "dimension_count should be 8, the size of"),
+    ({"rope.dimension_count": 4}, {}, {}, "partial_rotary_factor 0.5 is not"),
     ({"rope.scaling.type": "longrope"}, {}, {}, "rope scaling 'longrope' is not supported"),
     ({"rope.scaling.attn_factor": 1.5}, {}, {}, "attn_factor 1.5 is not supported"),
     ({}, {}, {"rope_freqs.weight": [1, 2, 3, 8]}, "rope_freqs.weight are scaled in a way"),

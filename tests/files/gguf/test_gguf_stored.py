@@ -1,15 +1,19 @@
 """Tensors of every block type, read back and as a model's weights, give nearly the numbers of unpacked ones."""
 
 import struct
+from itertools import product
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import wide
+from cases import thinned, wide
 from closeness import assert_close
+from family import small_heads
 from gguf_files import (
+    HEADS,
+    KV_HEADS,
     SCALES,
     byte_level_metadata,
     gguf,
@@ -18,15 +22,20 @@ from gguf_files import (
     shape_metadata,
     write,
 )
+from planted import drafted, plain_texts, texts_of
 from refusals import refused
+from tiny import random_params, write_heads
+from trees import random_tree
 
 import medusa_jax
 from medusa_jax import Options
 from medusa_jax.commands.decode_report import describe
 from medusa_jax.cpu import library
 from medusa_jax.cpu.panels import Panels
+from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.weight_bytes import bytes_per_token, stored_as
 from medusa_jax.files.gguf.reader import read_gguf
+from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hub import resolve
 
 native = pytest.mark.skipif(library() is None, reason="no C++ compiler")
@@ -136,6 +145,99 @@ def test_every_number_is_near_that_of_unpacked_weights(
         assert isinstance(table, Panels) and table.panels is head.panels
     copies = list((tmp_path / "cache").rglob("*.safetensors"))
     assert not copies, "nothing in float32 is kept"
+
+
+KEYS = D // HEADS * KV_HEADS
+AFTER = {"post_attention_norm": (D,), "post_ffw_norm": (D,)}
+WINDOW = {"attention.sliding_window": 4}
+SCALED = {"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 0.3}
+FUSED = {"attn_qkv": (D + 2 * KEYS, D), "ffn_up": (2 * F, D)}
+# Metadata of a family's files, and the tensors of a layer that are added or (None) missing.
+SHAPES = {
+    "smollm3": ({"block_count": 4}, {}),
+    "granite": (SCALED | {"attention.scale": 0.2}, {}),
+    "phi3": (
+        WINDOW | {"rope.dimension_count": 48},
+        FUSED | dict.fromkeys(("attn_q", "attn_k", "attn_v", "ffn_gate")),
+    ),
+    "olmo2": (
+        WINDOW | {"block_count": 4},
+        AFTER
+        | {"attn_norm": None, "ffn_norm": None}
+        | {"attn_q_norm": (D,), "attn_k_norm": (KEYS,)},
+    ),
+    "gemma3": (
+        WINDOW | {"block_count": 6},
+        AFTER | {"attn_q_norm": (D // HEADS,), "attn_k_norm": (D // HEADS,)},
+    ),
+}
+# Every block that has a kernel, in one file.
+KINDS = dict(zip(PARTS, ["Q6_K", "Q4_K", "Q5_0", "Q8_0", "Q4_0", "Q4_K", "Q5_0", "Q6_K"]))
+KINDS |= {"attn_qkv": "Q5_0"}
+TREES = {"medusa": "cartesian:2,2,1", "eagle3": "cartesian:2,2,1", "dspark": "chain:3"}
+
+
+def shaped_file(path, tokenizer_json, arch):
+    """A file of a family whose matrices are blocks."""
+    keys, changes = SHAPES[arch]
+    rng, metadata = np.random.default_rng(0), byte_level_metadata(tokenizer_json)
+    shapes = llama_shapes(len(metadata["tokenizer.ggml.tokens"]), D, F)
+    layer = {n.split(".")[2]: s for n, s in shapes.items() if n.startswith("blk.0.")}
+    shapes = {n: s for n, s in shapes.items() if not n.startswith("blk.")}
+    for i in range(keys.get("block_count", 2)):
+        changed = {n: s for n, s in (layer | changes).items() if s}
+        shapes |= {f"blk.{i}.{name}.weight": shape for name, shape in changed.items()}
+    tensors = {
+        name: blocks(KINDS[name.split(".")[-2]], *shape, rng)
+        if len(shape) > 1
+        else rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    sizes = {"embedding_length": D, "feed_forward_length": F}
+    metadata |= shape_metadata(arch, **sizes | keys)
+    return write(path, metadata, tensors, arch)
+
+
+@native
+@pytest.mark.parametrize("arch", thinned(SHAPES, "granite", "phi3"))
+def test_blocks_of_every_shape(arch, tmp_path, tokenizer_json):
+    """No matrix is unpacked, numbers are near those of unpacked ones, and drafted text is plain bit for bit."""
+    path = shaped_file(tmp_path / "model.gguf", tokenizer_json, arch)
+    model = medusa_jax.load(path, "none")
+    parts = jax.tree.leaves(
+        model.variables["backbone"], is_leaf=lambda x: isinstance(x, Panels)
+    )
+    forms = {x.form for x in parts if isinstance(x, Panels)}
+    assert forms == {"Q6_K", "Q4_K", "Q5_0", "Q8_0", "Q4_0"} - (
+        {"Q8_0"} if arch == "phi3" else set()
+    )
+    assert {x.ndim for x in parts if not isinstance(x, Panels)} == {1}
+    floats = medusa_jax.load(path, "none", weights="float32")
+    ones = jnp.ones((1, len(PROMPT)), int)
+    args = jnp.asarray([PROMPT]), jnp.arange(len(PROMPT))[None], ones
+    assert_close(*(m.backbone.forward(*args) for m in (model, floats)), roundings=8192)
+    request = loop.DecodeRequest([PROMPT, PROMPT[:1], PROMPT[:4]], [40, 31, 40])
+    given = model.config, (None, model.engine().llama, model.variables["backbone"]), request
+    plain = plain_texts(*given)
+    progress = drafted(*given, plain, random_tree(np.random.default_rng(0), 12, 4), 0)
+    assert texts_of(progress) == plain and len({*plain[0]}) > 3
+    assert np.asarray(progress.histogram_BL)[:, 1:].sum() > 0
+
+
+@native
+@pytest.mark.parametrize(("arch", "name"), wide(*product(SHAPES, TREES)))
+def test_heads_on_blocks_of_every_shape(arch, name, tmp_path, tokenizer_json):
+    """Drafted text is plain decoding's, bit for bit."""
+    path = shaped_file(tmp_path / "model.gguf", tokenizer_json, arch)
+    config = read_config(resolve(path))
+    params = jax.tree.map(np.float32, random_params(config, 0))
+    heads = small_heads(name, lm_head="own")
+    write_heads(tmp_path / "heads", config, params, heads, seed=1)
+    form = {"tree": TREES[name], "allow_other_base": True}
+    model = medusa_jax.load(path, tmp_path / "heads", **form)
+    prompts, options = [PROMPT, PROMPT[:1], PROMPT[:4]], Options(40, eos_ids=())
+    plain, drafts = (model.generate(prompts, options, tree=t) for t in ("none", None))
+    assert [r.token_ids for r in drafts] == [r.token_ids for r in plain]
 
 
 def test_where_blocks_are_not_read_they_are_unpacked(
