@@ -45,7 +45,7 @@ print(json.dumps([texts, any(any(r.draft_depths) for r in results)]))
 @pytest.mark.parametrize("shape", thinned(SHAPES, "olmo3"))
 def test_every_shape_over_tensor_shards(shape, tmp_path):
     """Plain and drafted text of one device."""
-    write_model(tmp_path, n_layers=2, **SHAPES[shape])
+    write_model(tmp_path, n_layers=2, max_position=512, **SHAPES[shape])
     texts, accepted = printed_by(ON_MESHES, tmp_path, xla_flags=devices(4))
     expected = texts["(1, 1, 1) none"]
     assert texts == dict.fromkeys(texts, expected) and len(texts) == 6

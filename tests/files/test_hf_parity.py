@@ -2,11 +2,13 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 from tiny import forward_logits
 
 import medusa_jax
@@ -141,6 +143,7 @@ def test_logits_agree(case, models):
     """Of whole texts; `tests/model/test_llama.py` has that passes against the cache give the same."""
     model, directory = models(case)
     config, params = hf.load_backbone(directory, make_mesh())
+    config = replace(config, max_position=max(config.max_position, T))  # LongRoPE's choice
     tokens = np.random.default_rng(0).integers(0, V, (2, T))
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
@@ -199,6 +202,22 @@ def test_greedy_text_of_other_keys(kind, models, tmp_path):
     with torch.no_grad():
         whole = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()
     assert list(result.token_ids) == whole[len(prompt) :]
+
+
+def test_longrope_beyond_its_original_context(tmp_path, byte_level_dir):
+    """With the long factors for all texts, as transformers has them for prompts that are longer."""
+    theirs, form = build("phi3_longrope", str(tmp_path)), {"dtype": "float32"}
+    form["tokenizer"] = str(byte_level_dir)
+    with refused("context is from 1 to 96, not 97"):
+        medusa_jax.load(str(tmp_path), "none", context=97, **form)
+    ours = medusa_jax.load(str(tmp_path), "none", context=96, **form)
+    prompts = [[*range(3, 3 + n)] for n in (25, 40)]
+    results = ours.generate(prompts, Options(max_new_tokens=50, eos_ids=()))
+    how = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0}
+    for prompt, result in zip(prompts, results):
+        with torch.no_grad():
+            whole = theirs.generate(torch.tensor([prompt]), **how)[0].tolist()
+        assert result.token_ids == whole[len(prompt) :]
 
 
 NEW = 64
