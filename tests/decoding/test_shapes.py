@@ -4,7 +4,7 @@ from itertools import product
 
 import family
 import pytest
-from cases import thinned
+from cases import thinned, wide
 from children import devices, printed_by
 from planted import PROMPTS, drafted, plain_texts, random_model, texts_of
 from shapes import SHAPES, tiny_shape
@@ -42,7 +42,7 @@ print(json.dumps([texts, any(any(r.draft_depths) for r in results)]))
 """
 
 
-@pytest.mark.parametrize("shape", thinned(SHAPES, "olmo3"))
+@pytest.mark.parametrize("shape", wide(*SHAPES))
 def test_every_shape_over_tensor_shards(shape, tmp_path):
     """Plain and drafted text of one device."""
     write_model(tmp_path, n_layers=2, max_position=512, **SHAPES[shape])

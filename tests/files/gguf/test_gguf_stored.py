@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned, wide
+from cases import wide
 from closeness import assert_close
 from family import small_heads
 from gguf_files import (
@@ -200,7 +200,7 @@ def shaped_file(path, tokenizer_json, arch):
 
 
 @native
-@pytest.mark.parametrize("arch", thinned(SHAPES, "granite", "phi3"))
+@pytest.mark.parametrize("arch", wide(*SHAPES))
 def test_blocks_of_every_shape(arch, tmp_path, tokenizer_json):
     """No matrix is unpacked, numbers are near those of unpacked ones, and drafted text is plain bit for bit."""
     path = shaped_file(tmp_path / "model.gguf", tokenizer_json, arch)
