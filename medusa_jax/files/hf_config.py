@@ -78,8 +78,10 @@ def parse_config(file: str, raw: Json) -> LlamaConfig:
     heads = fields.count("num_attention_heads")
     fields.values.setdefault("num_key_value_heads", heads)
     fields.values.setdefault("head_dim", fields.count("hidden_size") // heads)
-    reads = {name: (ours,) for name, ours in FIELDS.items()} | family.reads
-    said = {ours: _value(fields, name, ours) for name in reads for ours in reads[name]}
+    reads = {**{name: (ours,) for name, ours in FIELDS.items()}, **family.reads}
+    said: Json = {
+        ours: _value(fields, name, ours) for name in reads for ours in reads[name]
+    }
     config = LlamaConfig(
         **said | family.shape | family.derived(fields),
         activation=ACTIVATIONS[fields.text("hidden_act", "silu")],

@@ -70,7 +70,9 @@ def _config_of(c: LlamaConfig, model_type: str, family: Family) -> Json:
     }
     scale = c.attention_multiplier or c.head_dim**-0.5
     scales = {"attention_multiplier": scale, "query_pre_attn_scalar": round(scale**-2)}
-    raw |= {name: x for name, x in scales.items() if name in family.reads | family.defaults}
+    raw |= {
+        name: x for name, x in scales.items() if name in {**family.reads, **family.defaults}
+    }
     if c.rope_scaling == "longrope":
         raw["original_max_position_embeddings"] = c.rope_original_max_position
         raw["max_position_embeddings"] = c.longest

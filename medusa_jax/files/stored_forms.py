@@ -48,7 +48,8 @@ def _split(tensors: Tensors, config: LlamaConfig) -> Tensors:
     """Tensors with the parts of fused ones; these stay whole if their shape is another."""
     keys = config.n_kv_heads * config.head_dim
     all_sizes = [config.n_heads * config.head_dim, keys, keys], [config.d_ff] * 2
-    sizes, out = dict(zip(FUSED, all_sizes)), {}
+    sizes = dict(zip(FUSED, all_sizes))
+    out: Tensors = {}
     for key, tensor in tensors.items():
         fused = next((f for f in FUSED if f".{f}." in key), "")
         if not fused or tensor.shape[:1] != (sum(sizes[fused]),):
