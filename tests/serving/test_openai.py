@@ -92,14 +92,23 @@ def speculative(events):
 
 
 def test_vllm_s_figures_of_the_drafts(http):
-    asked = {"model": NAME, "prompt": "in the hat", "max_tokens": 20, "temperature": 0, "n": 2}
+    asked = {
+        "model": NAME,
+        "prompt": "in the hat",
+        "max_tokens": 20,
+        "temperature": 0,
+        "n": 2,
+    }
     whole = http.post(PATH, json=asked).json()
     figures, own = speculative([whole]), [c["medusa"] for c in whole["choices"]]
     assert [*figures] == [
         "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
         "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
     ]  # fmt: skip
-    for theirs, ours in {"num_spec_steps": "steps", "num_accepted_draft_tokens": "accepted_drafts"}.items():
+    for theirs, ours in {
+        "num_spec_steps": "steps",
+        "num_accepted_draft_tokens": "accepted_drafts",
+    }.items():
         assert figures[theirs] == sum(one[ours] for one in own)
     for options in ({}, {"stream_options": {"include_usage": True}}):
         streamed = http.post(PATH, json=asked | options | {"stream": True})
