@@ -94,7 +94,8 @@ def record(model: Model) -> Certificate:
     K, P, chain = model.drafter.n_heads, POSITIONS, list[int]()
     text_T = np.zeros(P + K, np.int32)
     text_T[: P + 1] = np.random.default_rng(0).integers(0, model.config.vocab_size, P + 1)
-    read_APD = np.asarray(_streams(model.backbone, text_T))[_places(model), :P]
+    places = [tap + 1 for tap in model.drafter.taps] or [0]
+    read_APD = np.asarray(_streams(model.backbone, text_T))[places, :P]
     for k in range(K):  # the guess of a level is the next one's input
         fused_PD, logits_KPO, ids_O = replay(model, text_T, read_APD)
         chain.append(ids_O[logits_KPO[k, -1].argmax()])
@@ -112,8 +113,8 @@ def write(directory: str, certificate: Certificate) -> str:
     """Write a certificate into a directory of heads; returns its file."""
     file = os.path.join(directory, FILE)
     os.makedirs(os.path.dirname(file), exist_ok=True)
-    facts = {"facts": json.dumps(certificate.facts)}
-    save_safetensors(file, certificate.arrays, FORMAT | facts)
+    arrays, facts = certificate
+    save_safetensors(file, arrays, FORMAT | {"facts": json.dumps(facts)})
     return file
 
 
@@ -140,18 +141,14 @@ def _facts(model: Model) -> Json:
     return {"model": model.fingerprint, "taps": [*model.drafter.taps], "window": window}
 
 
-def _places(model: Model) -> list[int]:
-    """Which of `_streams` the heads read."""
-    return [tap + 1 for tap in model.drafter.taps] or [0]
-
-
 def compare(certificate: Certificate, model: Model) -> list[Line]:
     """Replay a certificate. The first line that does not fit has the likeliest cause.
 
     Raises:
       UserError: heads of other sizes.
     """
-    (given, recorded), ours, own = certificate, _facts(model), _places(model)
+    (given, recorded), ours = certificate, _facts(model)
+    own = [tap + 1 for tap in ours["taps"]] or [0]
     text_T, read_APD, is_same = (
         given["token_ids"],
         given["states"],
