@@ -26,16 +26,8 @@ if TYPE_CHECKING:
     from medusa_jax.tree.tree import Tree
 
 __all__ = [
-    "Model",
-    "Options",
-    "Piece",
-    "Result",
-    "Tree",
-    "UserError",
-    "generate",
-    "load",
-    "sft_draft",
-]
+    "Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load", "sft_draft",
+]  # fmt: skip
 
 _HOMES = {
     "Tree": "medusa_jax.tree.tree",

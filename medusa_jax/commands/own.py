@@ -56,9 +56,7 @@ class Flags:
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
     drafter: str = flag("family of heads, as --config.heads.drafter of train.py", "medusa")
     start: str | None = flag(
-        "directory or hub id of heads to go on from, such as those of the model before a fine-tuning",
-        None,
-        metavar="HEADS",
+        "heads to go on from, such as those of the model before a fine-tuning", None
     )
     to: str = flag("comma-separated engines to convert the heads for, as convert --to", "")
     limit: int = flag("most questions; 0 is all", 200, type=at_least(0))
@@ -248,16 +246,16 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     part("tree", heads / "tree.json", lambda: call(
         calibrate.main, drafter=heads, prompts=kept, out=heads / "tree.json", batches=1, **shared,
     ))  # fmt: skip
+    both = f"{out / 'start'},{heads}" if flags.start else heads
     part("comparison", out / "compare" / "race.json", lambda: call(
-        bench.program, drafters=f"{out / 'start'},{heads}" if flags.start else heads, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
+        bench.program, drafters=both, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
     ))  # fmt: skip
     if not (heads / "certificate").exists():
         certify(flags.model, str(heads), str(heads))
     for engine in entries(flags.to):
         if not (out / engine).exists():
-            call(
-                convert.main, model=flags.model, drafter=heads, to=engine, out=out / engine
-            )
+            to = {"to": engine, "out": out / engine}
+            call(convert.main, model=flags.model, drafter=heads, **to)
     return heads
 
 

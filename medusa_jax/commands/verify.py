@@ -9,7 +9,7 @@ from medusa_jax.errors import UserError
 
 EXAMPLES = """examples:
   medusa verify --model path/to/model --drafter path/to/heads
-  medusa verify --drafter medusa --out work/certified --write   # the demo's
+  medusa verify --model path/to/model --drafter published/heads --write
 """
 
 
@@ -20,9 +20,6 @@ class Flags:
     model: str | None = flag("directory or hub id of their model (default: the demo)", None)
     drafter: str = flag("heads: a name, a directory, a file or a hub id")
     write: bool = flag("record a certificate instead", False)
-    out: str | None = flag(
-        "directory of the certificate (default: that of the heads)", None
-    )
 
 
 def run(flags: Flags) -> int:
@@ -33,17 +30,16 @@ def run(flags: Flags) -> int:
     stored = find_heads(flags.model, flags.drafter)
     if stored is None:
         raise UserError("give --drafter the heads to verify")
-    out = flags.out or stored.directory
     if flags.write:
-        certify(flags.model, flags.drafter, out)
+        certify(flags.model, flags.drafter, stored.directory)
         return 0
-    recorded = certificate.read(out)
+    recorded = certificate.read(stored.directory)
     model = certificate.open_plain(flags.model, flags.drafter)
     rows, causes = [], []
     for what, difference, limit, cause in certificate.compare(recorded, model):
         verdict = "fits" if difference <= limit else "does not fit"
         rows.append((what, f"{difference:.1e}", f"{limit:.0e}", verdict))
-        causes += [cause] if difference > limit else []
+        causes += [] if difference <= limit else [cause]
     print(markdown_table(("compared", "largest difference", "limit", ""), rows))
     if (other := recorded.facts["model"]) != model.fingerprint:
         inform(f"recorded with the model {other}, this is {model.fingerprint}")

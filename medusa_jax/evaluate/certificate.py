@@ -5,6 +5,7 @@ engine that computes the recorded answers from the recorded inputs has read them
 """
 
 import json
+import math
 import os
 from functools import partial
 from typing import NamedTuple
@@ -13,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from medusa_jax.api import Model, load
+from medusa_jax.api import Model, find_model, load
 from medusa_jax.errors import UserError
+from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.tensor import read_whole
 from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
@@ -51,7 +53,15 @@ class Line(NamedTuple):
 
 
 def open_plain(model: str | None, drafter: str) -> Model:
-    """Load heads and model in float32 without anything that is made for speed; any model of their sizes."""
+    """Load heads and model in float32 without anything that is made for speed; any model of their sizes.
+
+    Raises:
+      UserError: the model is larger than memory.
+    """
+    tensors = BaseFiles.open(find_model(model)).tensors
+    n_bytes = 4 * sum(math.prod(tensor.shape) for tensor in tensors.values())
+    if n_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise UserError("the model in float32 is larger than this machine's memory")
     plain = {"dtype": "float32", "weights": "float32", "draft_weights": "float32"}
     return load(model, drafter, tree="none", allow_other_base=True, kernels=PLAIN, **plain)
 
@@ -149,16 +159,11 @@ def compare(certificate: Certificate, model: Model) -> list[Line]:
     """
     (given, recorded), ours = certificate, _facts(model)
     own = [tap + 1 for tap in ours["taps"]] or [0]
-    text_T, read_APD, is_same = (
-        given["token_ids"],
-        given["states"],
-        recorded["model"] == ours["model"],
-    )
+    text_T, read_APD = given["token_ids"], given["states"]
+    is_same = recorded["model"] == ours["model"]
     sizes = model.drafter.n_heads, len(own), model.config.d_model
     if (len(given["chain"]), len(read_APD), read_APD.shape[-1]) != sizes:
-        raise UserError(
-            "the certificate is for other numbers of levels or taps, or another width"
-        )
+        raise UserError("the certificate is for heads of other sizes")
     cause = f"taps and window are {ours}, recorded as {recorded}"
     changed = any(ours[x] != recorded[x] for x in ("taps", "window"))
     lines = [Line("taps and window", float(changed), 0.0, cause)]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from importlib.util import find_spec
 
 import jax
@@ -106,7 +107,8 @@ def test_faults_are_caught_and_named(fault, made, tmp_path, capsys):
         x for x in wrong(compared(made / name, tmp_path, base)) if "window" not in x.what
     ]
     assert line in numbers[0].what and re.search(cause, numbers[0].cause)
-    flags = [f"--model={base}", f"--drafter={tmp_path}", f"--out={made / name}"]
+    shutil.copytree(made / name / "certificate", tmp_path / "certificate")
+    flags = [f"--model={base}", f"--drafter={tmp_path}"]
     assert verify.main(flags) == 1
     said = capsys.readouterr()
     assert "| does not fit" in said.out and said.err.count("do not fit:") == 1
