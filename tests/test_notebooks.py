@@ -30,7 +30,7 @@ SHORTER = {
     "max_new_tokens=120": "max_new_tokens=40",
     "steps=120": "steps=60",
     "STEPS, B = 120": "STEPS, B = 60",
-    "LIMIT = 5, 60, 120": "LIMIT = None, 8, 32",
+    "LIMIT = 5, 40, 60": "LIMIT = None, 8, 32",
     "max_new_tokens=80": "max_new_tokens=24",
 }
 

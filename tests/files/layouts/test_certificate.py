@@ -53,7 +53,7 @@ def transposed(x):
 
 # Kind of heads, what a loader does wrong, the first line of numbers that shows it, and the cause.
 FAULTS = {
-    "taps": ("eagle3", fields(tap_layers="3,5,6"), "states of", r"enter layers \[2, 4, 5\]"),
+    "taps": ("eagle3", fields(tap_layers="3,5,6"), "states of", "taps are shifted"),
     "window": ("dflash", fields(window=512), "level 1", "first 2 positions"),
     "rotation": ("eagle3", fields(rope_theta=10000.0), "level 1", "base of the rotation"),
     "norm": ("eagle3", tensors("hidden_norm", np.ones_like), "level 1", "a norm is left out"),
