@@ -45,7 +45,7 @@ def test_every_notebook_is_known():
 def test_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for file in (DEMO / "backbone").glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text())
-    set_template(tmp_path, "{{ messages[0]['content'] }}")
+    set_template(tmp_path, "{{ messages | map(attribute='content') | join('\\n') }}")
     (tmp_path / "model.safetensors").symlink_to(DEMO / "backbone" / "model.safetensors")
     demo = {REAL: f"load(tokenizer={str(tmp_path)!r})"}
     run(name, monkeypatch, demo | {PATHS: f"{str(tmp_path)!r}, {str(DEMO / 'medusa')!r}"})

@@ -83,8 +83,9 @@ def sft_draft(
     Raises:
       UserError: as the command says it.
     """
-    given = {"model": fspath(model), "questions": fspath(data), "out": fspath(out)}
-    run(Flags(**given, start=start and fspath(start), to=",".join(to), **more))
+    given: Json = {"model": fspath(model), "questions": fspath(data), "out": fspath(out)}
+    given |= {"start": fspath(start) if start else None, "to": ",".join(to)}
+    run(Flags(**given, **more))
     return str(Path(out, HEADS))
 
 

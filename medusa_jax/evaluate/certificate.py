@@ -62,7 +62,7 @@ def open_plain(model: str | None, drafter: str) -> Model:
     n_bytes = 4 * sum(math.prod(tensor.shape) for tensor in tensors.values())
     if n_bytes > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise UserError("the model in float32 is larger than this machine's memory")
-    plain = {"dtype": "float32", "weights": "float32", "draft_weights": "float32"}
+    plain: Json = {"dtype": "float32", "weights": "float32", "draft_weights": "float32"}
     return load(model, drafter, tree="none", allow_other_base=True, kernels=PLAIN, **plain)
 
 
@@ -112,7 +112,10 @@ def record(model: Model) -> Certificate:
         text_T[P + k + 1 : P + k + 2] = chain[k]
     best_KPN = np.argsort(-logits_KPO, axis=-1, kind="stable")[..., :TOP]
     arrays = {"token_ids": text_T, "states": read_APD, "fused": fused_PD}
-    arrays |= {"top_ids": np.int32(ids_O[best_KPN]), "chain": np.int32(chain)}
+    arrays |= {
+        "top_ids": ids_O[best_KPN].astype("int32"),
+        "chain": np.array(chain, "int32"),
+    }
     arrays["top_logits"] = np.take_along_axis(logits_KPO, best_KPN, -1)
     if not model.drafter.taps:
         del arrays["fused"]
