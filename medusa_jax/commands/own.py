@@ -79,9 +79,6 @@ def sft_draft(
       more: other flags of `medusa own`, such as `minutes=10`.
 
     Returns: the directory of the heads, with tree and certificate.
-
-    Raises:
-      UserError: as the command says it.
     """
     given: Json = {"model": fspath(model), "questions": fspath(data), "out": fspath(out)}
     given |= {"start": fspath(start) if start else None, "to": ",".join(to)}

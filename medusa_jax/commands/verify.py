@@ -49,11 +49,7 @@ def run(flags: Flags) -> int:
 
 
 def certify(model: str | None, drafter: str, out: str) -> None:
-    """Record the certificate of heads in a directory.
-
-    Raises:
-      UserError: it has one.
-    """
+    """Record the certificate of heads in a directory; a `UserError` if it has one."""
     from medusa_jax.evaluate import certificate
 
     if os.path.exists(file := os.path.join(out, certificate.FILE)):
