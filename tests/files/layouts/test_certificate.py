@@ -54,7 +54,7 @@ def transposed(x):
 # Kind of heads, what a loader does wrong, the first line of numbers that shows it, and the cause.
 FAULTS = {
     "taps": ("eagle3", fields(tap_layers="3,5,6"), "states of", "taps are shifted"),
-    "window": ("dflash", fields(window=512), "level 1", "first 2 positions"),
+    "window": ("dflash", fields(window=512), "level 1", "a window is dropped"),
     "rotation": ("eagle3", fields(rope_theta=10000.0), "level 1", "base of the rotation"),
     "norm": ("eagle3", tensors("hidden_norm", np.ones_like), "level 1", "a norm is left out"),
     "d2t": ("eagle3", tensors("vocab", lambda x: np.arange(len(x), dtype=x.dtype)), "level 1", "d2t"),
@@ -112,6 +112,13 @@ def test_faults_are_caught_and_named(fault, made, tmp_path, capsys):
     assert verify.main(flags) == 1
     said = capsys.readouterr()
     assert "| does not fit" in said.out and said.err.count("do not fit:") == 1
+
+
+def test_the_model_in_bfloat16_fits(made):
+    write_base(made / "half", DEEP, random_params(DEEP, 0), "bfloat16")
+    for name in HEADS:
+        lines = compared(made / name, made / name, made / "half")
+        assert not wrong(lines) and lines[1].difference > 1e-4
 
 
 def test_a_window_beyond_the_positions_is_a_fact(made, tmp_path):
