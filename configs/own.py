@@ -115,6 +115,10 @@ def complete(cfg: Config, names: frozenset[str]) -> Config:
     )
     if arch.vocab_size >= LARGE_VOCABULARY:
         fields.setdefault("heads.draft_vocab", 8192)
+    if isinstance(levels := fields.get("train.levels"), int):
+        fields["train.levels"] = min(levels, cfg.heads.n_heads)
+    if getattr(cfg.heads, "confidence", False):
+        fields["train.confidence_weight"] = 1.0
     for name, value in fields.items():
         if name not in names:
             override(cfg, name, value)

@@ -21,12 +21,19 @@ if TYPE_CHECKING:
     from medusa_jax.api.load import load
     from medusa_jax.api.model import Model, generate
     from medusa_jax.api.results import Options, Piece, Result
+    from medusa_jax.commands.own import sft_draft
     from medusa_jax.errors import UserError
     from medusa_jax.tree.tree import Tree
 
-__all__ = ["Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load"]
+__all__ = [
+    "Model", "Options", "Piece", "Result", "Tree", "UserError", "generate", "load", "sft_draft",
+]  # fmt: skip
 
-_HOMES = {"Tree": "medusa_jax.tree.tree", "UserError": "medusa_jax.errors"}
+_HOMES = {
+    "Tree": "medusa_jax.tree.tree",
+    "UserError": "medusa_jax.errors",
+    "sft_draft": "medusa_jax.commands.own",
+}
 
 
 def __getattr__(name: str) -> Any:

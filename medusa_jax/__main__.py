@@ -14,6 +14,7 @@ COMMANDS: dict[str, Command] = {
     **_command("use", "decode", "generate, stream, chat, compare with plain decoding"),
     **_command("use", "serve", "an OpenAI-compatible port for many requests, and a page"),
     **_command("use", "convert", "heads from and to the layouts of other engines"),
+    **_command("use", "verify", "whether heads answer as their certificate records"),
     **_command(
         "train", "own", "from a model and questions to heads for it: all four below"
     ),

@@ -20,14 +20,18 @@ SHOWS = {
     "foreign_loop": (["the loss fell: True", "learnt something: True"], set()),
     "family": (["hydrapp    24 nodes: mean accepted length"], {PNG, SVG}),
     "fit_a_tree": (["best size here:", "mean accepted length"], {PNG}),
+    "rebuild_heads": (["heads guess more than the old ones: ", "| greedy chain"], set()),
     "to_vllm": (["head 3: both layouts agree on 100%", "vllm serve"], {"text/markdown"}),
 }
 REAL = 'load("smollm2", dtype="float32")'
+PATHS = 'find_model("smollm2"), find_heads("smollm2", "medusa").directory'
 # Shorter texts and runs show the same.
 SHORTER = {
     "max_new_tokens=120": "max_new_tokens=40",
     "steps=120": "steps=60",
     "STEPS, B = 120": "STEPS, B = 60",
+    "LIMIT = 5, 40, 60": "LIMIT = None, 8, 32",
+    "max_new_tokens=80": "max_new_tokens=24",
 }
 
 
@@ -41,8 +45,10 @@ def test_every_notebook_is_known():
 def test_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for file in (DEMO / "backbone").glob("*.json"):
         (tmp_path / file.name).write_text(file.read_text())
-    set_template(tmp_path, "{{ messages[0]['content'] }}")
-    run(name, monkeypatch, {REAL: f"load(tokenizer={str(tmp_path)!r})"})
+    set_template(tmp_path, "{{ messages | map(attribute='content') | join('\\n') }}")
+    (tmp_path / "model.safetensors").symlink_to(DEMO / "backbone" / "model.safetensors")
+    demo = {REAL: f"load(tokenizer={str(tmp_path)!r})"}
+    run(name, monkeypatch, demo | {PATHS: f"{str(tmp_path)!r}, {str(DEMO / 'medusa')!r}"})
 
 
 @pytest.mark.slow

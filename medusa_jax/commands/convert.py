@@ -11,6 +11,7 @@ import shlex
 
 from medusa_jax.arch import DTYPES, HeadsConfig
 from medusa_jax.commands.flags import Program, flag
+from medusa_jax.commands.verify import certify
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.tables import markdown_table
@@ -102,6 +103,10 @@ def run(flags: Flags) -> int:
     target = convert(export, flags.to, flags.out, allow_other_base=flags.allow_other_base)
     note = "" if target == flags.to else f" as --to {target}, the same for these heads"
     inform(f"wrote {flags.out}{note}; {flags.out}/README.md says how to load it")
+    try:
+        certify(flags.model, flags.out, flags.out)
+    except UserError as error:
+        inform(f"no certificate was written, medusa verify --write adds it: {error}")
     if stands_for_gguf(directory) and flags.to != "native":
         made_from = config.get("_name_or_path") or "?"
         inform(

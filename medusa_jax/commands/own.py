@@ -1,7 +1,11 @@
 """`medusa own MODEL QUESTIONS --out DIR`: distill, train, calibrate and compare, with an estimate of the time.
 
-DIR gets text/ (distill), run/ (train; run/export/ has the heads and their tree), compare/ (bench) and own.json,
-the plan with the seconds of each part. Every part resumes, so the same command goes on after a stop.
+DIR gets text/ (distill), run/ (train; run/export/ has the heads, their tree and their certificate), compare/ (bench), a
+directory for each engine of --to, and own.json, the plan with the seconds of each part. Every part resumes, so the same
+command goes on after a stop.
+
+After a fine-tuning, --start HEADS goes on from the heads of the model before it, which start/ binds to the new model;
+`sft_draft` is the same as a function.
 """
 
 import dataclasses
@@ -9,15 +13,18 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from os import PathLike, fspath
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from medusa_jax.commands import bench, calibrate, distill, next_command, train
+from medusa_jax.commands import bench, calibrate, convert, distill, next_command, train
 from medusa_jax.commands.flags import Program, at_least, flag
+from medusa_jax.commands.verify import certify
 from medusa_jax.config import Config
 from medusa_jax.console import inform
 from medusa_jax.errors import Terminated, UserError
+from medusa_jax.notation import entries
 from medusa_jax.progress import duration
 from medusa_jax.whole_files import Json, read_text, write_json, write_text
 
@@ -27,10 +34,14 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   medusa own smollm2 questions.jsonl --out work/own
   medusa own my_model.gguf questions.jsonl --out work/own --minutes 20 --drafter eagle3
+  medusa own tuned_model questions.jsonl --out work/own --start heads_of_the_model --to vllm
 """
 RECIPE = Path(__file__).parents[2] / "configs" / "own.py"
 # Questions answered at a time; the last ones, which heads do not learn from; those of them that are compared.
 BATCH, HELD_OUT, COMPARED = 16, 16, 4
+# The trained heads in DIR; the learning rate of heads that go on.
+HEADS = "run/export"
+RESTARTED = 1e-3
 # Most epochs and steps of training; tokens that a chat template adds, roughly.
 EPOCHS, STEPS, TEMPLATE = 10, 400, 30
 
@@ -44,9 +55,35 @@ class Flags:
     out: str = flag("directory for everything; the same command goes on in it")
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
     drafter: str = flag("family of heads, as --config.heads.drafter of train.py", "medusa")
+    start: str | None = flag(
+        "heads to go on from, such as those of the model before a fine-tuning", None
+    )
+    to: str = flag("comma-separated engines to convert the heads for, as convert --to", "")
     limit: int = flag("most questions; 0 is all", 200, type=at_least(0))
     max_new_tokens: int = flag("per answer", 200, type=at_least(1))
     server: str | None = flag("as for distill", None, metavar="URL")
+
+
+def sft_draft(
+    model: str | PathLike[str], data: str | PathLike[str], *, out: str | PathLike[str],
+    start: str | PathLike[str] | None = None, to: Sequence[str] = (), **more: Any,
+) -> str:  # fmt: skip
+    """Rebuild draft heads after a model was fine-tuned; a second call goes on after a stop. `medusa own` is the same.
+
+    Args:
+      model: the tuned model: a directory, a .gguf file, a hub id or a name.
+      data: JSONL with questions like those that it will be asked; it answers them itself.
+      out: directory for everything.
+      start: the heads of the model before; None trains new ones.
+      to: engines to convert the heads for.
+      more: other flags of `medusa own`, such as `minutes=10`.
+
+    Returns: the directory of the heads, with tree and certificate.
+    """
+    given: Json = {"model": fspath(model), "questions": fspath(data), "out": fspath(out)}
+    given |= {"start": fspath(start) if start else None, "to": ",".join(to)}
+    run(Flags(**given, **more))
+    return str(Path(out, HEADS))
 
 
 def run(flags: Flags) -> int:
@@ -100,12 +137,29 @@ def plan_of(flags: Flags, out: Path) -> Json:
 def recipe(flags: Flags, out: Path, **fields: object) -> Config:
     """The configuration of the training."""
     given: Json = {"model.path": flags.model, "data.source": flags.questions}
-    given |= {"heads.drafter": flags.drafter, **fields}
+    given |= {"heads.drafter": flags.drafter} | (started(flags, out) if flags.start else {})
+    given |= fields
     words = [f"--config.{name}={value}" for name, value in given.items()]
     _, cfg, complete = train.parse_all(
         [f"--config={RECIPE}", f"--workdir={out / 'run'}", *words]
     )
     return complete(cfg)
+
+
+def started(flags: Flags, out: Path) -> Json:
+    """The fields of a training that goes on from given heads, which out/start binds to the model."""
+    from medusa_jax.api import find_heads, find_model
+    from medusa_jax.files.hf import BaseFiles
+    from medusa_jax.files.layouts.convert import convert
+    from medusa_jax.files.layouts.layout import Export
+
+    bound = out / "start"
+    if not bound.exists() and (stored := find_heads(flags.model, flags.start or "none")):
+        export = Export(stored, BaseFiles.open(find_model(flags.model)), flags.model)
+        convert(export, "native", str(bound), allow_other_base=True)
+    heads = json.loads(read_text(bound / "heads.json"))["heads"]
+    fields = {f"heads.{name}": value for name, value in heads.items()}
+    return fields | {"train.heads_path": str(bound), "optim.lr": RESTARTED}
 
 
 def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
@@ -160,7 +214,7 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
 
 def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     """Do what has no result yet; returns the directory of the heads."""
-    steps, text, heads = plan["job"]["steps"], out / "text", out / "run" / "export"
+    steps, text, heads = plan["job"]["steps"], out / "text", out / HEADS
     shared = {"model": flags.model, "max_new_tokens": flags.max_new_tokens}
 
     def part(name: str, result: Path, do: Callable[[], int]) -> None:
@@ -190,9 +244,16 @@ def do_parts(flags: Flags, out: Path, plan: Json) -> Path:
     part("tree", heads / "tree.json", lambda: call(
         calibrate.main, drafter=heads, prompts=kept, out=heads / "tree.json", batches=1, **shared,
     ))  # fmt: skip
+    both = f"{out / 'start'},{heads}" if flags.start else heads
     part("comparison", out / "compare" / "race.json", lambda: call(
-        bench.program, drafters=heads, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
+        bench.program, drafters=both, prompts=kept, limit=COMPARED, repeats=1, out=out / "compare", **shared,
     ))  # fmt: skip
+    if not (heads / "certificate").exists():
+        certify(flags.model, str(heads), str(heads))
+    for engine in entries(flags.to):
+        if not (out / engine).exists():
+            to = {"to": engine, "out": out / engine}
+            call(convert.main, model=flags.model, drafter=heads, **to)
     return heads
 
 

@@ -12,7 +12,7 @@ MODEL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 # Descriptions of draft heads, and this project's weights of heads.
 HEAD_FILES = [
-    "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json",
+    "heads.json", "heads.safetensors", "tree.json", "config.json", "adapter_config.json", "certificate/*",
 ]  # fmt: skip
 # The folder of named chat templates.
 TEMPLATES_FOLDER = "additional_chat_templates"

@@ -180,6 +180,14 @@ class DFlash(TappedDrafter):
         out_KD = jnp.repeat(value_GHD, R, axis=0).reshape(-1, D)
         return {"v_proj": {"kernel": value_DJ}, "o_proj": {"kernel": out_KD}}
 
+    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
+        """c [B, T, D]."""
+        c, mine, dtype = self.shape, params["heads_0"], backbone.llama.dtype
+        kernels, streams = backbone.kernels.by_xla, hidden_BTE[..., self.llama.d_model :]
+        fc = Linear(c.d_model, False, dtype, kernels=kernels)
+        norm = RMSNorm(c.rms_eps, dtype, kernels)
+        return applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
+
     def text(
         self,
         params: Params,
@@ -190,10 +198,7 @@ class DFlash(TappedDrafter):
         """The keys and values of c in every layer."""
         c, mine = self.shape, params["heads_0"]
         dtype, kernels = backbone.llama.dtype, backbone.kernels.by_xla
-        streams = hidden_BTE[..., self.llama.d_model :]
-        fc = Linear(c.d_model, False, dtype, kernels=kernels)
-        norm = RMSNorm(c.rms_eps, dtype, kernels)
-        c_BTD = applied(norm, mine["hidden_norm"], applied(fc, mine["fc"], streams))
+        c_BTD = self.fused(params, backbone, hidden_BTE)
         rope = rope_tables(c, positions_BT, dtype)
         attention = Attention(c, dtype, 0, kernels)
         layers = (mine[f"layers_{j}"]["self_attn"] for j in range(self.heads.n_layers))

@@ -145,11 +145,11 @@ class Eagle3(TappedDrafter, Autoregressive):
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
         return Layers(self.shape, dtype, kernels, self.heads, len(self.taps))
 
-    def first_input(
-        self, params: Params, backbone: Backbone, hidden_BTE: jax.Array
-    ) -> jax.Array:
+    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
         streams = hidden_BTE[..., self.llama.d_model :]
         return self.run(params, backbone, streams, method="fuse")
+
+    first_input = fused
 
     def init(self, key: jax.Array, backbone: Backbone) -> Params:
         """At the start the layers output the last tap's stream; norm and LM head are the backbone's."""

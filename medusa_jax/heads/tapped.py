@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax
+
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
+from medusa_jax.sharding import Params
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -67,4 +70,8 @@ class TappedDrafter(Drafter):
     @property
     def paper_taps(self) -> tuple[int, ...]:
         """The layers of the paper."""
+        raise NotImplementedError
+
+    def fused(self, params: Params, backbone: Backbone, hidden_BTE: jax.Array) -> jax.Array:
+        """What the layers read of the tapped streams [B, T, D]."""
         raise NotImplementedError

@@ -71,6 +71,15 @@ class Ending:
         return sum(depth != 0 for depth in self.result.draft_depths)
 
     @property
+    def accepted_by_step(self) -> list[int]:
+        """Accepted drafts of each step. The last step may have ended before its bonus token."""
+        depths, lengths = self.result.draft_depths, self.result.accepted_lengths
+        accepted = [n - 1 for n in lengths]
+        if accepted and depths[-1]:
+            accepted[-1] += 1
+        return accepted
+
+    @property
     def drafted(self) -> int:
         """Number of tokens drafted for it, as if every step had used the last step's tree."""
         return self.result.steps * (self.tree_nodes - 1)

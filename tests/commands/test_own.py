@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 from files import write_lines
 from refusals import refused
-from tiny import write_ending_model
+from tiny import MARKED, random_params, write_chat_model, write_ending_model, write_heads
 
-from medusa_jax.commands import own, train
+from medusa_jax import sft_draft
+from medusa_jax.commands import own, train, verify
 from medusa_jax.evaluate.own_costs import Costs, Workload
+from medusa_jax.heads.eagle3 import Eagle3Config
+from medusa_jax.training.evaluation import Evaluator
 
 PARTS = ("answers", "training", "tree", "comparison")
 WORDS = ("the", "cat", "in", "a", "bar", "is", "there", "and")
@@ -63,6 +66,7 @@ def test_each_part_is_done_once(given, tmp_path, monkeypatch, capsys):
         heads = Path(cfg.workdir) / "export"
         heads.mkdir(parents=True)
         (heads / "heads.json").write_text("{}")
+        (heads / "certificate").mkdir()
         return 0
 
     for directory in (out / "text", out / "compare"):
@@ -102,3 +106,39 @@ def test_the_work_is_fitted_to_the_minutes(given, tmp_path, monkeypatch, capsys)
     assert found[0] == found[1] > found[2]
     with refused("too short on this machine: at least"):
         own.fitted(dataclasses.replace(flags, minutes=1.0), own.recipe(flags, tmp_path))
+
+
+@pytest.mark.wide
+def test_heads_are_rebuilt_after_a_fine_tuning(given, tmp_path, monkeypatch, capsys):
+    """From those of the model before, which another fingerprint binds; killed in the training, resumed, converted."""
+    old, tuned, out = tmp_path / "old", tmp_path / "tuned", tmp_path / "out"
+    write_ending_model(old, max_position=128, seed=1)
+    config, _ = write_chat_model(tuned, MARKED, max_position=128)
+    heads = Eagle3Config(n_heads=3, lm_head="own", rope_theta=50.0, n_layers=1)
+    write_heads(
+        tmp_path / "heads", config, random_params(config, 1), heads, ids=range(3, 30)
+    )
+    job = Workload(40, 1, 8, decoded=36, read=900, tokens=800, learned=720, compared=48)
+    costs = Costs(program=1.0, step=0.01, steps=0.02, token=0.001, learned=0.001)
+    monkeypatch.setattr(own, "fitted", lambda *_: (job, costs))
+    evaluate, killed = Evaluator.__call__, []
+
+    def stopped(*args):
+        if not killed:
+            killed.append(1)
+            raise KeyboardInterrupt
+        return evaluate(*args)
+
+    monkeypatch.setattr(Evaluator, "__call__", stopped)
+    more = {"start": tmp_path / "heads", "out": out, "to": ["eagle3"], "max_new_tokens": 12}
+    with pytest.raises(KeyboardInterrupt):
+        sft_draft(tuned, given[1], **more)
+    text = (out / "text" / "messages.jsonl").read_bytes()
+    result = sft_draft(tuned, given[1], **more)
+    assert killed and (out / "text" / "messages.jsonl").read_bytes() == text
+    meta = json.loads(Path(result, "heads.json").read_text())
+    assert meta["heads"]["drafter"] == "eagle3" and meta["heads"]["rope_theta"] == 50.0
+    assert meta["recipe"]["step"] == 8 and "start" in meta["recipe"]
+    assert verify.main([f"--model={tuned}", f"--drafter={result}"]) == 0
+    assert (out / "eagle3" / "model.safetensors").exists()
+    assert "answers: done before" in capsys.readouterr().err

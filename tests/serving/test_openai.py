@@ -80,6 +80,42 @@ def test_completions_of_several_prompts_and_choices(port, client, http):
         assert reasons == [None] * (len(reasons) - 1) + ["length"]
 
 
+def speculative(events):
+    """vLLM's figures, which only the last event has; they agree with each other as vLLM's do."""
+    assert not any("metrics" in event for event in events[:-1])
+    figures = events[-1]["metrics"]["speculative_decoding"]
+    mean, rate, histogram, steps, accepted, drafted, most = figures.values()
+    assert (sum(histogram), len(histogram)) == (steps, most + 1)
+    assert sum(j * n for j, n in enumerate(histogram)) == accepted <= drafted
+    assert (mean, rate) == (1 + accepted / steps, accepted / drafted)
+    return figures
+
+
+def test_vllm_s_figures_of_the_drafts(http):
+    asked = {
+        "model": NAME,
+        "prompt": "in the hat",
+        "max_tokens": 20,
+        "temperature": 0,
+        "n": 2,
+    }
+    whole = http.post(PATH, json=asked).json()
+    figures, own = speculative([whole]), [c["medusa"] for c in whole["choices"]]
+    assert [*figures] == [
+        "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_spec_steps",
+        "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens",
+    ]  # fmt: skip
+    for theirs, ours in {
+        "num_spec_steps": "steps",
+        "num_accepted_draft_tokens": "accepted_drafts",
+    }.items():
+        assert figures[theirs] == sum(one[ours] for one in own)
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        streamed = http.post(PATH, json=asked | options | {"stream": True})
+        assert speculative(events_of(streamed.text)) == figures
+    assert "metrics" not in http.post(PATH, json=asked | {"drafts": False}).json()
+
+
 def test_more_prompts_than_the_queue_holds(port, client):
     """They wait together: LangChain sends twenty in a call."""
     prompts = [f"the {word}" for word in ["cat", "hat", "rat", "mat", "bat"]] * 4

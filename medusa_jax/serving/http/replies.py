@@ -107,7 +107,7 @@ class Reply:
     def whole(self) -> Json:
         """Return the object of a call that does not stream."""
         choices = [self._choice(i, self.endings[i]) for i in range(len(self.call.requests))]
-        return self._head | {"choices": choices, "usage": self.usage()}
+        return self._head | {"choices": choices, "usage": self.usage()} | self.metrics()
 
     def _choice(self, index: int, ending: Ending) -> Json:
         result, echo = ending.result, self.echoes.get(index)
@@ -147,12 +147,14 @@ class Reply:
             choice["finish_reason"] = self._finish_reason(index, delta.ending)
             extension |= self._stats(delta.ending)
         choice["medusa"] = extension
-        return [piece]
+        is_last = len(self.endings) == len(self.call.requests) and not self.call.usage
+        return [piece | self.metrics() if is_last else piece]
 
     def last(self) -> list[Json | str]:
         """Return the end of a stream, with the token counts if requested."""
-        counts = [self._event([]) | {"usage": self.usage()}] if self.call.usage else []
-        return [*counts, "[DONE]"]
+        if not self.call.usage:
+            return ["[DONE]"]
+        return [self._event([]) | {"usage": self.usage()} | self.metrics(), "[DONE]"]
 
     def usage(self) -> Json:
         """Return the counts of tokens; a prompt of several choices counts once."""
@@ -174,6 +176,26 @@ class Reply:
                 "rejected_prediction_tokens": max(0, predicted - copied),
             },
         }
+
+    def metrics(self) -> Json:
+        """Return vLLM's figures of the drafts of all choices; {} if nothing was drafted."""
+        endings = [e for e in self.endings.values() if e.drafted or e.accepted_drafts]
+        if not endings:
+            return {}
+        by_step = [n for ending in endings for n in ending.accepted_by_step]
+        depth = max(len(e.result.acceptance_histogram) - 1 for e in endings)
+        steps, accepted = len(by_step), sum(by_step)
+        drafted = max(accepted, sum(ending.drafted for ending in endings))
+        figures = {
+            "mean_acceptance_length": 1 + accepted / steps,
+            "draft_acceptance_rate": accepted / drafted,
+            "acceptance_histogram": [by_step.count(n) for n in range(depth + 1)],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": depth,
+        }
+        return {"metrics": {"speculative_decoding": figures}}
 
     def counts(self) -> str:
         """Return the counts of tokens in one line, for the log."""

@@ -272,4 +272,5 @@ class ResponsesReply(Reply):
                 "total_tokens": usage["total_tokens"],
             },
             "medusa": self._stats(self.endings[0]),
+            **self.metrics(),
         }
