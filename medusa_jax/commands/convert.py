@@ -27,6 +27,9 @@ FAMILIES = {
     "DFlash, DSpark": "dflash",
 }
 
+# Targets that vLLM serves with --speculative-config.
+VLLM = ("vllm", "eagle3", "dflash", "tpu_inference")
+
 
 def table() -> str:
     """The targets by engine and family, as a Markdown table."""
@@ -36,7 +39,7 @@ def table() -> str:
     return markdown_table(("", *FAMILIES), rows)
 
 
-LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
+LAYOUTS = "\n".join(f"  {name:14} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
 
@@ -128,9 +131,21 @@ def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
         "tgi": f"text-generation-launcher --model-id {out} --speculate {n}",
         "sglang": f"python -m sglang.launch_server --model-path {base} --speculative-algorithm "
         f"{'EAGLE3' if drafter == 'eagle3' else 'EAGLE'} --speculative-draft-model-path {out}",
+        "sglang_jax": f"python -m sgl_jax.launch_server --model-path {base} --speculative-algorithm "
+        f"{drafter.upper()} --speculative-draft-model-path {out} {sglang_jax_flags(heads)}",
         "speculators": f"vllm serve {out}",
     }
-    return commands.get(target, vllm if target in ("vllm", "eagle3", "dflash") else "")
+    return commands.get(target, vllm if target in VLLM else "")
+
+
+def sglang_jax_flags(heads: HeadsConfig) -> str:
+    """Its flags for the number of drafted tokens; a block is one step."""
+    n = heads.n_heads
+    steps = n if heads.drafter == "eagle3" else 1
+    return (
+        f"--speculative-eagle-topk 1 --speculative-num-steps {steps} "
+        f"--speculative-num-draft-tokens {n + 1}"
+    )
 
 
 main = Program("medusa convert", Flags, run, EXAMPLES)
