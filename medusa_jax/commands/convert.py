@@ -27,9 +27,6 @@ FAMILIES = {
     "DFlash, DSpark": "dflash",
 }
 
-# Targets that vLLM serves with --speculative-config.
-VLLM = ("vllm", "eagle3", "dflash", "tpu_inference")
-
 
 def table() -> str:
     """The targets by engine and family, as a Markdown table."""
@@ -132,20 +129,12 @@ def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
         "sglang": f"python -m sglang.launch_server --model-path {base} --speculative-algorithm "
         f"{'EAGLE3' if drafter == 'eagle3' else 'EAGLE'} --speculative-draft-model-path {out}",
         "sglang_jax": f"python -m sgl_jax.launch_server --model-path {base} --speculative-algorithm "
-        f"{drafter.upper()} --speculative-draft-model-path {out} {sglang_jax_flags(heads)}",
+        f"{drafter.upper()} --speculative-draft-model-path {out} --speculative-eagle-topk 1 "
+        f"--speculative-num-steps {n if drafter == 'eagle3' else 1} --speculative-num-draft-tokens {n + 1}",
         "speculators": f"vllm serve {out}",
     }
-    return commands.get(target, vllm if target in VLLM else "")
-
-
-def sglang_jax_flags(heads: HeadsConfig) -> str:
-    """Its flags for the number of drafted tokens; a block is one step."""
-    n = heads.n_heads
-    steps = n if heads.drafter == "eagle3" else 1
-    return (
-        f"--speculative-eagle-topk 1 --speculative-num-steps {steps} "
-        f"--speculative-num-draft-tokens {n + 1}"
-    )
+    served_by_vllm = ("vllm", "eagle3", "dflash", "tpu_inference")
+    return commands.get(target, vllm if target in served_by_vllm else "")
 
 
 main = Program("medusa convert", Flags, run, EXAMPLES)

@@ -38,6 +38,7 @@ class Target(NamedTuple):
 
 _EAGLE3 = Limits(("eagle3",), draft_vocab=True, why_not=limits.eagle3)
 _EAGLE3_IN_SPECULATORS = replace(_EAGLE3, why_not=limits.eagle3_in_speculators)
+_TPU, _SGLANG = jax_limits.TPU, jax_limits.SGLANG
 TARGETS = {
     "native": Target(
         "this project's format, bound to the model by its fingerprint",
@@ -63,22 +64,22 @@ TARGETS = {
     "tpu_inference": Target(
         "tpu-inference (vLLM on TPUs): EAGLE-3, DFlash",
         {
-            "jax_files:Eagle3ForTpu": replace(
-                _EAGLE3, why_not=partial(jax_limits.eagle3, jax_limits.TPU)
+            "jax_files:Eagle3ForTpu": Limits(
+                ("eagle3",), True, partial(jax_limits.eagle3, _TPU)
             ),
             "jax_files:DFlashForTpu": Limits(
-                ("dflash",), why_not=partial(jax_limits.blocks, jax_limits.TPU)
+                ("dflash",), why_not=partial(jax_limits.blocks, _TPU)
             ),
         },
     ),
     "sglang_jax": Target(
         "sglang-jax: EAGLE-3, DFlash, DSpark",
         {
-            "jax_files:Eagle3ForSglangJax": replace(
-                _EAGLE3, why_not=partial(jax_limits.eagle3, jax_limits.SGLANG)
+            "jax_files:Eagle3ForSglangJax": Limits(
+                ("eagle3",), True, partial(jax_limits.eagle3, _SGLANG)
             ),
             "jax_files:BlocksForSglangJax": Limits(
-                ("dflash", "dspark"), why_not=partial(jax_limits.blocks, jax_limits.SGLANG)
+                ("dflash", "dspark"), why_not=partial(jax_limits.blocks, _SGLANG)
             ),
         },
     ),
