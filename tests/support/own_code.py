@@ -23,13 +23,14 @@ from transformers import AutoConfig
 
 
 def attend(q, k, v, causal):
-    """[T, N, H] on [S, K, H]; of a text the last T rows, if causal."""
-    (T, N, _), (S, K, _) = q.shape, k.shape
-    k, v = (jnp.repeat(x, N // K, 1).astype(jnp.float32) for x in (k, v))
-    scores = jnp.einsum("tnh,snh->nts", q.astype(jnp.float32), k)
-    seen = jnp.arange(S) <= jnp.arange(T)[:, None] + S - T
-    scores = jnp.where(seen | (not causal), scores, -jnp.inf)
-    return jnp.einsum("nts,snh->tnh", jax.nn.softmax(scores), v).astype(q.dtype)
+    """[T, N, H] on [S, K, H], scaled already, in NumPy; of a text the last T rows, if causal."""
+    R = q.shape[1] // k.shape[1]
+    q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    scores = np.einsum("tnh,snh->nts", q, k.repeat(R, 1))
+    seen = np.tri(len(q), len(k), len(k) - len(q), dtype=bool)
+    weights = np.exp(np.where(seen | (not causal), scores, -np.inf) - scores.max())
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nts,snh->tnh", weights, v.repeat(R, 1))
 
 
 def keys_of(directory):
@@ -69,10 +70,13 @@ def tpu_inference(kind, directory, given):
         parallel_config=None,
     )  # fmt: skip
 
-    def attention(cache, q, k, v, metadata, mesh, head_dim, use_causal_mask=True, **rest):
+    def attention(
+        kv_cache, q, k, v, attention_metadata, mesh, head_dim_original, use_causal_mask=True, **rest
+    ):  # fmt: skip
         new = [x if old is None else jnp.concatenate([old, x])
-               for old, x in zip(cache or (None, None), (k, v))]  # fmt: skip
-        return new, attend(q * head_dim**-0.5, *new, use_causal_mask)
+               for old, x in zip(kv_cache or (None, None), (k, v))]  # fmt: skip
+        out = attend(q * head_dim_original**-0.5, *new, use_causal_mask)
+        return new, jnp.asarray(out, q.dtype)
 
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "attn_dp", "model"))
     with jax.set_mesh(mesh), patch.object(llama3, "attention", attention), \
@@ -121,14 +125,15 @@ def sglang_jax(kind, directory, given):
     config, (name,) = settings.hf_config, settings.hf_config.architectures
     explicit = (jax.sharding.AxisType.Explicit,) * 2
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=explicit)
+    rows = jax.NamedSharding(mesh, jax.P("data", "tensor"))
     there = []
 
     def attention(q, k, v, layer, *rest, **more):
         if there:  # what DFlash has of the text
             k, v = (jnp.concatenate(pair) for pair in zip(there[layer.layer_id], (k, v)))
         causal = layer.attn_type.value == "decoder"
-        out = attend(q * layer.scaling, k, v, causal)
-        return out.reshape(len(q), -1), None
+        out = attend(q * layer.scaling, k, v, causal).reshape(len(q), -1)
+        return jax.device_put(jnp.asarray(out, q.dtype), rows), None
 
     with jax.set_mesh(mesh):
         model = nnx.eval_shape(lambda: classes[name](config, mesh=mesh, dtype=jnp.bfloat16))
