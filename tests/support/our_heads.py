@@ -62,13 +62,17 @@ def load(path, llama=LLAMA, **options):
     return heads_io.load_heads(str(path), llama, make_mesh(), **options)
 
 
-def logits_of(drafter, params, base, hidden_BTE, tokens_BT):
-    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`."""
+def logits_of(drafter, params, base, hidden_BTE, tokens_BT, step=1):
+    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`.
+
+    Args:
+      step: the distance of the positions.
+    """
     llama = Llama(drafter.llama, jnp.float64)
     backbone = Backbone(llama, jax.tree.map(jnp.asarray, base))
     if (vocab := params.get(vocabulary.GROUP)) is not None:
         backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
-    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    positions_BT = np.broadcast_to(step * np.arange(tokens_BT.shape[1]), tokens_BT.shape)
     rows = TextRows(hidden_BTE, tokens_BT, positions_BT, np.ones(tokens_BT.shape, np.int32))
     features = drafter.features(params, backbone, rows)
     heads = enumerate(features)
