@@ -37,11 +37,17 @@ def write_base(path, llama=LLAMA, params=BASE, dtype="float32"):
     return BaseFiles.open(str(path))
 
 
-def write_heads(path, base, heads, seed=0, dtype="float32"):
-    """Random heads in the project's own format, over random tokens if they have a draft vocabulary."""
+def write_heads(path, base, heads, seed=0, dtype="float32", norms=0.0):
+    """Random heads in the project's own format, over random tokens if they have a draft vocabulary.
+
+    Args:
+      norms: the mean of vectors; with 1 attention is as sharp as usual.
+    """
     rng, llama = np.random.default_rng(seed), base.config
     shapes = abstract_heads(heads, llama)
-    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    params = jax.tree.map(
+        lambda x: 2 * normal(rng, *x.shape) + np.float32(norms * (x.ndim == 1)), shapes
+    )
     if heads.draft_vocab:
         ids = np.sort(rng.choice(llama.vocab_size, heads.draft_vocab, replace=False))
         params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}

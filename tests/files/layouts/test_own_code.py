@@ -57,7 +57,7 @@ def compared(tmp_path):
     def run(engine, llama, heads, target, step=1):
         params = random_params(llama, 0)
         base = write_base(tmp_path / "base", llama, params, "bfloat16")
-        stored = write_heads(tmp_path / "heads", base, heads, dtype="bfloat16")
+        stored = write_heads(tmp_path / "heads", base, heads, dtype="bfloat16", norms=1.0)
         out = exported(stored, base, target, tmp_path / "out")
         heads, mine, _ = load_heads(str(out), llama, make_mesh(), dtype="float64")
         drafter, rng = make_drafter(heads, llama), np.random.default_rng(1)
@@ -70,9 +70,10 @@ def compared(tmp_path):
             positions=np.append(at, at[-1] + 1), embedding=params["embed_tokens"]["embedding"],
             lm_head=params["lm_head"]["kernel"].T,
         )  # fmt: skip
-        fused, logits = streams @ layers["fc"]["kernel"], there["logits"]
+        fused, logits = streams @ np.asarray(layers["fc"]["kernel"]), there["logits"]
         if heads.drafter == "dflash":
-            fused = numpy_norm(layers["hidden_norm"]["scale"], fused, llama.rms_eps)
+            scale = layers["hidden_norm"]["scale"]
+            fused = numpy_norm(np.asarray(scale), fused, llama.rms_eps)
             logits = logits[1:]
         else:
             tokens = np.append(tokens, there["ids"][logits[T - 1].argmax()])
@@ -102,8 +103,8 @@ def test_own_code_guesses_what_we_do(engine, llama, heads, compared):
 
 WRONG = [
     ("tpu_inference", QWEN, replace(BLOCKS, rope_theta=50.0)),
-    ("sglang_jax", LLAMA, Eagle3Config(n_heads=2, norm_before_residual=True)),
-    ("sglang_jax", LLAMA, Eagle3Config(n_heads=2, fc_norm=True)),
+    ("sglang_jax", LLAMA, replace(EAGLE3, norm_before_residual=True)),
+    ("sglang_jax", LLAMA, replace(EAGLE3, fc_norm=True)),
 ]
 
 
