@@ -39,6 +39,7 @@ def _contender(
 ) -> Contender:
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel = path, setting.context + 64, 1
+    params.verbosity = 0
     for processors in (params.cpuparams, params.cpuparams_batch):
         processors.n_threads = setting.threads
     types = xllamacpp.common_speculative_type
