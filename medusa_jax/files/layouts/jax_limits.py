@@ -55,7 +55,7 @@ def blocks(engine: str, heads: Any, llama: LlamaConfig | None) -> str:
         # The stream before the first layer, or after the last one.
         missing = 0 if engine == TPU else llama.n_layers
         other = engine == TPU and theta != THETA
-        padded = engine == TPU and size != 64 and size % 128
+        padded = engine == TPU and size != 64 and size % 128 != 0
         faults += [
             (scaling != "none", f"ignores the scaling {scaling!r} of DFlash's rotation"),
             (other, f"rotates DFlash by 10^6, whatever a file says, not by {theta:g}"),
