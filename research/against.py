@@ -11,6 +11,7 @@ from medusa_jax.commands.bench import RaceFlags, out_directory, prompts_of
 from medusa_jax.commands.entrants import load_entrants
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.commands.model_flags import generation_options
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.questions import record_prompts
 from medusa_jax.evaluate.race import Contender, ourselves, race
@@ -19,13 +20,15 @@ from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.notation import entries
 from medusa_jax.tree.tree import Tree
 from research.bandwidth import read_bandwidth
-from research.peers import Setting, folder
+from research.peers import NotInstalled, Setting, folder
 
 # Name of a peer and its file in `research/peers/`.
 PEERS = {
     "transformers": "huggingface",
     "llama.cpp": "llamacpp",
     "ik_llama.cpp": "ik_llamacpp",
+    "xllamacpp": "xllamacpp",
+    "openvino": "openvino",
 }
 EXAMPLES = """examples:
   python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
@@ -50,7 +53,7 @@ class Flags(RaceFlags):
 
     peers: str = flag(
         "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
-        "(ik-llama-cpp-python); NAME=FOLDER imports the package from a folder",
+        "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), of which missing ones are left out; NAME=FOLDER imports the package from a folder",
         "transformers",
     )
     threads: int = flag(
@@ -102,11 +105,14 @@ def run(flags: Flags) -> int:
         options.repetition_penalty or 1.0,
     )  # fmt: skip
     for name, _, place in sorted(peers):
-        if place:
-            contenders += folder.contenders(PEERS[name], place, setting)
-        else:
-            peer = importlib.import_module(f"research.peers.{PEERS[name]}")
-            contenders += peer.contenders(setting)
+        try:
+            if place:
+                contenders += folder.contenders(PEERS[name], place, setting)
+            else:
+                peer = importlib.import_module(f"research.peers.{PEERS[name]}")
+                contenders += peer.contenders(setting)
+        except NotInstalled as error:
+            inform(f"left out: {error}")
     bandwidth = read_bandwidth()
     rows = race(contenders, prompts, flags.repeats)
     for row in (row for row in rows if "bytes" in row):

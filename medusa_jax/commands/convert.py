@@ -37,7 +37,7 @@ def table() -> str:
     return markdown_table(("", *FAMILIES), rows)
 
 
-LAYOUTS = "\n".join(f"  {name:13} {t.purpose}" for name, t in TARGETS.items())
+LAYOUTS = "\n".join(f"  {name:14} {t.purpose}" for name, t in TARGETS.items())
 EXAMPLES = f"""layouts to write:
 {LAYOUTS}
 
@@ -133,9 +133,13 @@ def serve_command(target: str, heads: HeadsConfig, base: str, out: str) -> str:
         "tgi": f"text-generation-launcher --model-id {out} --speculate {n}",
         "sglang": f"python -m sglang.launch_server --model-path {base} --speculative-algorithm "
         f"{'EAGLE3' if drafter == 'eagle3' else 'EAGLE'} --speculative-draft-model-path {out}",
+        "sglang_jax": f"python -m sgl_jax.launch_server --model-path {base} --speculative-algorithm "
+        f"{drafter.upper()} --speculative-draft-model-path {out} --speculative-eagle-topk 1 "
+        f"--speculative-num-steps {n if drafter == 'eagle3' else 1} --speculative-num-draft-tokens {n + 1}",
         "speculators": f"vllm serve {out}",
     }
-    return commands.get(target, vllm if target in ("vllm", "eagle3", "dflash") else "")
+    served_by_vllm = ("vllm", "eagle3", "dflash", "tpu_inference")
+    return commands.get(target, vllm if target in served_by_vllm else "")
 
 
 main = Program("medusa convert", Flags, run, EXAMPLES)

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from medusa_jax.errors import UserError
 
 
+class NotInstalled(UserError):
+    """The package of a peer is missing; the others are compared."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """Prompts and limits that peers decode with.

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.api import DEMO
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.files.hub import resolve
-from research.peers import Setting
+from research.peers import NotInstalled, Setting
 
 # Drafts per step of prompt lookup: the default of transformers.
 LOOKED_UP = 10
@@ -38,7 +37,7 @@ def contenders(setting: Setting) -> list[Contender]:
         import torch
         from transformers import AutoModelForCausalLM, GenerationConfig
     except ImportError as error:
-        raise UserError(
+        raise NotInstalled(
             "comparing with transformers needs torch: pip install 'medusa-jax[torch]'"
         ) from error
     directory = resolve(setting.model or str(DEMO / "backbone"))

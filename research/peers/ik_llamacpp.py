@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import Setting
+from research.peers import NotInstalled, Setting
 from research.peers.float32 import block_type, gguf_file
 
 
@@ -26,7 +25,7 @@ def contenders(setting: Setting) -> list[Contender]:
         import ik_llama_cpp
         from ik_llama_cpp import _ctypes_api, _internals
     except ImportError as error:
-        raise UserError(
+        raise NotInstalled(
             "comparing with ik_llama.cpp needs a package: pip install ik-llama-cpp-python"
         ) from error
     llama = ik_llama_cpp.IkLlama(

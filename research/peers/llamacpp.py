@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import Setting
+from research.peers import NotInstalled, Setting
 from research.peers.float32 import as_float32, block_type, gguf_file
 
 
@@ -23,7 +23,7 @@ def contenders(setting: Setting) -> list[Contender]:
     try:
         import llama_cpp
     except ImportError as error:
-        raise UserError(
+        raise NotInstalled(
             "comparing with llama.cpp needs llama-cpp-python: pip install 'medusa-jax[llamacpp]'"
         ) from error
     kind, threads = block_type(path), setting.threads

@@ -9,7 +9,16 @@ from gguf_files import gguf, write
 
 from medusa_jax import UserError
 from medusa_jax.files.gguf.reader import read_gguf
-from research.peers import Setting, float32, huggingface, ik_llamacpp, llamacpp
+from research.peers import (
+    NotInstalled,
+    Setting,
+    float32,
+    huggingface,
+    ik_llamacpp,
+    llamacpp,
+    openvino,
+    xllamacpp,
+)
 
 Kind = gguf.GGMLQuantizationType
 
@@ -19,17 +28,20 @@ Kind = gguf.GGMLQuantizationType
     [
         (llamacpp, "a.gguf", r"pip install 'medusa-jax\[llamacpp\]'"),
         (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
+        (openvino, "a.gguf", "pip install openvino-genai"),
+        (xllamacpp, "a.gguf", "pip install xllamacpp"),
         (llamacpp, "some/directory", r"is not a GGUF file, which llama\.cpp needs"),
     ],
 )
 def test_what_is_missing_is_named(peer, model, words, monkeypatch):
-    for name in ("llama_cpp", "torch"):
+    for name in ("llama_cpp", "torch", "openvino_genai", "xllamacpp"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=words):
+    kind = NotInstalled if "install" in words else UserError
+    with pytest.raises(kind, match=words):
         peer.contenders(Setting(model, 3, 40, 3, 0, 1.0))
 
 
-@pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp])
+@pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp, openvino, xllamacpp])
 @pytest.mark.parametrize("adjusted", [(5, 1.0), (0, 1.1)])
 def test_peers_of_logits_alone(peer, adjusted):
     with pytest.raises(UserError, match="--no_repeat_ngram_size 0 --repetition_penalty 1"):

@@ -1,6 +1,7 @@
 """The longer commands of `research/` run on a tiny model and leave their files."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.training.data.rows import write_tokens
 from research import against
 from research.family import command as family
-from research.peers import huggingface, llamacpp
+from research.peers import NotInstalled, huggingface, llamacpp, xllamacpp
 from research.recipes import command as recipes
 from research.recipes import text
 
@@ -22,7 +23,7 @@ ASKED = f"{MODEL} --prompts={{t}}/prompts.jsonl --out={{t}}/out"
 # By command: its flags, its files, and words that it prints.
 COMMANDS = {
     against: (
-        f"{ASKED} --drafters={{t}}/model/heads --peers=transformers,llama.cpp --trees=chain:2 "
+        f"{ASKED} --drafters={{t}}/model/heads --peers=transformers,llama.cpp,xllamacpp --trees=chain:2 "
         "--max_new_tokens=6 --repeats=1 --limit=2 --threads=3",
         ["against.json", "against.md"], "| transformers | F32 | 10.0 |",
     ),
@@ -59,6 +60,9 @@ def places(tmp_path, monkeypatch):
         run = Run([[1] * 6], 0.1, 0.5)
         made = [Contender(name, lambda prompt, run=run: run, "F32")]
         monkeypatch.setattr(peer, "contenders", lambda setting, made=made: made)
+    # One whose package is missing does not end the comparison.
+    missing = Mock(side_effect=NotInstalled("needs a package"))
+    monkeypatch.setattr(xllamacpp, "contenders", missing)
     return tmp_path
 
 

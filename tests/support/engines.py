@@ -214,3 +214,53 @@ def eagle(path, base, hidden, following, lm_head, engine=""):
     assert config["num_hidden_layers"] == 1
     strict(state, eagle_state(biased))
     return eagle_logits(state, hidden, following, lm_head)
+
+
+# What the engines in JAX look for, all of it. tpu-inference 0.32.0 (b8692ff0): models/jax/llama_eagle3.py and dflash.py,
+# `load_weights`. sglang-jax cddbf6f1: srt/models/llama_eagle3.py and dflash.py, 8704afbd: dspark.py, the mappings.
+_MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm"]
+_LAYER = [*(f"self_attn.{n}_proj" for n in "qkvo"), *_MLP, "post_attention_layernorm"]
+_NORMS = ["self_attn.q_norm", "self_attn.k_norm"]
+_EAGLE3 = [*(f"midlayer.{n}" for n in (*_LAYER, "hidden_norm")), "norm", "fc", "lm_head"]
+_MARKOV = ["markov_head.markov_w1", "markov_head.markov_w2"]
+# Names of the models that each starts as a drafter, tpu-inference's by vLLM's EAGLEConfig.
+_STARTED = {
+    "eagle3": "LlamaForCausalLM",
+    "dflash": "DFlashDraftModel",
+    "dspark": "Qwen3DSparkModel",
+}
+
+
+def jax_engine(path, kind):
+    """The tensors of a directory whose keys are those that tpu-inference and sglang-jax take, and no others.
+
+    Both read all files of weights in it.
+    """
+    (file,) = path.glob("*.safetensors")
+    config, state = config_of(path), load_file(file)
+    assert config["architectures"] == [_STARTED[kind]]
+    # The first is read where there is no `rope_parameters`, in transformers 4.
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    if kind == "eagle3":
+        names, other = _EAGLE3, {"d2t"}
+        assert config["num_hidden_layers"] == 1 and config["tie_word_embeddings"] is False
+        assert (
+            len(state["lm_head.weight"]) == config["draft_vocab_size"] == len(state["d2t"])
+        )
+        assert state["d2t"].dtype == np.int64
+    else:
+        layers = range(config["num_hidden_layers"])
+        names = [f"layers.{j}.{n}" for j in layers for n in (*_LAYER, *_NORMS)]
+        names += ["fc", "hidden_norm", "norm", *(_MARKOV if kind == "dspark" else [])]
+        # sglang-jax says that it does not read the confidence.
+        other = {key for key in state if key.startswith("confidence_head.")}
+        table = config["dflash_config"]
+        n_taps = len(table["target_layer_ids"])
+        assert config["block_size"] > 1 and table["mask_token_id"] < config["vocab_size"]
+        assert state["fc.weight"].shape[1] == n_taps * config["hidden_size"]
+        if kind == "dspark":
+            assert config["markov_rank"] > 0 and config["markov_head_type"] == "vanilla"
+    wanted = {f"{name}.weight" for name in names} | other
+    if state.keys() != wanted:
+        raise WouldFailSilently(f"keys that are off: {state.keys() ^ wanted}")
+    return state

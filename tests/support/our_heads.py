@@ -37,11 +37,17 @@ def write_base(path, llama=LLAMA, params=BASE, dtype="float32"):
     return BaseFiles.open(str(path))
 
 
-def write_heads(path, base, heads, seed=0, dtype="float32"):
-    """Random heads in the project's own format, over random tokens if they have a draft vocabulary."""
+def write_heads(path, base, heads, seed=0, dtype="float32", norms=0.0):
+    """Random heads in the project's own format, over random tokens if they have a draft vocabulary.
+
+    Args:
+      norms: the mean of vectors; with 1 attention is as sharp as usual.
+    """
     rng, llama = np.random.default_rng(seed), base.config
     shapes = abstract_heads(heads, llama)
-    params = jax.tree.map(lambda x: 2 * normal(rng, *x.shape), shapes)
+    params = jax.tree.map(
+        lambda x: 2 * normal(rng, *x.shape) + np.float32(norms * (x.ndim == 1)), shapes
+    )
     if heads.draft_vocab:
         ids = np.sort(rng.choice(llama.vocab_size, heads.draft_vocab, replace=False))
         params[vocabulary.GROUP] = {"ids": ids.astype(np.int32)}
@@ -62,13 +68,17 @@ def load(path, llama=LLAMA, **options):
     return heads_io.load_heads(str(path), llama, make_mesh(), **options)
 
 
-def logits_of(drafter, params, base, hidden_BTE, tokens_BT):
-    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`."""
+def logits_of(drafter, params, base, hidden_BTE, tokens_BT, step=1):
+    """Logits [K, B, T, O] of a drafter after every position, over a backbone with the parameters `base`.
+
+    Args:
+      step: the distance of the positions.
+    """
     llama = Llama(drafter.llama, jnp.float64)
     backbone = Backbone(llama, jax.tree.map(jnp.asarray, base))
     if (vocab := params.get(vocabulary.GROUP)) is not None:
         backbone = vocabulary.narrowed(backbone, jnp.asarray(vocab["ids"]))
-    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1]), tokens_BT.shape)
+    positions_BT = np.broadcast_to(step * np.arange(tokens_BT.shape[1]), tokens_BT.shape)
     rows = TextRows(hidden_BTE, tokens_BT, positions_BT, np.ones(tokens_BT.shape, np.int32))
     features = drafter.features(params, backbone, rows)
     heads = enumerate(features)

@@ -13,6 +13,7 @@
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import like_llama, parse_config
@@ -48,6 +49,8 @@ class DFlashFiles(Layout):
         "--speculative-draft-model-path {out}`; DeepSpec, if the root's slot guesses, and it alone "
         "without a Markov head: `eval.py --draft_name_or_path {out} --target_name_or_path {base}`"
     )
+    # DeepSpec draws embedding and LM head at random if a file lacks them.
+    copies: ClassVar[bool] = True
 
     def fits(self, tensors: Tensors) -> bool:
         keys = {"fc.weight", "hidden_norm.weight", "layers.0.self_attn.q_norm.weight"}
@@ -138,8 +141,7 @@ class DFlashFiles(Layout):
             # DeepSpec and SGLang read these next to the layers' fields, DeepSpec also its number of anchors.
             markov |= table | {"num_anchors": 512}
             table = {"projector_type": "dspark"} | markov
-            # DeepSpec draws both at random if a file lacks them.
-            arrays |= _copies(export)
+            arrays |= _copies(export) if self.copies else {}
             name = "Qwen3DSparkModel"
         if heads.causal != "sliding":
             layers["is_causal"] = heads.causal == "all"

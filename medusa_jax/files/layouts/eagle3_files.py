@@ -17,7 +17,7 @@ flags; here one that may change the computation is refused (`other_fields.py`).
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import like_llama, parse_config
@@ -69,6 +69,8 @@ class Eagle3Files(Layout):
         '"num_speculative_tokens": 4}}`; SGLang: `--speculative-algorithm EAGLE3 '
         "--speculative-draft-model-path {out}`"
     )
+    # In the written config.json.
+    architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
 
     def fits(self, tensors: Tensors) -> bool:
         norms = {f"{stem}hidden_norm.weight" for stem in (_LAYER, _SPECULATORS)}
@@ -146,8 +148,12 @@ class Eagle3Files(Layout):
     def write(self, export: Export, out: str) -> None:
         """Write in the form of SpecForge."""
         layers, fields = _config(export, _drafter(export))
-        config = layers | fields | {"architectures": ["LlamaForCausalLMEagle3"]}
-        export.write(out, "model.safetensors", _arrays(export, _LAYER), config)
+        config = layers | fields | {"architectures": [self.architecture]}
+        export.write(out, "model.safetensors", self.arrays(export), config)
+
+    def arrays(self, export: Export) -> Arrays:
+        """The tensors to write by their keys."""
+        return _arrays(export, _LAYER)
 
 
 class SpeculatorsEagle3(Eagle3Files):

@@ -17,6 +17,8 @@ ENGINES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "vLLM": {"medusa": ("vllm", "tgi"), "eagle": ("vllm",), "eagle3": ("vllm", "eagle3")}
     | dict.fromkeys(_BLOCKS, ("dflash", "speculators")),
     "SGLang": {"eagle": ("sglang",), "eagle3": ("sglang",)} | _BLOCKS,
+    "tpu-inference": dict.fromkeys(("eagle3", "dflash"), ("tpu_inference",)),
+    "sglang-jax": dict.fromkeys(("eagle3", "dflash", "dspark"), ("sglang_jax",)),
     "TGI": {"medusa": ("tgi",)},
     "TensorRT-LLM": {"eagle3": ("eagle3",)},
     "llama.cpp": {"eagle3": ("eagle3",)},

@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from medusa_jax.errors import UserError, did_you_mean
-from medusa_jax.files.layouts import limits
+from medusa_jax.files.layouts import jax_limits, limits
 from medusa_jax.files.layouts.limits import Limits
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Target(NamedTuple):
 
 _EAGLE3 = Limits(("eagle3",), draft_vocab=True, why_not=limits.eagle3)
 _EAGLE3_IN_SPECULATORS = replace(_EAGLE3, why_not=limits.eagle3_in_speculators)
+_TPU, _SGLANG = jax_limits.TPU, jax_limits.SGLANG
 TARGETS = {
     "native": Target(
         "this project's format, bound to the model by its fingerprint",
@@ -57,6 +59,28 @@ TARGETS = {
                 ("eagle",), why_not=limits.eagle_for_sglang
             ),
             "eagle3_files:Eagle3Files": _EAGLE3,
+        },
+    ),
+    "tpu_inference": Target(
+        "tpu-inference (vLLM on TPUs): EAGLE-3, DFlash",
+        {
+            "jax_files:Eagle3ForTpu": Limits(
+                ("eagle3",), True, partial(jax_limits.eagle3, _TPU)
+            ),
+            "jax_files:DFlashForTpu": Limits(
+                ("dflash",), why_not=partial(jax_limits.blocks, _TPU)
+            ),
+        },
+    ),
+    "sglang_jax": Target(
+        "sglang-jax: EAGLE-3, DFlash, DSpark",
+        {
+            "jax_files:Eagle3ForSglangJax": Limits(
+                ("eagle3",), True, partial(jax_limits.eagle3, _SGLANG)
+            ),
+            "jax_files:BlocksForSglangJax": Limits(
+                ("dflash", "dspark"), why_not=partial(jax_limits.blocks, _SGLANG)
+            ),
         },
     ),
     "tgi": Target(

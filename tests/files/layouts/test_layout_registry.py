@@ -76,7 +76,8 @@ def test_every_layout_of_the_table():
             for drafter in limits.drafters or DRAFTERS:
                 assert registry.layout_of(target, drafter).name in registry.TARGETS
     names = [layout.name for layout in registry.readers()]
-    assert sorted({*names, "native", "sglang", "speculators"}) == sorted(registry.TARGETS)
+    written = {"native", "sglang", "speculators", "tpu_inference", "sglang_jax"}
+    assert written | {*names} == registry.TARGETS.keys()
     for engine in ENGINES.values():
         for drafter, targets in engine.items():
             assert set(targets) <= registry.targets_of(drafter).keys()

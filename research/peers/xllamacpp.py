@@ -1,0 +1,68 @@
+"""llama.cpp's newest server through xllamacpp, in this process: a GGUF file, plain and with its n-gram drafts."""
+
+import json
+import os
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+
+from medusa_jax.evaluate.race import Contender, Run
+from research.peers import NotInstalled, Setting
+from research.peers.float32 import block_type, gguf_file
+
+# Its drafts that need no second file.
+DRAFTS = {
+    "": "NONE", ", n-gram": "NGRAM_SIMPLE", ", n-gram map": "NGRAM_MAP_K", ", n-gram pool": "NGRAM_MOD",
+}  # fmt: skip
+
+
+def contenders(setting: Setting) -> list[Contender]:
+    """The GGUF file in its own type.
+
+    Raises:
+      UserError: not a GGUF file.
+      NotInstalled: xllamacpp is not installed.
+    """
+    setting.refuse_adjusted("llama.cpp")
+    path = gguf_file(setting.model)
+    try:
+        import xllamacpp
+    except ImportError as error:
+        raise NotInstalled(
+            "comparing with xllamacpp needs a package: pip install xllamacpp"
+        ) from error
+    return [_contender(xllamacpp, path, setting, *row) for row in DRAFTS.items()]
+
+
+def _contender(
+    xllamacpp: Any, path: str, setting: Setting, drafts: str, kind: str
+) -> Contender:
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = path, setting.context + 64, 1
+    params.verbosity = 0
+    for processors in (params.cpuparams, params.cpuparams_batch):
+        processors.n_threads = setting.threads
+    types = xllamacpp.common_speculative_type
+    params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    server = xllamacpp.Server(params)
+    options = {
+        "n_predict": setting.new_tokens, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False,
+        "return_tokens": True,
+    }  # fmt: skip
+
+    def decode(prompt: Sequence[int]) -> Run:
+        body = json.dumps(options | {"prompt": list(prompt)}).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(
+            f"{server.listening_address}/completion", body, headers
+        )
+        with urllib.request.urlopen(request) as response:
+            answer = json.load(response)
+        times = answer["timings"]
+        return Run(
+            [answer["tokens"]], times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3
+        )
+
+    label = f"llama.cpp (xllamacpp {xllamacpp.__version__}){drafts}"
+    facts = {} if drafts else {"bytes": os.path.getsize(path)}
+    return Contender(label, decode, block_type(path), facts)
