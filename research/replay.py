@@ -13,7 +13,7 @@ from pathlib import Path
 
 from medusa_jax.api import Model, Options, default_drafter
 from medusa_jax.api.prompts import ending_turns
-from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.commands.bench import TemplateFlags
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.commands.model_flags import (

@@ -19,6 +19,7 @@ from medusa_jax.console import inform
 from medusa_jax.errors import between
 from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, make_mesh
@@ -199,10 +200,16 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
         place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
     )
     in_blocks = form.storage.weights == STORED
-    _, params = hf.load_backbone(
-        base.source, mesh, form.read_as, place, in_blocks, opened=base
-    )
-    return params
+
+    def packed() -> Params:
+        return hf.load_backbone(
+            base.source, mesh, form.read_as, place, in_blocks, opened=base
+        )[1]
+
+    if not form.storage.panel:
+        return packed()
+    marks = base.config, form, form.kernels.mark
+    return kept("weights", base.files, marks, packed)
 
 
 def choose_tree(

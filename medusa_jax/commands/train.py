@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parser_of
 from medusa_jax.commands.next_command import print_next
@@ -21,6 +20,7 @@ from medusa_jax.devices.machine import warn_if_accelerator_unused
 from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.typed import field_value
 
 EXAMPLES = """\

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
 from medusa_jax.model.kernels import Kernels
+from medusa_jax.programs import KEYS, program
 
 
 class Sampling(struct.PyTreeNode):
@@ -62,12 +63,12 @@ class Sampling(struct.PyTreeNode):
         return self.replace(key_B=tagged)
 
 
-@jax.jit
+@program()
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
-    return jax.vmap(
-        lambda s, r: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), r)
-    )(seed_B, request_B)
+    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s, impl=KEYS), r))(
+        seed_B, request_B
+    )
 
 
 @jax.named_scope("sampling")

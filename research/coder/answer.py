@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.distill.files import coverage, write_token_directory

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.commands import train
 from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import at_least, flag, parser_of

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from medusa_jax.api import load
-from medusa_jax.cache_directories import use_compilation_cache
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.commands.flags import Program
 from medusa_jax.config import DataConfig
 from medusa_jax.console import inform
