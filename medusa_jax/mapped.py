@@ -204,6 +204,16 @@ def _plain(x: Any, arrays: dict[int, Any] | None) -> Any:
     return {named: {name: _plain(value, arrays) for name, value in fields.items()}}
 
 
+def as_json(tree: Any) -> str:
+    """A tree without arrays; raises like `cached`."""
+    return json.dumps(_plain(tree, None))
+
+
+def from_json(text: str) -> Any:
+    """The inverse of `as_json`."""
+    return _object(json.loads(text), [])
+
+
 def _object(plain: Any, arrays: list[jax.Array]) -> Any:
     """The inverse of `_plain`."""
     if not isinstance(plain, dict):

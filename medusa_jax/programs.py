@@ -3,8 +3,10 @@
 import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -15,11 +17,14 @@ from jax.tree_util import PyTreeDef
 
 from medusa_jax.cache_directories import cache_directory
 from medusa_jax.devices.platforms import OPTIONS, platform
-from medusa_jax.mapped import UNREADABLE, cached, read, write
+from medusa_jax.mapped import UNREADABLE, as_json, cached, from_json, read, write
 
 R = TypeVar("R")
 # The generator of all keys (`decoding/sampling.py: row_keys`).
 KEYS = "threefry2x32"
+# Programs of a start, and those that are being read.
+LAST = 5
+ahead: dict[Path, Callable[[], Any]] = {}
 
 
 def use_compilation_cache() -> None:
@@ -97,11 +102,10 @@ class Program(Generic[R]):
         except TypeError:
             return None
         with suppress(*UNREADABLE, RuntimeError):
-            code, checksum, results, keys = read(path)
-            data = np.asarray(code).tobytes()
-            if hashlib.sha256(data).hexdigest() == checksum:
-                loaded = get_backend().deserialize_executable(data, jax.devices(), None)
-                return Executable(loaded, jax.tree.structure(results), keys)
+            loaded, results, keys = (
+                ahead.pop(path)() if path in ahead else read_program(path)
+            )
+            return Executable(loaded, jax.tree.structure(from_json(results)), keys)
         lowered = self._jitted(platform(), keep_unused=True).lower(*args)
         with without_jax_cache():
             loaded = lowered.compile().runtime_executable()
@@ -111,8 +115,25 @@ class Program(Generic[R]):
             data = loaded.serialize()
             results = jax.tree.unflatten(lowered.out_tree, range(len(infos)))
             code = np.frombuffer(data, np.uint8)
-            write(path, (code, hashlib.sha256(data).hexdigest(), results, keys))
+            write(path, (code, hashlib.sha256(data).hexdigest(), as_json(results), keys))
         return Executable(loaded, lowered.out_tree, keys)
+
+
+def read_program(path: Path) -> tuple[Any, str, list[int]]:
+    """XLA's program, `Executable.results` in JSON, and `Executable.keys`; raises one of `UNREADABLE` or RuntimeError."""
+    code, checksum, results, keys = read(path)
+    data = np.asarray(code).tobytes()
+    if hashlib.sha256(data).hexdigest() != checksum:
+        raise ValueError(f"{path} is damaged")
+    return get_backend().deserialize_executable(data, jax.devices(), None), results, keys
+
+
+def read_ahead() -> None:
+    """Read the programs of the last start in the order in which it ran them; the kernels that they call are loaded."""
+    files = [path for path in Path(cache_directory("programs")).iterdir() if path.is_file()]
+    last = sorted(files, key=lambda path: path.stat().st_mtime_ns)[-LAST:]
+    with ThreadPoolExecutor(1) as pool:
+        ahead.update({path: pool.submit(read_program, path).result for path in last})
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 
 import jax
@@ -28,6 +29,8 @@ from medusa_jax.devices.machine import instruction_limit, processor
 from medusa_jax.errors import UserError
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
+# Held by the only thread that compiles.
+LOADING = threading.Lock()
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
@@ -66,9 +69,14 @@ class Library(ctypes.CDLL):
         return int(function(*map(ctypes.c_int64, numbers)))
 
 
-@functools.cache
 def library() -> Library | None:
     """The kernels for this machine, compiled on first use; None if that fails."""
+    with LOADING:
+        return _library()
+
+
+@functools.cache
+def _library() -> Library | None:
     try:
         path = _compiled()
         return Library(path) if path else None
