@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +33,8 @@ START, MAGIC, ALIGNED = struct.Struct("<8sQ32s"), b"medusa 1", 64
 # Files of a smaller model are converted quickly.
 LEAST_BYTES = 2**21
 PACKAGE = Path(__file__).parent
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
+# Raised for files that are missing or damaged.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, struct.error, RuntimeError)
 Made = TypeVar("Made")
 
 
@@ -43,9 +44,8 @@ def kept(what: str, files: Collection[str], marks: Any, make: Callable[[], Made]
     Args:
       what: its name, for people and in its key.
       files: files of weights, found by their content.
-      marks: all else that it depends on, as for `signature`.
+      marks: all else that it depends on, as for `cached`.
     """
-    limit()
     try:
         if sum(map(os.path.getsize, files)) < LEAST_BYTES:
             return make()
@@ -72,8 +72,8 @@ def cached(kind: str, *marks: Any) -> Path:
     settings.pop(LIMIT, None)
     x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
     machine = jax.__version__, sys.version, processor(), os.cpu_count(), x64
-    plain = _plain([*machine, package_mark(), settings, *marks], None)
-    digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    parts = plain([*machine, package_mark(), settings, *marks])
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return Path(cache_directory(kind)) / digest[:32]
 
 
@@ -119,7 +119,7 @@ def read(path: Path) -> Any:
         end = start + kind.itemsize * int(np.prod(shape))
         arrays.append(data[start:end].view(kind).reshape(shape))
     os.utime(path)  # used last
-    return _object(tree, jax.device_put(arrays, may_alias=True))
+    return rebuilt(tree, jax.device_put(arrays, may_alias=True))
 
 
 def write(path: Path, tree: Any, what: str = "") -> None:
@@ -130,8 +130,8 @@ def write(path: Path, tree: Any, what: str = "") -> None:
     """
     found: dict[int, Any] = {}
     with suppress(OSError, TypeError):
-        plain = _plain(tree, found)
-        arrays, places, at = [np.asarray(x) for x in found.values()], [], ALIGNED
+        header = [plain(tree, found), places := []]
+        arrays, at = [np.asarray(x) for x in found.values()], ALIGNED
         for x in arrays:
             places.append((x.dtype.name, x.shape, at))
             at += -(-x.nbytes // ALIGNED) * ALIGNED
@@ -139,8 +139,8 @@ def write(path: Path, tree: Any, what: str = "") -> None:
             return
         if what and at > LEAST_BYTES:
             inform(f"writing {at / 1e6:.0f} MB of {what} to {path.parent}, once")
-        header = json.dumps([plain, places]).encode()
-        threading.Thread(target=_write, args=(path, arrays, places, at, header)).start()
+        arguments = path, arrays, places, at, json.dumps(header).encode()
+        threading.Thread(target=_write, args=arguments).start()
 
 
 def _write(
@@ -156,32 +156,22 @@ def _write(
         file.write(header)
 
 
-def limit() -> float:
-    """The bytes that files of a kind may have.
-
-    Raises:
-      UserError: the variable is no number.
-    """
-    try:
-        return float(os.environ.get(LIMIT) or GIGABYTES) * 1e9
-    except ValueError:
-        raise UserError(
-            f"{LIMIT} is a number of gigabytes, not {os.environ[LIMIT]!r}"
-        ) from None
-
-
 def make_room(directory: Path, size: int) -> bool:
     """Whether a file of this size is within the limit; those that were used least recently make room for it."""
-    files = sorted(
+    try:
+        most = float(os.environ.get(LIMIT) or GIGABYTES) * 1e9
+    except ValueError as error:
+        raise UserError(f"{LIMIT} is a number of gigabytes: {error}") from None
+    files = [
         (p.stat().st_mtime, p.stat().st_size, p) for p in directory.iterdir() if p.is_file()
-    )
-    most = limit()
-    while files and most >= size > most - sum(row[1] for row in files):
+    ]
+    files.sort()
+    while files and most >= size > most - sum(bytes for _, bytes, _ in files):
         files.pop(0)[2].unlink(missing_ok=True)
     return size <= most
 
 
-def _plain(x: Any, arrays: dict[int, Any] | None) -> Any:
+def plain(x: Any, arrays: dict[int, Any] | None = None) -> Any:
     """A tree in JSON, its arrays as numbers and added to `arrays`; with None, arrays are refused."""
     if x is None or type(x) in (bool, int, float, str):
         return x
@@ -189,9 +179,9 @@ def _plain(x: Any, arrays: dict[int, Any] | None) -> Any:
         arrays.setdefault(id(x), x)  # a tied LM head is the embedding
         return {"array": list(arrays).index(id(x))}
     if type(x) is dict and all(type(key) is str for key in x):
-        return {"dict": {key: _plain(value, arrays) for key, value in x.items()}}
+        return {"dict": {key: plain(value, arrays) for key, value in x.items()}}
     if type(x) in (tuple, list):
-        return {type(x).__name__: [_plain(value, arrays) for value in x]}
+        return {type(x).__name__: [plain(value, arrays) for value in x]}
     if arrays is None and isinstance(x, np.dtype | jax.sharding.Mesh):
         return str(x)
     kind = type(x)
@@ -201,31 +191,21 @@ def _plain(x: Any, arrays: dict[int, Any] | None) -> Any:
     # Flax modules have a place in a tree of modules, too.
     fields = {name: getattr(x, name) for name in names if name not in ("parent", "name")}
     named = f"{kind.__module__}:{kind.__qualname__}"
-    return {named: {name: _plain(value, arrays) for name, value in fields.items()}}
+    return {named: {name: plain(value, arrays) for name, value in fields.items()}}
 
 
-def as_json(tree: Any) -> str:
-    """A tree without arrays; raises like `cached`."""
-    return json.dumps(_plain(tree, None))
-
-
-def from_json(text: str) -> Any:
-    """The inverse of `as_json`."""
-    return _object(json.loads(text), [])
-
-
-def _object(plain: Any, arrays: list[jax.Array]) -> Any:
-    """The inverse of `_plain`."""
-    if not isinstance(plain, dict):
-        return plain
-    [(kind, inside)] = plain.items()
+def rebuilt(x: Any, arrays: Sequence[jax.Array] = ()) -> Any:
+    """The inverse of `plain`."""
+    if not isinstance(x, dict):
+        return x
+    [(kind, inside)] = x.items()
     if kind == "array":
         return arrays[inside]
     if kind in ("tuple", "list"):
-        values = [_object(value, arrays) for value in inside]
-        return tuple(values) if kind == "tuple" else values
-    values = {name: _object(value, arrays) for name, value in inside.items()}
+        values = [rebuilt(value, arrays) for value in inside]
+        return values if kind == "list" else tuple(values)
+    fields = {name: rebuilt(value, arrays) for name, value in inside.items()}
     if kind == "dict":
-        return values
+        return fields
     module, _, name = kind.partition(":")
-    return getattr(sys.modules[module], name)(**values)
+    return vars(sys.modules[module])[name](**fields)

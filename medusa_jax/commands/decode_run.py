@@ -17,7 +17,6 @@ from medusa_jax.console import inform, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
-from medusa_jax.kernels.choose import load_early
 from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.fill import Gap
@@ -132,7 +131,6 @@ def load(flags: Flags, n_requests: int) -> Model:
     """Load the model for this number of requests, and set the process up for it."""
     give_memory_back()
     use_compilation_cache()
-    load_early()
     warn_if_accelerator_unused()
     return load_model(
         flags,

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 from pathlib import Path
 
 import jax
@@ -27,10 +26,9 @@ from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import announced
 from medusa_jax.devices.machine import instruction_limit, processor
 from medusa_jax.errors import UserError
+from medusa_jax.programs import read_ahead
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
-# Held by the only thread that compiles.
-LOADING = threading.Lock()
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
@@ -69,17 +67,14 @@ class Library(ctypes.CDLL):
         return int(function(*map(ctypes.c_int64, numbers)))
 
 
+@functools.cache
 def library() -> Library | None:
     """The kernels for this machine, compiled on first use; None if that fails."""
-    with LOADING:
-        return _library()
-
-
-@functools.cache
-def _library() -> Library | None:
     try:
         path = _compiled()
-        return Library(path) if path else None
+        native = Library(path) if path else None
+        read_ahead()  # these programs call the kernels
+        return native
     except OSError:  # the cache is not writable, or the system cannot load the file
         return None
 

@@ -1,17 +1,13 @@
 """Choose the kernels: the only place that asks which platform a program is for, and two variables."""
 
 import os
-import threading
-from contextlib import suppress
 
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.devices.platforms import platform, platform_of
-from medusa_jax.errors import UserError
 from medusa_jax.model.kernels import PLAIN, Kernels
-from medusa_jax.programs import Program, read_ahead
 
 # "own": attention without the libraries' kernels and those for TPUs.
 ATTENTION = "MEDUSA_JAX_ATTENTION"
@@ -56,17 +52,3 @@ def choose_kernels(
     from medusa_jax.kernels.cpu import CpuKernels
 
     return CpuKernels()
-
-
-def load_early() -> None:
-    """Begin to load what a start on one CPU needs, while its model is opened: our kernels, and the last programs."""
-
-    def load() -> None:
-        from medusa_jax import cpu
-
-        with suppress(UserError, OSError):  # raised again where they are needed
-            if cpu.usable("float32"):
-                read_ahead()
-
-    if Program.kept:
-        threading.Thread(target=load, daemon=True).start()
