@@ -1,6 +1,5 @@
-"""Compiled programs: jitted once for each platform, and on one CPU kept for later starts, which do not trace them."""
+"""Compiled programs of one CPU, kept for later starts, which neither trace nor compile them."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,7 +16,7 @@ from jax.extend.backend import get_backend
 from jax.tree_util import PyTreeDef
 
 from medusa_jax.cache_directories import cache_directory
-from medusa_jax.devices.platforms import OPTIONS, platform
+from medusa_jax.devices.platforms import Program, platform
 from medusa_jax.mapped import UNREADABLE, cached, plain, read, rebuilt, write
 
 R = TypeVar("R")
@@ -27,6 +26,7 @@ KEYS = "threefry2x32"
 # Programs of a start, and those that are being read.
 LAST = 5
 ahead: dict[Path, Callable[[], Any]] = {}
+executables: dict[Any, Run | None] = {}
 
 
 def use_compilation_cache() -> None:
@@ -35,87 +35,50 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
         enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-        Program.kept = enabled and jax.device_count() == 1 and platform() == "cpu"
+        if enabled and jax.device_count() == 1 and platform() == "cpu":
+            Program.run_kept = run_kept
 
 
-def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
-    """`jax.jit` with the options of the platform that is active when the program is called.
+def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
+    """`Program.run_kept`: run an executable that is or will be kept; None if these arguments have none."""
+    numbers = program.arguments.get("static_argnums", ())
+    numbers = (numbers,) if isinstance(numbers, int) else numbers
+    static = [args[i] for i in numbers if i < len(args)]
+    dynamic = [x for i, x in enumerate(args) if i not in numbers]
+    leaves, structure = jax.tree.flatten(dynamic)
+    kinds = {*map(type, leaves)}
+    if any(issubclass(k, jax.core.Tracer) or not hasattr(k, "dtype") for k in kinds):
+        return None
+    types = tuple((x.shape, x.dtype) for x in leaves)
+    key = program, *static, structure, types
+    if key not in executables:
+        marks = static, str(structure), [[*map(str, pair)] for pair in types]
+        executables[key] = executable(program, args, marks)
+    run = executables[key]
+    return run and run(leaves)
 
-    Args:
-      arguments: those of `jax.jit`, such as `static_argnums`.
-    """
-    return lambda function: Program(function, arguments)
 
-
-class Program(Generic[R]):
-    """A function that is jitted once for each platform.
-
-    Attributes:
-      kept: whether executables are kept in the user's cache: on one CPU, for functions and constants of this package.
-    """
-
-    kept = False
-
-    def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._arguments = arguments
-        static = arguments.get("static_argnums", ())
-        self._static = (static,) if isinstance(static, int) else static
-        self._of: Callable[[str], Any] = functools.cache(self._jitted)
-        self._executables: dict[Any, Run | None] = {}
-
-    def __call__(self, *args: Any) -> R:
-        result: R | None = self._run_kept(args) if self.kept else None
-        return self._of(platform())(*args) if result is None else result
-
-    def __getattr__(self, name: str) -> Any:
-        """Other methods of the jitted function, such as `lower` and `eval_shape`."""
-        return getattr(self._of(platform()), name)
-
-    def _jitted(self, platform: str, **more: Any) -> Any:
-        more |= {"compiler_options": OPTIONS.get(platform), **self._arguments}
-        return jax.jit(self.__wrapped__, **more)
-
-    def _run_kept(self, args: tuple[Any, ...]) -> Any:
-        """The result, by an executable that is or will be kept; None if these arguments have none."""
-        static = [args[i] for i in self._static if i < len(args)]
-        leaves, structure = jax.tree.flatten(
-            [x for i, x in enumerate(args) if i not in self._static]
-        )
-        kinds = {*map(type, leaves)}
-        if any(issubclass(k, jax.core.Tracer) or not hasattr(k, "dtype") for k in kinds):
-            return None
-        types = tuple((x.shape, x.dtype) for x in leaves)
-        key = *static, structure, types
-        if key not in self._executables:
-            marks = static, str(structure), [[*map(str, pair)] for pair in types]
-            self._executables[key] = self._executable(args, marks)
-        run = self._executables[key]
-        return run and run(leaves)
-
-    def _executable(self, args: tuple[Any, ...], marks: Any) -> "Run | None":
-        """Read the executable for these arguments, or compile and keep it; None where it cannot be kept."""
-        if not self.__module__.startswith("medusa_jax."):
-            return None
-        try:
-            path = cached("programs", self.__module__, self.__qualname__, marks)
-        except TypeError:
-            return None
-        with suppress(*UNREADABLE):
-            loaded, results, keys = ahead.pop(path, partial(read_program, path))()
-            return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
-        lowered = self._jitted(platform(), keep_unused=True).lower(*args)
-        loaded = compile_new(lowered).runtime_executable()
-        infos = jax.tree.leaves(lowered.out_info)
-        keys = [i for i, x in enumerate(infos) if is_key(x)]
-        with suppress(
-            TypeError, RuntimeError
-        ):  # results or a program that cannot be written
-            results = jax.tree.unflatten(lowered.out_tree, range(len(infos)))
-            data, shown = loaded.serialize(), json.dumps(plain(results))
-            code = np.frombuffer(data, np.uint8)
-            write(path, (code, hashlib.sha256(data).hexdigest(), shown, keys))
-        return runner(loaded, lowered.out_tree, keys)
+def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | None:
+    """Read the executable for these arguments, or compile and keep it; None where it cannot be kept."""
+    if not program.__module__.startswith("medusa_jax."):
+        return None
+    try:
+        path = cached("programs", program.__module__, program.__qualname__, marks)
+    except TypeError:
+        return None
+    with suppress(*UNREADABLE):
+        loaded, results, keys = ahead.pop(path, partial(read_program, path))()
+        return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
+    lowered = program.jitted("cpu", keep_unused=True).lower(*args)
+    loaded = compile_new(lowered).runtime_executable()
+    infos = jax.tree.leaves(lowered.out_info)
+    keys = [i for i, x in enumerate(infos) if is_key(x)]
+    with suppress(TypeError, RuntimeError):  # results or a program that cannot be written
+        results = jax.tree.unflatten(lowered.out_tree, range(len(infos)))
+        data, shown = loaded.serialize(), json.dumps(plain(results))
+        code = np.frombuffer(data, np.uint8)
+        write(path, (code, hashlib.sha256(data).hexdigest(), shown, keys))
+    return runner(loaded, lowered.out_tree, keys)
 
 
 def runner(loaded: Any, results: PyTreeDef, keys: list[int]) -> Run:
@@ -167,7 +130,7 @@ def read_program(path: Path) -> tuple[Any, str, list[int]]:
 
 def read_ahead() -> None:
     """Begin to read the programs of the last start, in the order in which it ran them."""
-    if Program.kept:
+    if Program.run_kept:
         files = [p for p in Path(cache_directory("programs")).iterdir() if p.is_file()]
         last = sorted(files, key=lambda path: path.stat().st_mtime_ns)[-LAST:]
         pool = ThreadPoolExecutor(1)

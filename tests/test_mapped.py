@@ -140,7 +140,8 @@ import numpy as np
 from medusa_jax import mapped
 mapped.LEAST_BYTES = 1
 if sys.argv[2] == "killed":
-    os.replace = lambda *_: os.kill(os.getpid(), 9)
+    replace = os.replace
+    os.replace = lambda a, b: os.kill(os.getpid(), 9) if "packed" in str(b) else replace(a, b)
 print(mapped.kept("weights", [sys.argv[1]], None, lambda: {"x": np.arange(99)})["x"].sum())
 """
 

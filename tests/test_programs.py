@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from medusa_jax.decoding.sampling import row_keys
-from medusa_jax.programs import Program, program
+from medusa_jax.devices.platforms import Program, program
+from medusa_jax.programs import run_kept
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(Program, "kept", True)
+    monkeypatch.setattr(Program, "run_kept", run_kept)
     return tmp_path / "medusa_jax" / "programs"
 
 
@@ -49,6 +50,7 @@ def test_a_later_start_does_not_trace(folder):
         jax.tree.map(np.testing.assert_array_equal, words(out), words(plain))
         assert len(traced) == count and state["x"].is_deleted()
     make(traced)(3, *arguments())  # another static argument
+    finish()
     assert len(traced) == 3 and len([*folder.iterdir()]) == 2
 
 

@@ -16,6 +16,7 @@ from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
+from medusa_jax.devices.platforms import Program
 from medusa_jax.errors import between
 from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
@@ -23,7 +24,6 @@ from medusa_jax.kernels.choose import choose_kernels
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.programs import Program
 from medusa_jax.sharding import Params, make_mesh
 from medusa_jax.text.tokenizer import (
     NoTokenizer,
@@ -107,7 +107,9 @@ def load(
     source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
     dtype = dtype or default_dtype()
-    if Program.kept and dtype != "float64":  # programs are read while the model is opened
+    if (
+        Program.run_kept and dtype != "float64"
+    ):  # programs are read while the model is opened
         choose_kernels(devices, "float32")
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
     generation.name_unapplied(files.directory, files.defaults.unapplied)

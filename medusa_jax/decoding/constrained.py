@@ -34,9 +34,9 @@ from medusa_jax.decoding.masks import ALL, NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
+from medusa_jax.devices.platforms import program
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.programs import program
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
 

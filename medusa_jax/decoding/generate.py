@@ -29,8 +29,8 @@ from medusa_jax.decoding.state import (
     text_slots,
 )
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
-from medusa_jax.programs import program
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:

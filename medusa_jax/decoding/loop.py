@@ -8,7 +8,7 @@ from medusa_jax.decoding.gated import gated_step
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import Carry, step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
-from medusa_jax.programs import program
+from medusa_jax.devices.platforms import program
 from medusa_jax.sharding import Params, on_all, pin_state
 
 

@@ -30,8 +30,8 @@ from medusa_jax.decoding.state import (
 )
 from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.decoding.stopping import NEVER, PAUSED, RUNNING, STOPPED
+from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import rewind_state
-from medusa_jax.programs import program
 from medusa_jax.sharding import Params, PyTree, pin_state
 
 

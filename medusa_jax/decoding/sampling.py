@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
+from medusa_jax.devices.platforms import program
 from medusa_jax.model.kernels import Kernels
-from medusa_jax.programs import KEYS, program
 
 
 class Sampling(struct.PyTreeNode):
@@ -66,9 +66,9 @@ class Sampling(struct.PyTreeNode):
 @program()
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
-    return jax.vmap(lambda s, r: jax.random.fold_in(jax.random.key(s, impl=KEYS), r))(
-        seed_B, request_B
-    )
+    return jax.vmap(
+        lambda s, r: jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), r)
+    )(seed_B, request_B)
 
 
 @jax.named_scope("sampling")

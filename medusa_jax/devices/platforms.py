@@ -1,9 +1,14 @@
 """The platform that a program is traced for, and its compile options for decoding and training."""
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+
+R = TypeVar("R")
 
 # XLA for TPUs takes the product of one row with a kernel as multiplications and a sum on the vector
 # unit, 2.6 to 3.3 times as many cycles as two rows on the matrix unit by the compiler's estimates.
@@ -83,3 +88,41 @@ def simulate_devices(n: int) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} --{scheduler}=false"
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", n)
+
+
+def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
+    """`jax.jit` with the options of the platform that is active when the program is called.
+
+    Args:
+      arguments: those of `jax.jit`, such as `static_argnums`.
+    """
+    return lambda function: Program(function, arguments)
+
+
+class Program(Generic[R]):
+    """A function that is jitted once for each platform.
+
+    Attributes:
+      run_kept: a result by a program that is kept for later starts (`programs.py`), or None; None keeps none.
+      arguments: those of `jax.jit`.
+    """
+
+    run_kept: Callable[..., R | None] | None = None
+
+    def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.arguments = arguments
+        self._of: Callable[[str], Any] = functools.cache(self.jitted)
+
+    def __call__(self, *args: Any) -> R:
+        result = self.run_kept(args) if self.run_kept else None
+        return self._of(platform())(*args) if result is None else result
+
+    def __getattr__(self, name: str) -> Any:
+        """Other methods of the jitted function, such as `lower` and `eval_shape`."""
+        return getattr(self._of(platform()), name)
+
+    def jitted(self, platform: str, **more: Any) -> Any:
+        """The function jitted for a platform, with more arguments."""
+        more |= {"compiler_options": OPTIONS.get(platform), **self.arguments}
+        return jax.jit(self.__wrapped__, **more)
