@@ -20,7 +20,6 @@ from medusa_jax.devices.machine import warn_if_accelerator_unused
 from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
-from medusa_jax.programs import use_compilation_cache
 from medusa_jax.typed import field_value
 
 EXAMPLES = """\
@@ -100,6 +99,7 @@ def run(cfg: Config) -> int:
 
         dry_run(plan)
         return 0
+    from medusa_jax.programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
     from medusa_jax.training.trainer import train_plan
 
