@@ -70,7 +70,7 @@ def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | 
         loaded, results, keys = ahead.pop(path, partial(read_program, path))()
         return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
     lowered = program.jitted("cpu", keep_unused=True).lower(*args)
-    loaded = compile_new(lowered).runtime_executable()
+    loaded: Any = compile_new(lowered).runtime_executable()
     infos = jax.tree.leaves(lowered.out_info)
     keys = [i for i, x in enumerate(infos) if is_key(x)]
     with suppress(TypeError, RuntimeError):  # results or a program that cannot be written

@@ -1,5 +1,6 @@
 """The call of an entry point: errors of the user are one line, with exit status 2; how a command is stopped."""
 
+import atexit
 import gc
 import signal
 import sys
@@ -21,6 +22,7 @@ def run_main(main: Callable[[], int], again: str = "") -> int:
       again: the command line that resumes, for a command that keeps finished work.
     """
     open_standard_streams()
+    atexit.register(gc.freeze)  # the end of the interpreter would look at all objects
     gc.set_threshold(
         100_000, 50, 50
     )  # by default Python looks for circles for a quarter of the time of imports

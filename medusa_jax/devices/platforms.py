@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -107,7 +107,7 @@ class Program(Generic[R]):
       arguments: those of `jax.jit`.
     """
 
-    run_kept: Callable[..., R | None] | None = None
+    run_kept: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
         functools.update_wrapper(self, function)
