@@ -70,7 +70,7 @@ def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | 
         loaded, results, keys = ahead.pop(path, partial(read_program, path))()
         return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
     lowered = program.jitted("cpu", keep_unused=True).lower(*args)
-    loaded: Any = compile_new(lowered).runtime_executable()
+    loaded = compile_new(lowered)
     infos = jax.tree.leaves(lowered.out_info)
     keys = [i for i, x in enumerate(infos) if is_key(x)]
     with suppress(TypeError, RuntimeError):  # results or a program that cannot be written
@@ -105,12 +105,12 @@ def is_key(x: Any) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def compile_new(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compile, though JAX's cache may have the program: XLA cannot write one that it has read."""
+def compile_new(lowered: jax.stages.Lowered) -> Any:
+    """XLA's executable, compiled though JAX's cache may have the program: XLA cannot write one that it has read."""
     try:
         jax.config.update("jax_enable_compilation_cache", False)
         reset_cache()  # JAX looks at the setting once
-        return lowered.compile()
+        return lowered.compile().runtime_executable()
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
         reset_cache()

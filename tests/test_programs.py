@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.decoding.generate import keys_of_rows
 from medusa_jax.devices.platforms import Program, program
 from medusa_jax.programs import run_kept
 
@@ -91,6 +91,6 @@ def test_keys_are_those_of_jax():
     expected = [
         jax.random.fold_in(jax.random.key(s, impl="threefry2x32"), 3) for s in (1, 2)
     ]
-    for key, one in zip(row_keys(seeds, ids), expected):
+    for key, one in zip(keys_of_rows(seeds, ids), expected):
         assert jax.random.key_data(key).tolist() == jax.random.key_data(one).tolist()
     finish()

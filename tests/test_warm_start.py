@@ -1,6 +1,5 @@
 """Whole starts of decode.py with caches that are empty, warm, damaged and full: the same text."""
 
-import os
 import re
 import subprocess
 import sys

@@ -22,10 +22,9 @@ def run_main(main: Callable[[], int], again: str = "") -> int:
       again: the command line that resumes, for a command that keeps finished work.
     """
     open_standard_streams()
-    atexit.register(gc.freeze)  # the end of the interpreter would look at all objects
-    gc.set_threshold(
-        100_000, 50, 50
-    )  # by default Python looks for circles for a quarter of the time of imports
+    # By default a quarter of the time of imports is spent on looking for circles of objects.
+    gc.set_threshold(100_000, 50, 50)
+    atexit.register(gc.freeze)
     try:
         try:
             with sigterm_raises():

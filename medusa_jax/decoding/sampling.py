@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from medusa_jax.decoding.masks import ALL
 from medusa_jax.decoding.penalties import Penalties
-from medusa_jax.devices.platforms import program
 from medusa_jax.model.kernels import Kernels
 
 
@@ -63,7 +62,7 @@ class Sampling(struct.PyTreeNode):
         return self.replace(key_B=tagged)
 
 
-@program()
+@jax.jit
 def row_keys(seed_B: jax.Array, request_B: jax.Array) -> jax.Array:
     """One random key per row, from its seed and its request id (index in the input)."""
     return jax.vmap(
