@@ -60,12 +60,3 @@ def _scratch() -> str:
     path = tempfile.mkdtemp(prefix="medusa_jax-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
-
-
-def use_compilation_cache() -> None:
-    """Cache compiled programs on disk, unless the user has configured a directory."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)

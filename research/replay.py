@@ -13,7 +13,6 @@ from pathlib import Path
 
 from medusa_jax.api import Model, Options, default_drafter
 from medusa_jax.api.prompts import ending_turns
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.bench import TemplateFlags
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.commands.model_flags import (
@@ -31,6 +30,7 @@ from medusa_jax.evaluate.text_ranks import Text, record
 from medusa_jax.evaluate.tree_fit import GROWTH, rank_texts
 from medusa_jax.evaluate.turns import answered_turns, find_template, grouped, prompt_room
 from medusa_jax.notation import entries
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.repetition import mean_repeated_ngram_share
 from medusa_jax.tree.files import order_of
 from medusa_jax.tree.growth import order_by_steps, replayed_tokens

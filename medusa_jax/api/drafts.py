@@ -19,6 +19,7 @@ from medusa_jax.heads import vocabulary
 from medusa_jax.heads.drafter import Drafter
 from medusa_jax.heads.names import split_drafter
 from medusa_jax.heads.registry import is_baseline, make_drafter
+from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_head, store
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
@@ -84,7 +85,22 @@ class DraftHeads(Drafts):
         return self._read(n_heads, form)[1]
 
     def _read(self, n_heads: int | None, form: Storage) -> tuple[HeadsConfig, Params]:
-        """Read the heads with kernels in `form`, and the LM head that they share."""
+        """The heads with kernels in `form`, and the LM head that they share."""
+        packed = partial(self._packed, n_heads, form)
+        if not form.panel:
+            return packed()
+        files = {tensor.file for tensor in self.stored.tensors.values()} | self.base.files
+        marks = (
+            self.stored.heads,
+            self.base.config,
+            n_heads,
+            self.form,
+            form,
+            self.form.kernels.mark,
+        )
+        return kept("draft heads", files, marks, packed)
+
+    def _packed(self, n_heads: int | None, form: Storage) -> tuple[HeadsConfig, Params]:
         heads, params, _ = load_heads(
             self.stored,
             self.base.config,

@@ -16,9 +16,12 @@ from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
+from medusa_jax.devices.platforms import Program
 from medusa_jax.errors import between
 from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, make_mesh
@@ -106,9 +109,13 @@ def load(
     name = default_drafter(model_path) if drafter is None else fspath(drafter)
     source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
+    dtype = dtype or default_dtype()
+    if (
+        Program.run_kept and dtype != "float64"
+    ):  # programs are read while the model is opened
+        choose_kernels(devices, "float32")
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
     generation.name_unapplied(files.directory, files.defaults.unapplied)
-    dtype = dtype or default_dtype()
     form = choose_form(
         files.base, devices, dtype, weights, draft_weights, activations, kernels
     )
@@ -206,10 +213,11 @@ def read_backbone(base: BaseFiles, form: Form, mesh: Mesh) -> Params:
         place_part, dtype=form.dtype, mesh=mesh, storage=form.storage, kernels=form.kernels
     )
     in_blocks = form.storage.weights == STORED
-    _, params = hf.load_backbone(
-        base.source, mesh, form.read_as, place, in_blocks, opened=base
-    )
-    return params
+    arguments = base.source, mesh, form.read_as, place, in_blocks, base
+    if not form.storage.panel:
+        return hf.load_backbone(*arguments)[1]
+    marks = base.config, form, form.kernels.mark
+    return kept("weights", base.files, marks, lambda: hf.load_backbone(*arguments)[1])
 
 
 def choose_tree(

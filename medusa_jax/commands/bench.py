@@ -261,8 +261,8 @@ def out_directory(path: str, flag: str = "--out") -> Path:
     Raises:
       UserError: it holds a model.
     """
-    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.files.hub import refuse_model
+    from medusa_jax.programs import use_compilation_cache
 
     use_compilation_cache()
     refuse_model(path, flag)

@@ -87,11 +87,11 @@ def run(flags: Flags) -> int:
     """Calibrate, write the tree file, print what was measured."""
     import jax
 
-    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.commands.bench import out_directory
     from medusa_jax.evaluate.questions import read_prompts, record_prompts
     from medusa_jax.evaluate.text_ranks import distilled_texts
     from medusa_jax.evaluate.tree_fit import fit_tree
+    from medusa_jax.programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
 
     use_compilation_cache()

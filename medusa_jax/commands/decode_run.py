@@ -8,7 +8,6 @@ import jax
 
 from medusa_jax.api import Model, Options, Result, find_model
 from medusa_jax.api.prompts import ending_turns, middle
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
@@ -18,6 +17,7 @@ from medusa_jax.console import inform, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
 from medusa_jax.errors import UserError
 from medusa_jax.heads.names import BASELINES
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.chat import encode_prompt, is_chat_directory, is_chat_model
 from medusa_jax.text.fill import Gap
 from medusa_jax.text.tokenizer import Tokenizer

@@ -101,9 +101,9 @@ def run(flags: Flags) -> int:
     """Answer the seeds."""
     from medusa_jax import hosts
     from medusa_jax.api import find_model
-    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.distill.seeds import mode_for, read_seeds, silent_seeds
     from medusa_jax.files.hub import refuse_model
+    from medusa_jax.programs import use_compilation_cache
     from medusa_jax.text.chat import is_chat_directory
 
     if bool(flags.prompts) == (flags.ask > 0):

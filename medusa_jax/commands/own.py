@@ -169,9 +169,9 @@ def fitted(flags: Flags, cfg: Config) -> "tuple[Workload, Costs]":
       UserError: too few questions, or minutes.
     """
     from medusa_jax.api import load
-    from medusa_jax.cache_directories import use_compilation_cache
     from medusa_jax.distill.seeds import read_seeds
     from medusa_jax.evaluate.own_costs import Workload, measure
+    from medusa_jax.programs import use_compilation_cache
 
     began = time.perf_counter()
     use_compilation_cache()

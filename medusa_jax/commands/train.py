@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.entry import run_main
 from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parser_of
 from medusa_jax.commands.next_command import print_next
@@ -100,6 +99,7 @@ def run(cfg: Config) -> int:
 
         dry_run(plan)
         return 0
+    from medusa_jax.programs import use_compilation_cache
     from medusa_jax.training.run_log import outlook
     from medusa_jax.training.trainer import train_plan
 

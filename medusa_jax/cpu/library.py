@@ -26,6 +26,7 @@ from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import announced
 from medusa_jax.devices.machine import instruction_limit, processor
 from medusa_jax.errors import UserError
+from medusa_jax.programs import read_ahead
 
 VARIABLE = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent
@@ -71,7 +72,9 @@ def library() -> Library | None:
     """The kernels for this machine, compiled on first use; None if that fails."""
     try:
         path = _compiled()
-        return Library(path) if path else None
+        native = Library(path) if path else None
+        read_ahead()  # these programs call the kernels
+        return native
     except OSError:  # the cache is not writable, or the system cannot load the file
         return None
 

@@ -111,7 +111,7 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
     return jnp.concatenate(guesses, axis=1)[:, place_M].astype(jnp.int32)
 
 
-@program(static_argnums=0, donate_argnums=2)
+@program(each_step=True, static_argnums=0, donate_argnums=2)
 def verify_nodes(
     engine: Engine, variables: Params, cache: KVCache, state: DecodeState, drafts: Drafts
 ) -> tuple[jax.Array, jax.Array, KVCache]:
@@ -123,7 +123,7 @@ def verify_nodes(
     return verified.hidden_BME, verified.logits_BMV, verified.cache
 
 
-@program(static_argnums=0, donate_argnums=(2, 3))
+@program(each_step=True, static_argnums=0, donate_argnums=(2, 3))
 def accept_nodes(
     engine: Engine,
     variables: Params,

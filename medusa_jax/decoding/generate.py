@@ -154,6 +154,10 @@ def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> Dec
     return placed(engine.llama.mesh, state.replace(gate=request.gate))
 
 
+# On the host; `row_keys` is called in traces, too.
+keys_of_rows = program()(row_keys)
+
+
 def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
     """Return the sampling parameters of each row of a request."""
     B = len(request.prompts)
@@ -167,7 +171,7 @@ def sampling_of(request: DecodeRequest, vocab_size: int) -> Sampling:
         top_k_B=per_row(request.top_k, 0, np.int32),
         top_p_B=per_row(request.top_p, 1.0, np.float32),
         min_p_B=per_row(request.min_p, 0.0, np.float32),
-        key_B=row_keys(per_row(request.seed, 0, np.uint32), np.array(ids, np.uint32)),
+        key_B=keys_of_rows(per_row(request.seed, 0, np.uint32), np.array(ids, np.uint32)),
         epsilon_B=per_row(request.epsilon, EPSILON, np.float32),
         delta_B=per_row(request.delta, DELTA, np.float32),
         penalties=penalties_of(request.penalties, request.prompts, vocab_size),

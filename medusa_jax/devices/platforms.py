@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -90,28 +90,44 @@ def simulate_devices(n: int) -> None:
     jax.config.update("jax_num_cpu_devices", n)
 
 
-def program(**arguments: Any) -> Callable[[Callable[..., R]], "Program[R]"]:
+def program(
+    *, each_step: bool = False, **arguments: Any
+) -> Callable[[Callable[..., R]], "Program[R]"]:
     """`jax.jit` with the options of the platform that is active when the program is called.
 
     Args:
+      each_step: called at every step: not kept for later starts, since JAX calls its own programs faster.
       arguments: those of `jax.jit`, such as `static_argnums`.
     """
-    return lambda function: Program(function, arguments)
+    return lambda function: Program(function, arguments, not each_step)
 
 
 class Program(Generic[R]):
-    """A function that is jitted once for each platform."""
+    """A function that is jitted once for each platform.
 
-    def __init__(self, function: Callable[..., R], arguments: dict[str, Any]) -> None:
+    Attributes:
+      run_kept: a result by a program that is kept for later starts (`programs.py`), or None; None keeps none.
+      arguments: those of `jax.jit`.
+    """
+
+    run_kept: ClassVar[Callable[..., Any] | None] = None
+
+    def __init__(
+        self, function: Callable[..., R], arguments: dict[str, Any], may_be_kept: bool
+    ) -> None:
         functools.update_wrapper(self, function)
-        self._of: Callable[[str], Any] = functools.cache(
-            lambda name: jax.jit(function, compiler_options=OPTIONS.get(name), **arguments)
-        )
+        self.arguments, self._may_be_kept = arguments, may_be_kept
+        self._of: Callable[[str], Any] = functools.cache(self.jitted)
 
     def __call__(self, *args: Any) -> R:
-        result: R = self._of(platform())(*args)
-        return result
+        result = self.run_kept(args) if self._may_be_kept and self.run_kept else None
+        return self._of(platform())(*args) if result is None else result
 
     def __getattr__(self, name: str) -> Any:
         """Other methods of the jitted function, such as `lower` and `eval_shape`."""
         return getattr(self._of(platform()), name)
+
+    def jitted(self, platform: str, **more: Any) -> Any:
+        """The function jitted for a platform, with more arguments."""
+        more |= {"compiler_options": OPTIONS.get(platform), **self.arguments}
+        return jax.jit(self.__wrapped__, **more)

@@ -31,6 +31,7 @@ from medusa_jax.files.source import Source, flatten
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensor import ByRow, Tensor, Tensors, read_rows
 from medusa_jax.files.tensors import open_checkpoint, weights_file
+from medusa_jax.mapped import kept
 from medusa_jax.model.convert import abstract_params
 from medusa_jax.sharding import Params
 
@@ -110,8 +111,16 @@ class BaseFiles(Source):
         entry = "embed_tokens/embedding" if self.config.tie_embeddings else "lm_head/kernel"
         return self.locate(entry)[0]
 
+    @property
+    def files(self) -> set[str]:
+        """The files of its tensors."""
+        return {tensor.file for tensor in self.tensors.values()}
+
     def fingerprint(self) -> str:
         """The `Fingerprint` of the model, from a sample of the weights in its files."""
+        return kept("fingerprint", self.files, self.config, self._fingerprint)
+
+    def _fingerprint(self) -> str:
         result = Fingerprint()
         keys = self.keys(abstract_params(self.config))
         result.update(

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import numpy as np
 
-from medusa_jax.cache_directories import use_compilation_cache
 from medusa_jax.commands.flags import Program, at_least, flag
 from medusa_jax.console import inform
 from medusa_jax.distill.files import coverage, write_token_directory
 from medusa_jax.files.hf import model_shape
 from medusa_jax.files.hub import resolve
 from medusa_jax.heads.vocabulary import COUNTS
+from medusa_jax.programs import use_compilation_cache
 from medusa_jax.text.tokenizer import load_tokenizer
 from medusa_jax.whole_files import Json, read_text, write_array, write_text
 from research.coder.compose import held_out_windows, windows

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import threading
-import time
-from contextlib import suppress
 
 import filelock
 
@@ -26,8 +24,9 @@ from medusa_jax.files.json_files import save_json
 from medusa_jax.files.source import Source
 from medusa_jax.files.stored_forms import as_llama
 from medusa_jax.files.tensors import GGUF_LINK
+from medusa_jax.mapped import content_of
 from medusa_jax.model.convert import abstract_params
-from medusa_jax.whole_files import Json, read_text, replacing, write_text
+from medusa_jax.whole_files import Json, replacing
 
 # Names of sampling options in GGUF metadata -> in generation_config.json.
 SAMPLING = {
@@ -89,25 +88,8 @@ def _link(directory: str, path: str) -> None:
 
 def checksum(path: str) -> str:
     """The sha256 of a file, in hexadecimal digits; for a split model, of its files' checksums."""
-    sums = [_sha256(name) for name in split_files(path)]
+    sums = [content_of(name) for name in split_files(path)]
     return sums[0] if len(sums) == 1 else hashlib.sha256("".join(sums).encode()).hexdigest()
-
-
-def _sha256(name: str) -> str:
-    """The checksum of a file, noted for later starts: gigabytes take seconds to read."""
-    about = os.stat(name)
-    marks = os.path.realpath(name), about.st_size, about.st_mtime_ns, about.st_ctime_ns
-    key = hashlib.sha256(repr(marks).encode()).hexdigest()[:24]
-    note = os.path.join(cache_directory("gguf"), f"{key}.sha256")
-    with suppress(UserError):
-        return read_text(note)
-    with open(name, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # A new file may change again within the resolution of its times.
-    if time.time() - about.st_ctime > 2:
-        with suppress(UserError):
-            write_text(note, digest)
-    return digest
 
 
 def write_files(path: str, directory: str) -> None:

@@ -9,9 +9,11 @@ the tensors, aligned.
 """
 
 import functools
+import itertools
 import math
 import re
 import struct
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from typing import Any
@@ -29,6 +31,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"} | {
     12: "d",
 }
 FLOAT32, STRING, ARRAY = 6, 8, 9
+LENGTH = struct.Struct("<Q")
 MOST_DIMENSIONS = 4
 # The end of the name of a split model's file.
 PART = re.compile(r"-(\d{5})-of-(\d{5})(\.gguf)$", re.IGNORECASE)
@@ -199,6 +202,20 @@ class _Cursor:
     def string(self, what: str) -> str:
         return self.take(self.scalar("Q", what), what).tobytes().decode()
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """Consecutive strings; a vocabulary has a hundred thousand."""
+        data = self.data.data  # a view costs a tenth of an array here
+        start, ends, at = self.at, [], self.at
+        with suppress(struct.error, OverflowError):
+            for _ in range(count):
+                at += 8 + LENGTH.unpack_from(data, at)[0]
+                ends.append(at)
+        if len(ends) < count:
+            raise ValueError(f"it ends inside {what}")
+        block = self.take(at - start, what).tobytes()
+        starts = [0, *(end - start for end in ends)]
+        return [block[i + 8 : j].decode() for i, j in itertools.pairwise(starts)]
+
     def value(self, kind: int, key: str) -> Any:
         what = f"the metadata {key!r}"
         if kind == STRING:
@@ -210,7 +227,7 @@ class _Cursor:
             return self.scalar(SCALARS[kind], what)
         of, count = (self.scalar(code, what) for code in "IQ")
         if of == STRING:
-            return [self.string(what) for _ in range(count)]
+            return self.strings(count, what)
         kind_of = np.dtype(SCALARS[of]).newbyteorder("<")
         return self.take(count * kind_of.itemsize, what).view(kind_of).tolist()
 
