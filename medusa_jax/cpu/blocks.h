@@ -80,11 +80,24 @@ __attribute__((always_inline)) inline Words Codes(const uint32_t* codes, int s) 
   }
 }
 
-// Two of `Codes` s, 16 bits each: of inputs 4 s and 4 s + 1, or the two after them.
+// The first of the two neighbouring inputs that `Pair` i, 0 ... 15, has codes of.
 template <class B>
-__attribute__((always_inline)) inline Words Pair(const uint32_t* codes, int s, int second) {
-  if constexpr (B::kBits == 4) return LoadWords(codes + s / 2 * kWide) >> (8 * second + s % 2 * 4) & 0x000f000fu;
-  return Codes<B>(codes, s) >> (8 * second) & 0x00ff00ffu;
+constexpr int InputOf(int i) {
+  constexpr int kPlaces[] = {2, 4, 0, 6};
+  return B::kBits == 4 ? i % 4 * 8 + kPlaces[i / 4] : 2 * i;
+}
+
+// Two codes of kLanes outputs, 16 bits each. Codes of four bits stay where they are in their word, if they need no sign
+// there: the first four pairs are times 256, the next four times 16.
+template <class B>
+__attribute__((always_inline)) inline Words Pair(const uint32_t* codes, int i) {
+  const auto upper = [](Words words, int from) { return Words(Sixteens(words) >> from); };
+  if constexpr (B::kBits == 4) {
+    const Words word = LoadWords(codes + i % 4 * kWide);
+    return i / 4 == 3 ? upper(word, 12) : word & (i / 4 == 0 ? 0x0f000f00u : i / 4 == 1 ? 0x00f000f0u : 0x000f000fu);
+  }
+  const Words both = Codes<B>(codes, i / 2);
+  return i % 2 ? upper(both, 8) : both & 0x00ff00ffu;
 }
 
 // Words of a panel of `inputs`; 0 if the form has no blocks, or whole blocks do not fill the inputs.

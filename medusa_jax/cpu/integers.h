@@ -91,11 +91,13 @@ template <class B, int bits, int R>
 void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const char* ahead, int64_t step,
                  float* sums) {
   using X = Integers<bits>;
-  constexpr int V = 16 / kLanes;  // vectors that share what is spread of x
+  constexpr int V = (R > kTogether / 2 ? 16 : 32) / kLanes;  // vectors that share what is spread of x
   constexpr int kBytes = B::kWords * 4 / (B::kUnit / 32);
   // Steps whose products have a sum of 16 bits (`DotShort`); 0: none are summed there.
   constexpr int kShorts = !kShortDots || bits != 8 ? 0 : B::kBits == 8 ? 1 : 32767 / (254 * ((1 << B::kBits) - 1));
   constexpr int C = kShorts || R * V >= 4 ? 1 : 4 / (R * V);  // sums of an output: one would wait for itself
+  constexpr int kSteps = X::kBytes ? 8 : 16;
+  constexpr bool kPlaced = !X::kBytes && B::kBits == 4;  // see `Pair`
   constexpr bool kSigned = (kSignedBytes || kShorts) && X::kBytes && B::kBits == 8;
   constexpr int kOffset = kSigned ? 0 : B::kOffset;
   const X* x = static_cast<const X*>(rows);
@@ -109,7 +111,7 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
         for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(ahead + line);
       }
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 32 / kLanes / V; ++h) {
         asm("" : "+r"(x));  // x is spread again: GCC would keep the vectors of the first half on the stack
 #pragma GCC unroll 2
         for (int g = 0; g < 32 / B::kGroup; ++g) {
@@ -118,43 +120,42 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const int32_t minus = B::kGroup == 32 ? x[r].minus : x[r].minus_halves[g];
-#pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) (X::kLimbs ? low[r][v] : sum[r][v][0]) = minus * kOffset - Ints{};
+#pragma GCC unroll 8
+            for (int v = 0; v < V; ++v) (X::kLimbs ? low[r][v] : sum[r][v][0]) = minus * kOffset * (kPlaced ? 256 : 1) - Ints{};
           }
-          const uint32_t* codes = block + B::kScales + h * 16;
+          const uint32_t* codes = block + B::kScales + h * V * kLanes;
+#pragma GCC unroll 16
+          for (int i = g * kSteps * B::kGroup / 32; i < (g + 1) * kSteps * B::kGroup / 32; ++i) {
+            Words w[V];
 #pragma GCC unroll 8
-          for (int s = g * B::kGroup / 4; s < (g + 1) * B::kGroup / 4; ++s)
-#pragma GCC unroll 2
-            for (int second = 0; second < (X::kBytes ? 1 : 2); ++second) {
-              Words w[V];
-#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+              w[v] = X::kBytes ? Codes<B>(codes + v * kLanes, i) : Pair<B>(codes + v * kLanes, i);
+              if (kOffset != B::kOffset) w[v] ^= 0x80808080u;
+              InRegister(w[v]);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              const Words by = x[r].Spread(X::kBytes ? 4 * i : InputOf<B>(i));
+              const Words rest = X::kLimbs ? x[r].Spread(32 + 4 * i) : by;
+#pragma GCC unroll 8
               for (int v = 0; v < V; ++v) {
-                w[v] = X::kBytes ? Codes<B>(codes + v * kLanes, s) : Pair<B>(codes + v * kLanes, s, second);
-                if (kOffset != B::kOffset) w[v] ^= 0x80808080u;
-                InRegister(w[v]);
-              }
-#pragma GCC unroll 8
-              for (int r = 0; r < R; ++r) {
-                const Words by = x[r].Spread(4 * s + 2 * second);
-                const Words rest = X::kLimbs ? x[r].Spread(32 + 4 * s) : by;
-#pragma GCC unroll 4
-                for (int v = 0; v < V; ++v) {
-                  Ints& to = sum[r][v][(X::kBytes ? s : 2 * s + second) % C];
-                  if constexpr (kShorts) {
-                    shorts[r][v] = DotShort<kSigned>(s % kShorts ? shorts[r][v] : Words{}, w[v], by);
-                    InRegister(shorts[r][v]);
-                    if (s % kShorts == kShorts - 1) to = DotPairs(to, shorts[r][v], 0x10001u - Words{});
-                    continue;
-                  }
-                  to = X::kBytes ? DotBytes(to, w[v], by) : DotPairs(to, w[v], by);
-                  if (X::kLimbs) low[r][v] = DotBytes(low[r][v], w[v], rest);
-                  InRegister(to);  // sums in another order would need more registers
+                Ints& to = sum[r][v][i % C];
+                if constexpr (kShorts) {
+                  shorts[r][v] = DotShort<kSigned>(i % kShorts ? shorts[r][v] : Words{}, w[v], by);
+                  InRegister(shorts[r][v]);
+                  if (i % kShorts == kShorts - 1) to = DotPairs(to, shorts[r][v], 0x10001u - Words{});
+                  continue;
                 }
+                to = X::kBytes ? DotBytes(to, w[v], by) : DotPairs(to, w[v], by);
+                if (X::kLimbs) low[r][v] = DotBytes(low[r][v], w[v], rest);
+                if (kPlaced && i < 8 && i % 4 > 3 - C) to >>= 4;  // the last of this sum in this place
+                InRegister(to);  // sums in another order would need more registers
               }
             }
-#pragma GCC unroll 4
+          }
+#pragma GCC unroll 8
           for (int v = 0; v < V; ++v) {
-            const int at = h * 16 + v * kLanes;
+            const int at = (h * V + v) * kLanes;
             const uint16_t* head = reinterpret_cast<const uint16_t*>(words) + at;
             const uint8_t* bytes = reinterpret_cast<const uint8_t*>(block) + at;
             const bool ends = B::kMinima && g == 32 / B::kGroup - 1;

@@ -34,6 +34,7 @@ typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef float Unaligned __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+typedef uint16_t Sixteens __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t UnalignedWords __attribute__((vector_size(kLanes * 4), aligned(4)));
 
@@ -88,6 +89,10 @@ inline Ints DotPairs(Ints sum, Words w, Words x) {
   return sum + Ints(_mm512_madd_epi16(__m512i(w), __m512i(x)));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   return sum + Ints(_mm256_madd_epi16(__m256i(w), __m256i(x)));
+#elif defined(__aarch64__)
+  const int32x4_t ws = int32x4_t(w), xs = int32x4_t(x);
+  const int32x4_t first = vmlal_s16(int32x4_t(sum), vmovn_s32(ws), vmovn_s32(xs));
+  return Ints(vmlal_s16(first, vshrn_n_s32(ws, 16), vshrn_n_s32(xs, 16)));
 #else
   return sum + Ints(w & 0xffffu) * (Ints(x << 16) >> 16) + Ints(w >> 16) * (Ints(x) >> 16);
 #endif
@@ -124,6 +129,8 @@ inline Vector Halves(const uint16_t* at) {
   return Vector(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at))));
 #elif defined(__F16C__) && defined(__AVX2__)
   return Vector(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
+#elif defined(__aarch64__)
+  return Vector(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at))));
 #else
   Ints half;
   for (int i = 0; i < kLanes; ++i) half[i] = at[i];

@@ -1,5 +1,10 @@
 """Products with kernels in blocks, against the same integers in NumPy: every bit, for any number of rows."""
 
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +14,12 @@ from gguf_files import SCALES, gguf, random_blocks
 
 from medusa_jax.cpu import library
 from medusa_jax.cpu.blocks import pack_blocks, packs
-from medusa_jax.cpu.panels import FORMS, Panels, panels
+from medusa_jax.cpu.library import FLAGS, SOURCES
+from medusa_jax.cpu.panels import FORMS, Panels, in_blocks, panels
 from medusa_jax.model.stored import Storage
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
 KINDS = [name for name, number in FORMS.items() if number > 4]
 # Where blocks of a type have their codes, and the weight that codes of ones are with a scale of 1.
 CODES = {
@@ -152,6 +159,35 @@ def test_every_sum_with_int8_is_that_of_integers(inputs, outputs, bits):
     sums = wanted(x, bits, codes.T.astype(np.int64), ones, None, 32)
     for n in (1, 2, 3, 5, 70):
         np.testing.assert_array_equal(kernel.product(x[:n]), sums[:n] * scales)
+
+
+@pytest.mark.wide
+@pytest.mark.skipif(not all(map(shutil.which, ARM)), reason="no emulator of ARM")
+@pytest.mark.parametrize("machine", ["armv8-a", "armv8.2-a+dotprod", "armv8.6-a+i8mm"])
+def test_every_sum_on_arm(machine, tmp_path):
+    """Without products of bytes, with them, and with matrices of them."""
+    compiler, emulator = ARM
+    sources = [Path(__file__).with_name("products.cc"), *SOURCES.glob("integers_*.cc")]
+    command = [compiler, *FLAGS, f"-march={machine}", "-static", f"-I{SOURCES}", *sources]
+    subprocess.run([*command, "-o", tmp_path / "products"], check=True)
+    rng = np.random.default_rng(0)
+    for kind, bits in itertools.product(["int8", *KINDS], (16, 8)):
+        group, outputs, floats = 16 if kind == "Q6_K" else 32, 70, b""
+        if kind == "int8":
+            codes = rng.integers(-127, 128, (outputs, 67)).astype(np.int8)
+            words = np.asarray(in_blocks(jnp.asarray(codes.T)))
+            parts = codes.astype(np.int64), np.ones((outputs, 96), np.float32), None
+        else:
+            rows = random_blocks(kind, outputs, 2 * block_of(kind), rng)
+            words = pack_blocks(kind, rows, 2 * block_of(kind))
+            parts, floats = integers(rows, kind), unpacked(rows, kind).tobytes()
+        x = activations(7, parts[0].shape[1], rng)
+        numbers = map(str, (FORMS[kind], bits, *x.shape, outputs))
+        command = [emulator, "-cpu", "max", tmp_path / "products", *numbers]
+        given = words.tobytes() + x.tobytes()
+        got = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout
+        y = wanted(x, bits, *parts, group)
+        assert got == b"".join(y[:n].tobytes() for n in range(1, 8)) + floats, (kind, bits)
 
 
 @pytest.mark.parametrize("bits", [16, 8])
