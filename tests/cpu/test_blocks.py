@@ -19,7 +19,12 @@ from medusa_jax.cpu.panels import FORMS, Panels, in_blocks, panels
 from medusa_jax.model.stored import Storage
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
-ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
+# The compilers of Linux and of macOS.
+ARM = {
+    "armv8-a": "aarch64-linux-gnu-g++", "armv8.2-a+dotprod": "aarch64-linux-gnu-g++",
+    "armv8.6-a+i8mm": "aarch64-linux-gnu-g++", "armv8.4-a+dotprod": "clang++ --target=aarch64-linux-gnu",
+}  # fmt: skip
+EMULATOR = "qemu-aarch64"
 KINDS = [name for name, number in FORMS.items() if number > 4]
 # Where blocks of a type have their codes, and the weight that codes of ones are with a scale of 1.
 CODES = {
@@ -162,13 +167,15 @@ def test_every_sum_with_int8_is_that_of_integers(inputs, outputs, bits):
 
 
 @pytest.mark.wide
-@pytest.mark.skipif(not all(map(shutil.which, ARM)), reason="no emulator of ARM")
-@pytest.mark.parametrize("machine", ["armv8-a", "armv8.2-a+dotprod", "armv8.6-a+i8mm"])
+@pytest.mark.parametrize("machine", ARM)
 def test_every_sum_on_arm(machine, tmp_path):
     """Without products of bytes, with them, and with matrices of them."""
-    compiler, emulator = ARM
+    compiler = ARM[machine].split()
+    for program in (EMULATOR, compiler[0], "aarch64-linux-gnu-g++"):
+        if not shutil.which(program):
+            pytest.skip(f"no {program}")
     sources = [Path(__file__).with_name("products.cc"), *SOURCES.glob("integers_*.cc")]
-    command = [compiler, *FLAGS, f"-march={machine}", "-static", f"-I{SOURCES}", *sources]
+    command = [*compiler, *FLAGS, f"-march={machine}", "-static", f"-I{SOURCES}", *sources]
     subprocess.run([*command, "-o", tmp_path / "products"], check=True)
     rng = np.random.default_rng(0)
     for kind, bits in itertools.product(["int8", *KINDS], (16, 8)):
@@ -183,9 +190,11 @@ def test_every_sum_on_arm(machine, tmp_path):
             parts, floats = integers(rows, kind), unpacked(rows, kind).tobytes()
         x = activations(7, parts[0].shape[1], rng)
         numbers = map(str, (FORMS[kind], bits, *x.shape, outputs))
-        command = [emulator, "-cpu", "max", tmp_path / "products", *numbers]
+        command = [EMULATOR, "-cpu", "max", tmp_path / "products", *numbers]
         given = words.tobytes() + x.tobytes()
-        got = subprocess.run(command, input=given, stdout=subprocess.PIPE, check=True).stdout
+        got = subprocess.run(
+            command, input=given, stdout=subprocess.PIPE, check=True
+        ).stdout
         y = wanted(x, bits, *parts, group)
         assert got == b"".join(y[:n].tobytes() for n in range(1, 8)) + floats, (kind, bits)
 
