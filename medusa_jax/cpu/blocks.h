@@ -87,14 +87,16 @@ constexpr int InputOf(int i) {
   return B::kBits == 4 ? i % 4 * 8 + kPlaces[i / 4] : 2 * i;
 }
 
-// Two codes of kLanes outputs, 16 bits each. Codes of four bits stay where they are in their word, if they need no sign
-// there: the first four pairs are times 256, the next four times 16.
-template <class B>
+// Two codes of kLanes outputs, 16 bits each. `placed`: codes of four bits stay where they are in their word, so the first
+// four pairs are times 256 and the next four times 16.
+template <class B, bool placed>
 __attribute__((always_inline)) inline Words Pair(const uint32_t* codes, int i) {
   const auto upper = [](Words words, int from) { return Words(Sixteens(words) >> from); };
   if constexpr (B::kBits == 4) {
     const Words word = LoadWords(codes + i % 4 * kWide);
-    return i / 4 == 3 ? upper(word, 12) : word & (i / 4 == 0 ? 0x0f000f00u : i / 4 == 1 ? 0x00f000f0u : 0x000f000fu);
+    if (i >= 12) return upper(word, 12);
+    const int at = i < 4 ? 8 : i < 8 ? 4 : 0;
+    return placed ? word & (0x000f000fu << at) : word >> at & 0x000f000fu;
   }
   const Words both = Codes<B>(codes, i / 2);
   return i % 2 ? upper(both, 8) : both & 0x00ff00ffu;

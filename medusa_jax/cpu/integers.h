@@ -97,7 +97,7 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
   constexpr int kShorts = !kShortDots || bits != 8 ? 0 : B::kBits == 8 ? 1 : 32767 / (254 * ((1 << B::kBits) - 1));
   constexpr int C = kShorts || R * V >= 4 ? 1 : 4 / (R * V);  // sums of an output: one would wait for itself
   constexpr int kSteps = X::kBytes ? 8 : 16;
-  constexpr bool kPlaced = !X::kBytes && B::kBits == 4;  // see `Pair`
+  constexpr bool kPlaced = !X::kBytes && B::kBits == 4 && R <= 4;  // fewer shifts of sums than of weights; see `Pair`
   constexpr bool kSigned = (kSignedBytes || kShorts) && X::kBytes && B::kBits == 8;
   constexpr int kOffset = kSigned ? 0 : B::kOffset;
   const X* x = static_cast<const X*>(rows);
@@ -126,16 +126,18 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
           const uint32_t* codes = block + B::kScales + h * V * kLanes;
 #pragma GCC unroll 16
           for (int i = g * kSteps * B::kGroup / 32; i < (g + 1) * kSteps * B::kGroup / 32; ++i) {
+            // One place of all words after another, or all places of a word, which is then loaded once.
+            const int pair = kPlaced || B::kBits != 4 ? i : i % 4 * 4 + i / 4;
             Words w[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {
-              w[v] = X::kBytes ? Codes<B>(codes + v * kLanes, i) : Pair<B>(codes + v * kLanes, i);
+              w[v] = X::kBytes ? Codes<B>(codes + v * kLanes, i) : Pair<B, kPlaced>(codes + v * kLanes, pair);
               if (kOffset != B::kOffset) w[v] ^= 0x80808080u;
               InRegister(w[v]);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-              const Words by = x[r].Spread(X::kBytes ? 4 * i : InputOf<B>(i));
+              const Words by = x[r].Spread(X::kBytes ? 4 * i : InputOf<B>(pair));
               const Words rest = X::kLimbs ? x[r].Spread(32 + 4 * i) : by;
 #pragma GCC unroll 8
               for (int v = 0; v < V; ++v) {
