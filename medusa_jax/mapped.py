@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jaxlib
 import numpy as np
 
 from medusa_jax.cache_directories import cache_directory
@@ -72,7 +73,8 @@ def cached(kind: str, *marks: Any) -> Path:
     }
     settings.pop(LIMIT, None)
     x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-    machine = jax.__version__, sys.version, processor(), os.cpu_count(), x64
+    versions = jax.__version__, jaxlib.__version__, sys.version
+    machine = *versions, processor(), os.cpu_count(), x64
     parts = plain([*machine, package_mark(), settings, *marks])
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     return Path(cache_directory(kind)) / digest[:32]

@@ -110,9 +110,8 @@ def load(
     source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
     dtype = dtype or default_dtype()
-    if (
-        Program.run_kept and dtype != "float64"
-    ):  # programs are read while the model is opened
+    # The kernels' library starts reading kept programs, while the model is opened.
+    if Program.run_kept and dtype != "float64":
         choose_kernels(devices, "float32")
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
     generation.name_unapplied(files.directory, files.defaults.unapplied)

@@ -22,8 +22,8 @@ def run_main(main: Callable[[], int], again: str = "") -> int:
       again: the command line that resumes, for a command that keeps finished work.
     """
     open_standard_streams()
-    # By default a quarter of the time of imports is spent on looking for circles of objects.
-    gc.set_threshold(100_000, 50, 50)
+    # By default Python looks for circles of references during a quarter of the time of imports, and at the end.
+    gc.set_threshold(100_000)
     atexit.register(gc.freeze)
     try:
         try:
