@@ -126,8 +126,7 @@ void IntegerRows(const uint32_t* words, const void* rows, int64_t blocks, const 
           const uint32_t* codes = block + B::kScales + h * V * kLanes;
 #pragma GCC unroll 16
           for (int i = g * kSteps * B::kGroup / 32; i < (g + 1) * kSteps * B::kGroup / 32; ++i) {
-            // One place of all words after another, or all places of a word, which is then loaded once.
-            const int pair = kPlaced || B::kBits != 4 ? i : i % 4 * 4 + i / 4;
+            const int pair = kPlaced || B::kBits != 4 ? i : i % 4 * 4 + i / 4;  // word by word
             Words w[V];
 #pragma GCC unroll 8
             for (int v = 0; v < V; ++v) {

@@ -48,9 +48,10 @@ ffi::Error ProductHandler(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::U32> 
   if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
   float* out = y->typed_data();
   const std::array<int64_t, 2> sizes = {in.bits ? in.count : 0, kernel.Chunks()};
-  ShareStages(pool, sizes, [=](size_t stage, int64_t i) {
+  const auto work = [=](size_t stage, int64_t i) {
     stage ? MultiplyChunk(kernel, in, i, nullptr, out) : in.Make(i, 0, in.inputs);
-  });
+  };
+  ShareStages(pool, sizes, work, [=](size_t stage, int64_t i) { return stage ? kernel.Weights(i) : nullptr; });
   return ffi::Error::Success();
 }
 

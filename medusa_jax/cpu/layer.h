@@ -92,7 +92,10 @@ inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
       R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G,
       layer.Aligned() || !layer.out.bits ? 0 : R, layer.out.Chunks(), R, layer.gate_up.Chunks(), R * gated, layer.down.Chunks(),
       layer.added ? R : 0};
-  ShareStages(pool, sizes, [R, gated, l = layer](size_t stage, int64_t i) {
+  const std::array<const Kernel*, 11> kernels = {nullptr, &layer.qkv, nullptr, nullptr, nullptr, &layer.out,
+                                                 nullptr, &layer.gate_up, nullptr, &layer.down, nullptr};
+  const auto weights = [kernels](size_t s, int64_t i) { return kernels[s] ? kernels[s]->Weights(i) : nullptr; };
+  const auto work = [gated, l = layer](size_t stage, int64_t i) {
     switch (stage) {
       case 0: return l.Enter(i);
       case 1: return MultiplyChunk(l.qkv, l.entered, i, nullptr, l.heads);
@@ -122,7 +125,8 @@ inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
         return AddRow(row, l.added + i * l.D, l.mlp_out_norm, l.D, l.eps, l.residual_multiplier, row);
       }
     }
-  });
+  };
+  ShareStages(pool, sizes, work, weights);
 }
 
 }  // namespace

@@ -49,6 +49,17 @@ struct Kernel {
     for (size_t i = 0; i < n_parts; ++i) chunks += parts[i].Chunks();
     return chunks;
   }
+  // The part of a chunk, which becomes its number there.
+  const Part& PartOf(int64_t& chunk) const {
+    const Part* part = parts.data();
+    for (; chunk >= part->Chunks(); ++part) chunk -= part->Chunks();
+    return *part;
+  }
+  // Where the weights of a chunk begin.
+  const void* Weights(int64_t chunk) const {
+    const Part& part = PartOf(chunk);
+    return part.words + chunk * part.Chunk() * part.Size();
+  }
 };
 
 // Rows of x: `floats` [count, inputs], and for kernels with parts in blocks `integers`: groups of rows, and for each
@@ -196,13 +207,9 @@ inline void Finish(const float* sums, const float* scales, const float* bias, co
 // The outputs of one chunk of x times the kernel, added to those of `onto` [rows, outputs] unless it is null, in
 // y [rows, outputs].
 inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, const float* onto, float* y) {
-  size_t which = 0;
+  const Part& part = kernel.PartOf(chunk);
   int64_t before = 0;  // outputs of the parts before this one
-  for (; chunk >= kernel.parts[which].Chunks(); ++which) {
-    chunk -= kernel.parts[which].Chunks();
-    before += kernel.parts[which].outputs;
-  }
-  const Part& part = kernel.parts[which];
+  for (const Part* other = kernel.parts.data(); other < &part; ++other) before += other->outputs;
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
   const int64_t wide = part.Width(), all = part.Blocks() ? x.Groups() : x.count;
   const int64_t most = part.Blocks() ? kBand / kTogether : kBand, bands = (all + most - 1) / most;

@@ -34,14 +34,19 @@ inline int64_t Neighbour(int64_t taken, int64_t n, int64_t workers) {
   return worker * (n / workers) + std::min(worker, n % workers) + taken / workers;
 }
 
+// Bytes that a waiting worker fetches of its next unit's weights: memory would be idle.
+constexpr int64_t kWaiting = 1 << 16;
+
 // Runs `work(s, i)` for every i < sizes[s] of every stage s. A stage begins when the stages before it are done.
+// `weights(s, i)`: where those of a unit begin, or null.
 //
 // No thread waits for another to begin: a running thread takes the next unit, and a late helper joins at the
 // current unit or finds none left. Units are taken in the order of their stages, so a unit waits only for units
 // that threads are already working on. This cannot deadlock, however busy the pool is, and threads stay awake
 // between stages.
-template <size_t kStages, typename Work>
-void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work) {
+template <size_t kStages, typename Work, typename Weights>
+void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work,
+                 const Weights& weights) {
   std::array<int64_t, kStages> ends;
   int64_t n = 0, widest = 0;
   for (size_t s = 0; s < kStages; ++s) {
@@ -59,9 +64,11 @@ void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& size
     for (int64_t i; (i = counts->next.fetch_add(1)) < n;) {
       while (i >= ends[stage]) ++stage;
       const int64_t before = stage ? ends[stage - 1] : 0, size = ends[stage] - before;
+      const int64_t unit = Neighbour(i - before, size, workers);
+      const char* next = static_cast<const char*>(weights(stage, unit));
       for (int64_t tries = 0; counts->done.load(std::memory_order_acquire) < before; ++tries)
-        Wait(tries);
-      work(stage, Neighbour(i - before, size, workers));
+        next && tries < kWaiting / 64 ? __builtin_prefetch(next + tries * 64, 0, 2) : Wait(tries);
+      work(stage, unit);
       counts->done.fetch_add(1, std::memory_order_acq_rel);
     }
   };
@@ -73,7 +80,7 @@ void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& size
 // `work(i)` for every i < n.
 template <typename Work>
 void Share(ffi::ThreadPool& pool, int64_t n, const Work& work) {
-  ShareStages<1>(pool, {n}, [work](size_t, int64_t i) { work(i); });
+  ShareStages<1>(pool, {n}, [work](size_t, int64_t i) { work(i); }, [](size_t, int64_t) { return nullptr; });
 }
 
 }  // namespace
