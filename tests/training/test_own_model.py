@@ -11,6 +11,7 @@ from tiny import write_ending_model
 from training_setup import ROOT
 
 from medusa_jax.__main__ import main
+from medusa_jax.commands import own as own_heads
 from medusa_jax.commands import train
 from medusa_jax.commands.serve import main as serving
 from medusa_jax.heads.registry import drafter_class
@@ -61,7 +62,7 @@ def run(words):
 
 def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
     """Each command names the next one of the page, with its own paths."""
-    *steps, serve, convert = commands(model, questions, tmp_path / "own")
+    *steps, serve, convert, rebuild = commands(model, questions, tmp_path / "own")
     for words, following in zip(steps, [*steps[1:], serve]):
         assert run(words) == 0
         said = capsys.readouterr()
@@ -73,6 +74,7 @@ def test_the_page_from_top_to_bottom(model, questions, tmp_path, capsys):
     assert "identical" in said.err and "not identical" not in said.err
     assert serving.parse(serve[4:]).chat == ""  # the model's own template
     assert run(convert) == 0
+    assert own_heads.main.parse(rebuild[2:]).start == "path/to/heads"
     for result in ("best", "export"):
         made = json.loads((tmp_path / "own" / "run" / result / "heads.json").read_text())
         assert made["recipe"]["held_out"]["accepted_length_tree"] >= 1, result
