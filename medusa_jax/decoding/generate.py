@@ -5,6 +5,7 @@ a few steps at a time and yields the new tokens. The host never waits inside a l
 dispatches the next loop before it reads the previous one's results.
 """
 
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
 
 MIN_PROMPT = 16
+# A stream's chunks grow to this many steps while they take less than these seconds: the host, which shows their text,
+# takes a core from the steps.
+MOST_STEPS, PACE = 32, 0.05
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -241,7 +245,7 @@ def stream(
     chunk_steps: int = 8,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Decode in chunks of steps, yielding the progress after prefill and after each chunk.
+    """Decode in chunks of steps, at first `chunk_steps`, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
@@ -264,9 +268,9 @@ def chunks(
     """Stream a request that `begin` has prefilled. Consumes the state."""
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size = 0
+    size, steps, began = 0, chunk_steps, time.perf_counter()
     while True:
-        state, next_progress = decode_loop(engine, variables, state, np.int32(chunk_steps))
+        state, next_progress = decode_loop(engine, variables, state, np.int32(steps))
         if row_cache:
             row_cache.state = state
         stop_B = yield progress
@@ -278,7 +282,10 @@ def chunks(
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
-        progress = next_progress
+        progress, now = next_progress, time.perf_counter()
+        if now - began < PACE and jax.process_count() == 1:  # several have to agree
+            steps = max(steps, min(2 * steps, MOST_STEPS))
+        began = now
 
 
 def end_wanted(
