@@ -2,9 +2,8 @@
 
     python examples/tunix_checkpoint.py CHECKPOINTS/STEP/model_params BASE OUT
 
-BASE is the Hugging Face directory that the training started from: its config.json and tokenizer are kept. The names are
-those of Tunix's Llama 3 (google/tunix 0737eb8, tunix/models/llama3/params.py), whose projections are [D, N, H] and
-[N, H, D]. A checkpoint of LoRA parameters alone has to be merged in Tunix first.
+BASE is the Hugging Face directory that the training started from: its config.json and tokenizer are kept. Parameters are
+named as in Tunix's Llama 3 (google/tunix 0737eb8, tunix/models/llama3/params.py); projections are [D, N, H] and [N, H, D]. A checkpoint of LoRA parameters alone has to be merged in Tunix first.
 """
 
 import re

@@ -4,8 +4,8 @@ To test an engine, pass `replay` a function of yours in place of `medusa`:
 
     logits(token_ids [P + K], states [A, P, D]) -> [K, P, vocabulary]
 
-`states` are what the heads read at positions 0 to P - 1: the model's last hidden states (A = 1), or the tapped streams,
-lowest first. Level k at position t guesses token t + k + 2 (k from 0) and may read tokens up to t + k + 1. Tokens that the
+`states` are the inputs of the heads at positions 0 to P - 1: the model's last hidden states, with A = 1, or A tapped streams,
+the lowest layer first. Level k at position t guesses token t + k + 2 (k from 0) and may read tokens up to t + k + 1. Tokens that the
 heads do not score have the logit -inf. docs/formats.md has the format.
 """
 

@@ -168,13 +168,15 @@ def make_room(directory: Path, size: int) -> bool:
         most = float(os.environ.get(LIMIT) or GIGABYTES) * 1e9
     except ValueError as error:
         raise UserError(f"{LIMIT} is a number of gigabytes: {error}") from None
+    if size > min(most, shutil.disk_usage(directory).free / 2):
+        return False
     files = [
         (p.stat().st_mtime, p.stat().st_size, p) for p in directory.iterdir() if p.is_file()
     ]
     files.sort()
-    while files and most >= size > most - sum(bytes for _, bytes, _ in files):
+    while files and size > most - sum(bytes for _, bytes, _ in files):
         files.pop(0)[2].unlink(missing_ok=True)
-    return size <= min(most, shutil.disk_usage(directory).free / 2)
+    return True
 
 
 def plain(x: Any, arrays: dict[int, Any] | None = None) -> Any:
@@ -214,4 +216,7 @@ def rebuilt(x: Any, arrays: Sequence[jax.Array] = ()) -> Any:
     if kind == "dict":
         return fields
     module, _, name = kind.partition(":")
-    return vars(sys.modules[module])[name](**fields)
+    made = vars(sys.modules[module])[name]
+    if not module.startswith("medusa_jax.") or not isinstance(made, type):
+        raise ValueError(f"{kind} is no class of this package")
+    return made(**fields)

@@ -84,7 +84,6 @@ def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | 
 
 def runner(loaded: Any, results: PyTreeDef, keys: list[int]) -> Run:
     """Run an executable of XLA, which takes and returns random keys as words; `keys`: numbers of those results."""
-
     array = type(jax.device_put(0))
 
     def run(leaves: list[Any]) -> Any:

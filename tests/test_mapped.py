@@ -81,12 +81,19 @@ def test_a_file_that_is_not_whole_and_ours_is_made_again(tmp_path, folder, fault
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
     else:
-        header = data[:-9] + b"0" + data[-8:]
+        header = data.replace(b'"uint32"', b'"int32"')  # readable, and of another type
+        assert header != data
         file.write_bytes({"truncated": data[:-50], "empty": b"", "header": header}[fault])
     calls = []
     same(kept(tmp_path, lambda: calls.append(1) or example()), example())
     assert calls == [1]
     same(kept(tmp_path, refuse), example())
+
+
+@pytest.mark.parametrize("kind", ["subprocess:Popen", "medusa_jax.mapped:read"])
+def test_only_classes_of_the_package_are_rebuilt(kind):
+    with pytest.raises(ValueError, match="no class of this package"):
+        mapped.rebuilt({kind: {}})
 
 
 def test_the_key_is_the_content(tmp_path, folder, monkeypatch):

@@ -56,7 +56,8 @@ class Flags:
     minutes: float | None = flag("fit the work to this time", None, type=at_least(1, float))
     drafter: str = flag("family of heads, as --config.heads.drafter of train.py", "medusa")
     start: str | None = flag(
-        "heads to go on from, such as those of the model before a fine-tuning", None
+        "train these heads further, such as the heads of the model before its fine-tuning",
+        None,
     )
     to: str = flag("comma-separated engines to convert the heads for, as convert --to", "")
     limit: int = flag("most questions; 0 is all", 200, type=at_least(0))

@@ -71,7 +71,7 @@ def draft_first(engine: Engine, variables: Params, state: DecodeState) -> HostIn
 
 
 def next_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
-    """Draft a tree, and copy what the host reads."""
+    """Draft the next tree, and copy the progress for the host."""
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)

@@ -97,7 +97,7 @@ def program(
 
     Args:
       each_step: called at every step: not kept for later starts, since JAX calls its own programs faster.
-      arguments: those of `jax.jit`, such as `static_argnums`.
+      arguments: passed to `jax.jit`, such as `static_argnums`.
     """
     return lambda function: Program(function, arguments, not each_step)
 
@@ -107,7 +107,7 @@ class Program(Generic[R]):
 
     Attributes:
       run_kept: a result by a program that is kept for later starts (`programs.py`), or None; None keeps none.
-      arguments: those of `jax.jit`.
+      arguments: passed to `jax.jit`.
     """
 
     run_kept: ClassVar[Callable[..., Any] | None] = None

@@ -1,4 +1,4 @@
-"""Certificates of draft heads: what they read at the first positions of a text, and what they answer.
+"""Certificates of draft heads: the inputs of heads at the first positions of a text, and their outputs.
 
 Heads that are read wrong still draft, only badly: no loader notices another tapped layer, or a norm that is left out. An
 engine that computes the recorded answers from the recorded inputs has read them right. docs/formats.md has the format.
@@ -26,7 +26,7 @@ from medusa_jax.model.kernels import PLAIN
 from medusa_jax.sharding import Params
 from medusa_jax.whole_files import Json
 
-# In a directory of its own, since engines load every safetensors file next to the weights.
+# In a subdirectory, since engines load every safetensors file next to the weights.
 FILE = os.path.join("certificate", "certificate.safetensors")
 FORMAT = {"format": "draft_heads.certificate", "version": "1"}
 # P, and the tokens whose logits are recorded.
