@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
 
 MIN_PROMPT = 16
-# A stream's chunks grow to this many steps while they take less than these seconds: the host, which shows their text,
-# takes a core from the steps.
-MOST_STEPS, PACE = 32, 0.05
+# A stream's chunks grow between these numbers of steps while they take less than these seconds: the host, which
+# shows their text, takes a core from the steps.
+CHUNK_STEPS, PACE = (8, 32), 0.05
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -242,14 +242,18 @@ def stream(
     engine: Engine,
     variables: Params,
     request: DecodeRequest,
-    chunk_steps: int = 8,
+    chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Decode in chunks of steps, at first `chunk_steps`, yielding the progress after prefill and after each chunk.
+    """Decode in chunks, yielding the progress after prefill and after each chunk.
 
     The next chunk is dispatched before the last one is read. A chunk that fills the cache ends early;
     the host then grows the cache. The caller may send a mask [B] of rows to end (stop strings): they
-    take no step after the chunk that is already dispatched. `row_cache` receives the state after each chunk.
+    take no step after the chunk that is already dispatched.
+
+    Args:
+      chunk_steps: steps of a chunk; by default more while they take less than `PACE`.
+      row_cache: receives the state after each chunk.
     """
     assert request.guides is None, "constrained.stream decodes requests with guides"
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
@@ -262,13 +266,15 @@ def chunks(
     request: DecodeRequest,
     state: DecodeState,
     ladder: list[int],
-    chunk_steps: int,
+    chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Stream a request that `begin` has prefilled. Consumes the state."""
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size, steps, began = 0, chunk_steps, time.perf_counter()
+    size, steps, began = 0, chunk_steps or CHUNK_STEPS[0], time.perf_counter()
+    # Several processes have to agree.
+    may_grow = chunk_steps is None and jax.process_count() == 1
     while True:
         state, next_progress = decode_loop(engine, variables, state, np.int32(steps))
         if row_cache:
@@ -283,8 +289,8 @@ def chunks(
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
         progress, now = next_progress, time.perf_counter()
-        if now - began < PACE and jax.process_count() == 1:  # several have to agree
-            steps = max(steps, min(2 * steps, MOST_STEPS))
+        if may_grow and now - began < PACE:
+            steps = min(2 * steps, CHUNK_STEPS[1])
         began = now
 
 
