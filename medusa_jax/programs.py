@@ -88,6 +88,8 @@ def runner(loaded: Any, results: PyTreeDef, keys: list[int]) -> Run:
 
     def run(leaves: list[Any]) -> Any:
         buffers = [x if type(x) is array else buffer(x) for x in leaves]
+        if any(isinstance(x, jax.core.Tracer) for x in buffers):
+            return None  # NumPy arrays while another program is traced
         parts = loaded.execute_sharded(buffers)
         values = [value for [value] in parts.disassemble_into_single_device_arrays()]
         for i in keys:

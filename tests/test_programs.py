@@ -54,6 +54,21 @@ def test_a_later_start_does_not_trace(folder):
     assert len(traced) == 3 and len([*folder.iterdir()]) == 2
 
 
+def test_a_kept_program_in_another_ones_trace(folder):
+    """With NumPy arrays, which become constants of the other program."""
+    kept = make([], static=())
+    out = kept(2, {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)}, np.uint32(3))
+
+    @jax.jit
+    def other(y):
+        state = {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)}
+        return y + kept(np.int32(2), state, np.uint32(3))[0]["x"]
+
+    kept(np.int32(2), {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)}, np.uint32(3))
+    np.testing.assert_array_equal(other(1.0), 1 + out[0]["x"])
+    finish()
+
+
 def words(out):
     return {**out[0], "key": jax.random.key_data(out[0]["key"])}, out[1]
 
