@@ -188,7 +188,8 @@ class Gate(struct.PyTreeNode):
             jnp.where(self.index_1 == 0, len(self.depths) - 1, self.index_1)
         ]
         keep = jnp.where(levels > 0, 0.5 ** (1 / RECENT), 1.0)
-        emitted = jnp.sum(jnp.where(running_B, accepted_B + 1, 0)) / jnp.sum(running_B)
+        emitted_B = jnp.where(running_B, accepted_B + 1, 0).astype(self.lost_1.dtype)
+        emitted = jnp.sum(emitted_B) / jnp.sum(running_B)
         lost_1 = self.ratio_N[self.index_1] / self.ratio_N[0] - emitted
         return self.replace(
             steps_N=self.steps_N + (jnp.arange(len(self.depths)) == self.index_1),

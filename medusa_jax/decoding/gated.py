@@ -1,5 +1,10 @@
-"""The decode step of a gated engine (`gate.py`)."""
+"""The decode step of a gated engine (`gate.py`).
 
+Plain steps draft nothing, so the drafter need not read their positions at once: they are *deferred*, and the
+drafter reads up to `DEFERRED` of them in one pass, at the latest before a step that drafts.
+"""
+
+import dataclasses
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -7,40 +12,101 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.state import DecodeState, Engine
+from medusa_jax.decoding.state import DEFERRED, DecodeState, Engine
 from medusa_jax.decoding.step import draft, step_of
 from medusa_jax.decoding.stopping import RUNNING
+from medusa_jax.heads.drafter import Backbone, Committed, Drafter, NoDrafter
 from medusa_jax.heads.optional import CopiesText
-from medusa_jax.sharding import Params, pin_state
+from medusa_jax.sharding import Params, PyTree, pin_state
 from medusa_jax.tree.tree import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferring(NoDrafter):
+    """Stands in for the drafter in a plain step; its state afterwards is what the drafter has to read.
+
+    Attributes:
+      drafter: the one that it stands in for.
+    """
+
+    drafter: Drafter
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    def commit(
+        self, params: Params, backbone: Backbone, state: PyTree, new: Committed
+    ) -> Committed:
+        return new
 
 
 class StepResult(NamedTuple):
     """A state and what its last step tested.
 
     Attributes:
+      deferred: positions that the drafter has not read.
       waits: the step has not been taken yet.
       accepted_B, levels: as for `Gate.after_step`.
     """
 
     state: DecodeState
+    deferred: Committed
     waits: jax.Array
     accepted_B: jax.Array
     levels: jax.Array
 
 
-def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+def no_positions(engine: Engine, state: DecodeState) -> Committed:
+    """Room for deferred positions, none of them valid."""
+    llama, B = engine.llama, len(state.length_B)
+    width = (1 + len(llama.taps)) * llama.config.d_model
+    zeros_BT = jnp.zeros((B, DEFERRED), jnp.int32)
+    hidden_BTE = jnp.zeros((B, DEFERRED, width), llama.dtype)
+    return pin_state(
+        engine.llama.mesh,
+        Committed(hidden_BTE, zeros_BT, zeros_BT, zeros_BT, zeros_BT[:, 0]),
+    )
+
+
+def caught_up(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    deferred: Committed,
+    due: jax.Array,
+) -> tuple[DecodeState, Committed]:
+    """The state whose drafter has read the deferred positions, if that is due and there are any."""
+    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
+
+    def is_behind(carry: tuple[PyTree, Committed]) -> jax.Array:
+        return due & jnp.any(carry[1].n_B > 0)
+
+    def read(carry: tuple[PyTree, Committed]) -> tuple[PyTree, Committed]:
+        drafter = engine.drafter.commit(heads, backbone, *carry)
+        rows = carry[1]._replace(n_B=jnp.zeros_like(carry[1].n_B))
+        return pin_state(engine.llama.mesh, drafter), pin_state(engine.llama.mesh, rows)
+
+    # A loop that runs at most once: see `gated_step`.
+    drafter, deferred = lax.while_loop(is_behind, read, (state.drafter, deferred))
+    return state.replace(drafter=drafter), deferred
+
+
+def gated_step(
+    engine: Engine, variables: Params, state: DecodeState, deferred: Committed
+) -> tuple[DecodeState, Committed]:
     """A step with the size that the gate has chosen, which then chooses the next one.
 
     There is one loop for each size, and the loop of the chosen one runs once: loops change the state
-    in place, while the branches of a conditional would copy the cache. Plain steps keep the
-    drafter's state up to date, so that any step may draft.
+    in place, while the branches of a conditional would copy the cache.
     """
     gate = state.gate
     assert gate is not None
     chosen, running_B = gate.index_1[0], state.status_B == RUNNING
+    is_full = jnp.any(deferred.n_B == DEFERRED)
+    state, deferred = caught_up(engine, variables, state, deferred, is_full | (chosen > 0))
     waits, levels = jnp.array(True), jnp.zeros((), jnp.int32)
-    result = StepResult(state, waits, jnp.zeros_like(state.n_new_B), levels)
+    result = StepResult(state, deferred, waits, jnp.zeros_like(state.n_new_B), levels)
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
 
@@ -48,21 +114,39 @@ def gated_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeS
             return carry.waits & (chosen == index)
 
         def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
-            return step_with(sized, variables, carry.state)
+            with_size = step_with if sized.tree.depth else plain_step
+            return with_size(sized, variables, carry.state, carry.deferred)
 
         result = lax.while_loop(is_chosen, one_step, result)
     gate = gate.after_step(result.accepted_B, result.levels, running_B)
-    return result.state.replace(gate=gate)
+    return result.state.replace(gate=gate), result.deferred
 
 
-def step_with(engine: Engine, variables: Params, old: DecodeState) -> StepResult:
+def step_with(
+    engine: Engine, variables: Params, old: DecodeState, deferred: Committed
+) -> StepResult:
     """A step with the engine's tree."""
     new = step_of(engine)(engine, variables, old)
-    accepted_B, levels = jnp.maximum(new.n_new_B - old.n_new_B - 1, 0), engine.tree.depth
-    if not levels and isinstance(engine.drafter, CopiesText):
-        # A draft costs nothing: test one.
-        drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
-        accepted_B = (drafted_BM[:, 1] == new.root_B).astype(jnp.int32)
-        levels = 1
+    accepted_B = jnp.maximum(new.n_new_B - old.n_new_B - 1, 0)
+    levels = jnp.array(engine.tree.depth, jnp.int32)
     new = pin_state(engine.llama.mesh, new)
-    return StepResult(new, jnp.array(False), accepted_B, jnp.array(levels, jnp.int32))
+    return StepResult(new, deferred, jnp.array(False), accepted_B, levels)
+
+
+def plain_step(
+    engine: Engine, variables: Params, old: DecodeState, deferred: Committed
+) -> StepResult:
+    """A step without drafts. Its position is deferred, or read at once where a draft costs nothing: it tests one."""
+    if isinstance(engine.drafter, CopiesText):
+        result = step_with(engine, variables, old, deferred)
+        drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
+        accepted_B = (drafted_BM[:, 1] == result.state.root_B).astype(jnp.int32)
+        return result._replace(accepted_B=accepted_B, levels=jnp.array(1, jnp.int32))
+    stand_in = Deferring(engine.drafter.heads, engine.drafter.llama, engine.drafter)
+    result = step_with(replace(engine, drafter=stand_in), variables, old, deferred)
+    new = result.state.drafter
+    write, at_B = engine.kernels.write_rows, deferred.n_B
+    rows = [write(rows, row, at_B, axis=1) for rows, row in zip(deferred[:4], new[:4])]
+    deferred = pin_state(engine.llama.mesh, Committed(*rows, at_B + new.n_B))
+    state = result.state.replace(drafter=old.drafter)
+    return result._replace(state=state, deferred=deferred)

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax.decoding.gated import gated_step
+from medusa_jax.decoding.gated import caught_up, gated_step, no_positions
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.step import Carry, step_of
+from medusa_jax.decoding.step import step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.devices.platforms import program
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.sharding import Params, on_all, pin_state
+
+# Steps taken, the rows, and what the drafter of a gated engine has not read.
+Carry = tuple[jax.Array, DecodeState, Committed | None]
 
 
 @program(static_argnums=(0, 4), donate_argnums=2)
@@ -32,7 +36,7 @@ def decode_loop(
     began_B = state.status_B == RUNNING
 
     def more(carry: Carry) -> jax.Array:
-        step, state = carry
+        step, state, _ = carry
         running_B = state.status_B == RUNNING
         # Steps write R slots of paused rows too, after their text.
         alive_B = running_B | (state.status_B == PAUSED)
@@ -43,12 +47,18 @@ def decode_loop(
         return (step < max_steps) & go_on & fits
 
     def one(carry: Carry) -> Carry:
-        step, state = carry
-        next_step = gated_step if engine.gated else step_of(engine)
-        state = next_step(engine, variables, state)
-        return step + 1, pin_state(engine.llama.mesh, state)
+        step, state, deferred = carry
+        if deferred is None:
+            state = step_of(engine)(engine, variables, state)
+        else:
+            state, deferred = gated_step(engine, variables, state, deferred)
+        return step + 1, pin_state(engine.llama.mesh, state), deferred
 
-    _, state = lax.while_loop(more, one, (jnp.zeros((), jnp.int32), state))
+    deferred = no_positions(engine, state) if engine.gated else None
+    start = jnp.zeros((), jnp.int32), state, deferred
+    _, state, deferred = lax.while_loop(more, one, start)
+    if deferred is not None:
+        state, _ = caught_up(engine, variables, state, deferred, jnp.array(True))
     state = pin_state(engine.llama.mesh, state)
     progress = jax.tree.map(jnp.copy, progress_of(state))
     return state, on_all(engine.llama.mesh, progress)

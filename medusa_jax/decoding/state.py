@@ -20,6 +20,8 @@ from medusa_jax.model.product import at_least_f32
 from medusa_jax.sharding import PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
+# Positions of plain steps that the drafter reads in one pass (`gated.py`).
+DEFERRED = 16
 # Most tokens of a row that are expected in its text, and the entry for none.
 PREDICTED, NO_TOKEN = 4096, -1
 
@@ -69,9 +71,10 @@ class Engine:
 
     @property
     def n_rows(self) -> int:
-        """Rows of a backbone pass, which need free cache slots: the tree's nodes, and further rows of
-        the drafter's own step."""
-        return self.tree.n_nodes + self.drafter.extra_rows
+        """Most rows of a pass, which need free cache slots: the tree's nodes and further rows of the drafter's
+        own step, or deferred positions."""
+        rows = self.tree.n_nodes + self.drafter.extra_rows
+        return max(rows, DEFERRED) if self.gated else rows
 
     @property
     def depth_only(self) -> "Engine":

@@ -49,10 +49,6 @@ def decode_step(
     return append(engine, state, outcome)
 
 
-# Steps taken by a loop, and the rows.
-Carry = tuple[jax.Array, DecodeState]
-
-
 def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeState]:
     """The decode step of the engine's drafter: its own if it has one."""
     own_step = engine.drafter.own_step

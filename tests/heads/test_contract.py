@@ -26,6 +26,8 @@ from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding.acceptance import rejection
 from medusa_jax.decoding.sampling import row_keys
+from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
@@ -317,6 +319,22 @@ def test_prompts_read_in_pieces_are_prompts_read_at_once(name, window, monkeypat
     pieces = prefilled(engine, variables, monkeypatch, 8)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), pieces, whole)
     assert len(set(pieces.root_B.tolist())) > 1
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", some(READING, "draft_model", "eagle3", "hydrapp"))
+def test_plain_steps_of_a_gated_engine_are_read_later(name):
+    """More than fit into one pass, and rows that end at other steps: the state of a drafter that reads each at once."""
+    engine, variables = engine_of(name, "greedy")
+    sizes, request = (Tree.none(), engine.tree), request_of("greedy")
+    gate = Gate.before_text(sizes, [1.0, 1.0]).always(0)
+    ends = []
+    for more, gate in (({}, None), ({"tree": engine.tree, "gated": sizes}, gate)):
+        one = dataclasses.replace(engine, **({"tree": Tree.none()} | more))
+        state, _ = loop.begin(one, variables, dataclasses.replace(request, gate=gate))
+        state, _ = decode_loop(one, variables, state, np.int32(40))
+        ends.append(visible(state.drafter, state.cache.slots, np.asarray(state.length_B)))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *ends)
 
 
 def check_replay(engine, variables, request):
