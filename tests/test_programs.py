@@ -64,7 +64,11 @@ def test_a_kept_program_in_another_ones_trace(folder):
         state = {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)}
         return y + kept(np.int32(2), state, np.uint32(3))[0]["x"]
 
-    kept(np.int32(2), {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)}, np.uint32(3))
+    kept(
+        np.int32(2),
+        {"x": np.arange(4.0, dtype=np.float32), "skip": np.ones(4)},
+        np.uint32(3),
+    )
     np.testing.assert_array_equal(other(1.0), 1 + out[0]["x"])
     finish()
 

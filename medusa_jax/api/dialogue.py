@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.api.model import Model
@@ -88,10 +87,6 @@ class Dialogue:
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._row_key, self._prompt = (engine, sizes), request.prompts[0]
-        choice = self.model.step_sizes
-        if engine.gated and not choice.costs(engine, 1):
-            copy = loop.with_gate(engine, jax.tree.map(jnp.copy, row), request)
-            request.gate = choice.measure(engine, variables, copy)
         return loop.with_gate(engine, row, request), [slots]
 
     def _n_shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:

@@ -44,10 +44,7 @@ class Model(LoadedModel):
         )
 
     def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
-        """Compile the programs of a request; returns the seconds, 0 if they are already compiled.
-
-        The first time on this machine it also measures the costs of the tree's sizes.
-        """
+        """Compile the programs of a request; returns the seconds, 0 if they are already compiled."""
         shape = self._shape(engine, request)
         if shape in self._warm:
             return 0.0
@@ -59,9 +56,6 @@ class Model(LoadedModel):
             from medusa_jax.decoding import constrained
 
             constrained.warm_up(engine, variables, request)
-        if engine.gated and not self.step_sizes.costs(engine, len(request.prompts)):
-            state, _ = loop.begin(engine, variables, request)
-            request.gate = self.step_sizes.measure(engine, variables, state)
         self._warm.add(shape)
         return time.perf_counter() - start
 
@@ -113,9 +107,8 @@ class Model(LoadedModel):
         rows, engine, request = self.plan(prompts, options, ids, tree, acceptance)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
-        if (
-            watch or ended or request.guides or any(o.stop for o in rows)
-        ):  # the host takes part in every step
+        host_takes_part = watch or ended or request.guides or any(o.stop for o in rows)
+        if host_takes_part or engine.gated:  # whose steps are timed
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
@@ -286,6 +279,7 @@ class Model(LoadedModel):
             request.sizes = [one.n_nodes for one in engine.gated or (engine.tree,)]
         if engine.gated:
             request.gate = self.step_sizes.gate(engine, len(rows))
+            request.costs = self.step_sizes.costs(engine, len(rows))
         return rows, engine, request
 
     def _engine_for(

@@ -29,6 +29,7 @@ from medusa_jax.decoding.state import (
     copied_progress,
     text_slots,
 )
+from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
@@ -106,6 +107,7 @@ class DecodeRequest:
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
       gate: of a gated engine, before the first step.
+      costs: of its sizes; streams measure them.
       sizes: nodes of the trees that steps may take, if the caller gave no tree.
       predicted: tokens that are expected in each text, for served rows to copy drafts from.
     """
@@ -125,6 +127,7 @@ class DecodeRequest:
     penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
     gate: Gate | None = None
+    costs: StepCosts | None = None
     sizes: Sequence[int] = ()
     predicted: Sequence[Sequence[int]] | None = None
 
@@ -272,26 +275,34 @@ def chunks(
     """Stream a request that `begin` has prefilled. Consumes the state."""
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size, steps, began = 0, chunk_steps or CHUNK_STEPS[0], time.perf_counter()
+    size, steps, ready = 0, chunk_steps or CHUNK_STEPS[0], 0.0
     # Several processes have to agree.
     may_grow = chunk_steps is None and jax.process_count() == 1
+    clock = ChunkClock(request.costs) if request.costs and may_grow else None
     while True:
-        state, next_progress = decode_loop(engine, variables, state, np.int32(steps))
+        n_steps = steps
+        if clock and state.gate:
+            gate = {"gate": clock.gate_of_next(state.gate)}
+            state = state.replace(**placed(engine.llama.mesh, gate))
+            n_steps = clock.steps or steps
+        state, next_progress = decode_loop(engine, variables, state, np.int32(n_steps))
         if row_cache:
             row_cache.state = state
         stop_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, stop_B)
+        if clock:
+            clock.see(progress)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
+        began, ready = ready, time.perf_counter()
         if not running_B.any():
             return
         longest = np.asarray(progress.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
-        progress, now = next_progress, time.perf_counter()
-        if may_grow and now - began < PACE:
+        progress = next_progress
+        if may_grow and ready - began < PACE:
             steps = min(2 * steps, CHUNK_STEPS[1])
-        began = now
 
 
 def end_wanted(

@@ -1,4 +1,9 @@
-"""Time of a step with each size of a gated engine, measured once on a device."""
+"""Time of a step with each size of a gated engine, measured while text is decoded.
+
+What a size costs depends on what else the machine does, so it is measured on the steps themselves: a chunk of n_i
+steps with size i takes sum n_i c_i seconds. Least squares over the latest chunks give the c_i; a size that was not
+timed lately is taken for one short chunk.
+"""
 
 import time
 
@@ -6,80 +11,82 @@ import jax
 import numpy as np
 
 from medusa_jax.decoding.gate import Gate
-from medusa_jax.decoding.generate import FOREVER
-from medusa_jax.decoding.loop import decode_loop
-from medusa_jax.decoding.state import DecodeState, Engine
-from medusa_jax.decoding.stopping import NEVER, RUNNING
-from medusa_jax.heads.state import rewind_state
-from medusa_jax.sharding import Params, placed
+from medusa_jax.decoding.state import Progress
 
-# Seconds to spend, most steps of a timed run, and bounds of the number of interleaved rounds.
-SECONDS, STEPS, ROUNDS = 1.0, 8, (3, 15)
+# Steps of a chunk that times a size.
+FEW = 8
+# Weight of older chunks for each new one, of the ratios so far, and recent steps of a size that are enough.
+KEEP, PRIOR, ENOUGH = 0.95, 0.1, 8.0
 
 
-class StepTimer:
-    """Times runs of steps that begin at the same place of a text.
+class StepCosts:
+    """Times of N sizes, plain decoding first.
 
-    It runs the decode loop itself, so nothing else is compiled.
-
-    Args:
-      state: a prefilled one, consumed.
-      gate: of the request, before its text.
+    Attributes:
+      ratio_N: time of a step with each over a plain step's, ascending; at first a guess.
     """
 
-    def __init__(
-        self, engine: Engine, variables: Params, state: DecodeState, gate: Gate
-    ) -> None:
-        room = state.cache.slots - engine.n_rows - STEPS * engine.tree.path_length
-        self.engine, self.variables, self.gate = engine, variables, gate
-        self.state = state
-        # On a CPU this process's own computing time, which other processes hardly change.
-        on_cpu = {device.platform for device in state.length_B.devices()} == {"cpu"}
-        self.now = time.process_time if on_cpu else time.perf_counter
-        self.length_B = np.clip(np.asarray(state.length_B), 1, max(1, room))
+    def __init__(self, ratio_N: list[float]) -> None:
+        self.ratio_N = np.array(ratio_N, np.float32)
+        self._timed_N = np.zeros(len(ratio_N))
+        self._squares_NN, self._sums_N = np.diag(self._timed_N), self._timed_N.copy()
 
-    def seconds(self, index: int, steps: int) -> float:
-        """Seconds of a step with one size, the mean of a run."""
-        B, stops_BQW = len(self.length_B), np.full_like(self.state.stop_BQW, NEVER)
-        state = self.state.replace(
-            drafter=rewind_state(self.state.drafter, self.length_B),
-            length_B=self.length_B,
-            n_new_B=np.ones(B, np.int32),
-            limit_B=np.full(B, FOREVER, np.int32),
-            stop_BQW=stops_BQW,
-            status_B=np.full(B, RUNNING, np.int32),
-            gate=self.gate.always(index),
-        )
-        state = jax.block_until_ready(placed(self.engine.llama.mesh, state))
-        start = self.now()
-        self.state, _ = jax.block_until_ready(
-            decode_loop(self.engine, self.variables, state, np.int32(steps))
-        )
-        seconds = self.now() - start
-        assert self.state.gate is not None
-        return seconds / int(self.state.gate.steps_N[index])
+    def to_time(self) -> int | None:
+        """The size that the next chunk has to take, None if it is free."""
+        index = int(np.argmin(self._timed_N))
+        return index if self._timed_N[index] < ENOUGH else None
+
+    def add(self, steps_N: np.ndarray, seconds: float | None) -> None:
+        """Learn from a chunk: its steps by size, and its time, None if it is not known.
+
+        Minimises the squares of (sum n_i c_i) / seconds - 1, and of what c_i differs from its ratio so far.
+        """
+        self._timed_N = KEEP * self._timed_N + steps_N
+        if seconds is None:
+            return
+        share_N, rate = steps_N / seconds, steps_N.sum() / seconds
+        self._squares_NN = KEEP * self._squares_NN + np.outer(share_N, share_N)
+        self._sums_N = KEEP * self._sums_N + share_N
+        known_NN = np.eye(len(steps_N))
+        known_NN[:, 0] -= self.ratio_N
+        prior_NN = PRIOR * rate**2 * known_NN.T @ known_NN
+        seconds_N = np.linalg.solve(self._squares_NN + prior_NN, self._sums_N)
+        if (seconds_N > 0).all():
+            # More nodes never take less time: else noise decided.
+            ratio_N = np.maximum.accumulate(seconds_N / seconds_N[0])
+            self.ratio_N = ratio_N.astype(np.float32)
 
 
-def step_costs(
-    engine: Engine, variables: Params, state: DecodeState, gate: Gate
-) -> list[float]:
-    """Time of a step with each size over a plain step's, ascending: medians of the faster half of interleaved rounds.
+class ChunkClock:
+    """Times the chunks of a stream.
 
-    Other work on the machine comes in bursts and only adds time.
+    The chunk under way began when the one before it ended, so a time is known only if the host waited for both ends.
 
-    Args:
-      state, gate: as for `StepTimer`.
+    Attributes:
+      steps: of the next chunk if it takes one size, else None.
     """
-    timer, sizes = StepTimer(engine, variables, state, gate), range(len(engine.gated))
-    first = sum(timer.seconds(index, 1) for index in sizes)  # reads all weights once
-    steps = int(np.clip(SECONDS / ROUNDS[0] / first, 1, STEPS))
-    rounds: list[list[float]] = []
-    begin = time.perf_counter()
-    while len(rounds) < ROUNDS[1]:
-        rounds.append([timer.seconds(index, steps) for index in sizes])
-        if len(rounds) >= ROUNDS[0] and time.perf_counter() - begin > SECONDS:
-            break
-    seconds_RN = np.array(sorted(rounds, key=sum)[: (len(rounds) + 1) // 2])
-    ratio_N = np.median(seconds_RN / seconds_RN[:, :1], axis=0)
-    # More nodes never take less time: else noise decided.
-    return [round(float(ratio), 3) for ratio in np.maximum.accumulate(ratio_N)]
+
+    def __init__(self, costs: StepCosts) -> None:
+        self.costs, self.steps = costs, None
+        self._ended: float | None = None
+        self._steps_N: np.ndarray | None = None
+
+    def gate_of_next(self, gate: Gate) -> Gate:
+        """The gate of the next chunk: with the times so far, or with the size that has to be timed."""
+        was_timed, size = self.steps is not None, self.costs.to_time()
+        self.steps = None if size is None else FEW
+        if size is not None:
+            return gate.always(size)
+        rest_1 = np.zeros(1, np.int32) if was_timed else gate.rest_1
+        return gate.replace(ratio_N=self.costs.ratio_N, rest_1=rest_1)
+
+    def see(self, progress: Progress) -> None:
+        """Wait for the end of the chunk before the last one that was sent, and learn from it."""
+        waits = not progress.status_B.is_ready()
+        steps_N = np.asarray(jax.block_until_ready(progress).gate.steps_N)
+        now = time.perf_counter() if waits else None
+        if self._steps_N is not None and (steps_N > self._steps_N).any():
+            known = now is not None and self._ended is not None
+            seconds = now - self._ended if known else None
+            self.costs.add(steps_N - self._steps_N, seconds)
+        self._ended, self._steps_N = now, steps_N

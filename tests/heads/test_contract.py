@@ -25,9 +25,9 @@ from medusa_jax import model
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding import prefill as reading
 from medusa_jax.decoding.acceptance import rejection
-from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
+from medusa_jax.decoding.sampling import row_keys
 from medusa_jax.decoding.state import Engine
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate import ranks as recording_ranks
@@ -327,11 +327,11 @@ def test_plain_steps_of_a_gated_engine_are_read_later(name):
     """More than fit into one pass, and rows that end at other steps: the state of a drafter that reads each at once."""
     engine, variables = engine_of(name, "greedy")
     sizes, request = (Tree.none(), engine.tree), request_of("greedy")
-    gate = Gate.before_text(sizes, [1.0, 1.0]).always(0)
+    plain, gate = Tree.none(), Gate.before_text(sizes, [1.0, 1.0]).always(0)
     ends = []
-    for more, gate in (({}, None), ({"tree": engine.tree, "gated": sizes}, gate)):
-        one = dataclasses.replace(engine, **({"tree": Tree.none()} | more))
-        state, _ = loop.begin(one, variables, dataclasses.replace(request, gate=gate))
+    for tree, gated, gates in ((plain, (), None), (engine.tree, sizes, gate)):
+        one = dataclasses.replace(engine, tree=tree, gated=gated)
+        state, _ = loop.begin(one, variables, dataclasses.replace(request, gate=gates))
         state, _ = decode_loop(one, variables, state, np.int32(40))
         ends.append(visible(state.drafter, state.cache.slots, np.asarray(state.length_B)))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *ends)
