@@ -47,7 +47,7 @@ class StepSizes:
 
     def gate(self, engine: Engine, rows: int) -> Gate:
         """The gate at the start of a text."""
-        costs = self.costs(engine, rows).ratio_N
+        costs = self.costs(engine, rows).ratio_N.tolist()
         return Gate.before_text(
             engine.gated, costs, tokens_of(engine.gated, self.calibrated)
         )

@@ -145,8 +145,17 @@ def plain_step(
     stand_in = Deferring(engine.drafter.heads, engine.drafter.llama, engine.drafter)
     result = step_with(replace(engine, drafter=stand_in), variables, old, deferred)
     new = result.state.drafter
-    write, at_B = engine.kernels.write_rows, deferred.n_B
-    rows = [write(rows, row, at_B, axis=1) for rows, row in zip(deferred[:4], new[:4])]
-    deferred = pin_state(engine.llama.mesh, Committed(*rows, at_B + new.n_B))
+
+    def appended(rows: jax.Array, row: jax.Array) -> jax.Array:
+        return engine.kernels.write_rows(rows, row, deferred.n_B, axis=1)
+
+    rows = Committed(
+        appended(deferred.hidden_BTE, new.hidden_BTE),
+        appended(deferred.tokens_BT, new.tokens_BT),
+        appended(deferred.next_tokens_BT, new.next_tokens_BT),
+        appended(deferred.positions_BT, new.positions_BT),
+        deferred.n_B + new.n_B,
+    )
+    deferred = pin_state(engine.llama.mesh, rows)
     state = result.state.replace(drafter=old.drafter)
     return result._replace(state=state, deferred=deferred)

@@ -6,15 +6,15 @@ timed lately is taken for one short chunk.
 """
 
 import time
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Progress
 
-# Steps of a chunk that times a size.
-FEW = 8
+# Steps of a chunk that times a size, and seconds from which the host has waited.
+FEW, WAITED = 8, 1e-4
 # Weight of older chunks for each new one, of the ratios so far, and recent steps of a size that are enough.
 KEEP, PRIOR, ENOUGH = 0.95, 0.1, 8.0
 
@@ -26,7 +26,7 @@ class StepCosts:
       ratio_N: time of a step with each over a plain step's, ascending; at first a guess.
     """
 
-    def __init__(self, ratio_N: list[float]) -> None:
+    def __init__(self, ratio_N: Sequence[float]) -> None:
         self.ratio_N = np.array(ratio_N, np.float32)
         self._timed_N = np.zeros(len(ratio_N))
         self._squares_NN, self._sums_N = np.diag(self._timed_N), self._timed_N.copy()
@@ -36,13 +36,13 @@ class StepCosts:
         index = int(np.argmin(self._timed_N))
         return index if self._timed_N[index] < ENOUGH else None
 
-    def add(self, steps_N: np.ndarray, seconds: float | None) -> None:
-        """Learn from a chunk: its steps by size, and its time, None if it is not known.
+    def add(self, steps_N: np.ndarray, seconds: float) -> None:
+        """Learn from a chunk: its steps by size, and its time, NaN if it is not known.
 
         Minimises the squares of (sum n_i c_i) / seconds - 1, and of what c_i differs from its ratio so far.
         """
         self._timed_N = KEEP * self._timed_N + steps_N
-        if seconds is None:
+        if np.isnan(seconds):
             return
         share_N, rate = steps_N / seconds, steps_N.sum() / seconds
         self._squares_NN = KEEP * self._squares_NN + np.outer(share_N, share_N)
@@ -67,8 +67,9 @@ class ChunkClock:
     """
 
     def __init__(self, costs: StepCosts) -> None:
-        self.costs, self.steps = costs, None
-        self._ended: float | None = None
+        self.costs = costs
+        self.steps: int | None = None
+        self._ended: float = np.nan
         self._steps_N: np.ndarray | None = None
 
     def gate_of_next(self, gate: Gate) -> Gate:
@@ -82,11 +83,10 @@ class ChunkClock:
 
     def see(self, progress: Progress) -> None:
         """Wait for the end of the chunk before the last one that was sent, and learn from it."""
-        waits = not progress.status_B.is_ready()
-        steps_N = np.asarray(jax.block_until_ready(progress).gate.steps_N)
-        now = time.perf_counter() if waits else None
+        assert progress.gate is not None
+        began, steps_N = time.perf_counter(), np.asarray(progress.gate.steps_N)
+        now = time.perf_counter()
+        ended = now if now - began > WAITED else np.nan
         if self._steps_N is not None and (steps_N > self._steps_N).any():
-            known = now is not None and self._ended is not None
-            seconds = now - self._ended if known else None
-            self.costs.add(steps_N - self._steps_N, seconds)
-        self._ended, self._steps_N = now, steps_N
+            self.costs.add(steps_N - self._steps_N, ended - self._ended)
+        self._ended, self._steps_N = ended, steps_N
