@@ -4,6 +4,7 @@ import time
 
 from medusa_jax.commands.decode_flags import EXAMPLES, NOTHING_ASKED, Flags
 from medusa_jax.commands.flags import Program, file_to_write, on_hosts
+from medusa_jax.compiler import begin
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
 
@@ -17,8 +18,10 @@ def run(flags: Flags) -> int:
 
         return decode_run.run(flags, began)
 
-    # JAX is imported after the checks, for quick errors.
-    return on_hosts(decode)(checked(flags))
+    # JAX is imported after the checks, for quick errors, and while the kernels compile.
+    checked(flags)
+    begin()
+    return on_hosts(decode)(flags)
 
 
 def checked(flags: Flags) -> Flags:
