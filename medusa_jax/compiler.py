@@ -27,7 +27,7 @@ PRODUCTS = "MEDUSA_JAX_PRODUCTS"
 SOURCES = Path(__file__).parent / "cpu"
 # Where a platform's wheel has its libraries, one for each of the `VARIANTS`.
 SHIPPED = SOURCES / "compiled"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off")
 # Flags for this processor, to be tried in this order: compilers for x86, for both, for ARM.
 MACHINE = (
     ("-march=native", "-mprefer-vector-width=512"),
@@ -68,7 +68,8 @@ PARTS = {
     for form, number in FORMS.items()
     for bits in ((16, 8) if number >= FORMS["int8"] else (0,))
 }
-threads = ThreadPoolExecutor(os.cpu_count())
+# One of them waits for `KERNELS`.
+threads = ThreadPoolExecutor(1 + (os.cpu_count() or 1))
 
 
 def begin() -> None:

@@ -19,12 +19,14 @@ def run(flags: Flags) -> int:
         return decode_run.run(flags, began)
 
     # JAX is imported after the checks, for quick errors, and while the kernels compile.
-    checked(flags)
+    check(flags)
     begin()
+    if flags.model is not None:
+        resolve(flags.model)
     return on_hosts(decode)(flags)
 
 
-def checked(flags: Flags) -> Flags:
+def check(flags: Flags) -> None:
     """Refuse impossible combinations and missing files."""
     if flags.raw and flags.chat is not None:
         raise UserError("--raw continues text and --chat answers turns: give one of them")
@@ -48,9 +50,6 @@ def checked(flags: Flags) -> Flags:
     for file in (flags.prompts_file, flags.prefix_file, flags.suffix_file):
         if file is not None:
             open(file).close()
-    if flags.model is not None:
-        resolve(flags.model)
-    return flags
 
 
 main = Program("decode.py", Flags, run, EXAMPLES)

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped
+from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped, threads
 from medusa_jax.errors import UserError
 from medusa_jax.programs import read_ahead
 
@@ -63,10 +64,22 @@ class Library(ctypes.CDLL):
             )
 
 
-@functools.cache
 def library() -> Library | None:
     """The kernels for this machine, compiled on first use; None if that fails."""
-    sources: tuple[Callable[[], Path | None], ...] = shipped, _made
+    return loading().result()
+
+
+@functools.cache
+def loading() -> "Future[Library | None]":
+    """`library`, which becomes ready on another thread."""
+    return threads.submit(_load)
+
+
+def _load() -> Library | None:
+    sources: tuple[Callable[[], Path | None], ...] = (
+        shipped,
+        lambda: library_file(KERNELS).result(),
+    )
     for find in sources:
         # The system cannot load the file, XLA does not know its interface, or the cache is not writable.
         with suppress(OSError, RuntimeError):
@@ -75,10 +88,6 @@ def library() -> Library | None:
                 read_ahead()  # these programs call the kernels
                 return native
     return None
-
-
-def _made() -> Path | None:
-    return library_file(KERNELS).result()
 
 
 def loaded() -> Library:

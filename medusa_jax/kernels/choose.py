@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
+from medusa_jax.compiler import PRODUCTS
 from medusa_jax.devices.platforms import platform, platform_of
 from medusa_jax.model.kernels import PLAIN, Kernels
 
@@ -52,3 +53,12 @@ def choose_kernels(
     from medusa_jax.kernels.cpu import CpuKernels
 
     return CpuKernels()
+
+
+def begin_loading(mesh: Mesh) -> None:
+    """Begin to load the kernels that `choose_kernels` waits for, or to compile them."""
+    plain = os.environ.get(PRODUCTS) == "plain"
+    if platform_of(mesh) == "cpu" and mesh.size == 1 and not plain:
+        from medusa_jax import cpu
+
+        cpu.loading()
