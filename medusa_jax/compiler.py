@@ -140,18 +140,19 @@ def find_or_compile(unit: str) -> Path | None:
     return None
 
 
-def ship(machine: str, directory: Path, compiler: str) -> None:
+def ship(machine: str, directory: Path) -> None:
     """Compile all kernels for the variants of a machine, for its wheel."""
     directory.mkdir(parents=True, exist_ok=True)
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
     for name, (flags, _) in VARIANTS[machine].items():
-        command = [*shlex.split(compiler), *FLAGS, *flags.split()]
+        command = [*compiler, *FLAGS, *flags.split()]
         if not compiled(command, [KERNELS, *PARTS], directory / f"{name}.so"):
-            raise UserError(f"{compiler} cannot compile the kernels for {name}")
+            raise UserError(f"{shlex.join(compiler)} cannot compile the kernels for {name}")
 
 
 def compiled(command: list[str], units: Sequence[str], output: Path) -> bool:
     """Compile units in parallel and link them to a library; returns whether that succeeded."""
-    with tempfile.TemporaryDirectory(dir=output.parent) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         objects = [os.path.join(scratch, f"{unit}.o") for unit in units]
 
         def compile_one(unit: str, to: str) -> bool:
