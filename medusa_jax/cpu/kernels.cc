@@ -19,7 +19,7 @@ std::atomic<void (*)(int64_t form, int64_t bits)> load;
 Multiply* MultiplyOf(int64_t form, int64_t bits) {
   std::atomic<Multiply*>& of = multiplies[bits == 8][form];
   if (!of.load() && load.load()) load.load()(form, bits);
-  Require(of.load(), "the kernels for weights in this form could not be compiled");
+  Require(of.load(), "kernels for these weights could not be compiled: MEDUSA_JAX_PRODUCTS=plain decodes without them");
   return of.load();
 }
 

@@ -69,6 +69,12 @@ def library() -> Library | None:
     return loading().result()
 
 
+def begin_loading() -> None:
+    """Begin to load the kernels, or to compile them, unless `MEDUSA_JAX_PRODUCTS` disables them."""
+    if os.environ.get(PRODUCTS) != "plain":
+        loading()
+
+
 @functools.cache
 def loading() -> "Future[Library | None]":
     """`library`, which becomes ready on another thread."""

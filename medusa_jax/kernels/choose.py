@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from medusa_jax.compiler import PRODUCTS
 from medusa_jax.devices.platforms import platform, platform_of
 from medusa_jax.model.kernels import PLAIN, Kernels
 
@@ -57,8 +56,7 @@ def choose_kernels(
 
 def begin_loading(mesh: Mesh) -> None:
     """Begin to load the kernels that `choose_kernels` waits for, or to compile them."""
-    plain = os.environ.get(PRODUCTS) == "plain"
-    if platform_of(mesh) == "cpu" and mesh.size == 1 and not plain:
+    if platform_of(mesh) == "cpu" and mesh.size == 1:
         from medusa_jax import cpu
 
-        cpu.loading()
+        cpu.begin_loading()
