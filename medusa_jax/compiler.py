@@ -1,8 +1,7 @@
 """Compiled kernels: those of a platform's wheel, or compiled for this processor and kept in the user's cache.
 
-XLA's interface belongs to the installed jaxlib and the instructions to the processor. Therefore the first decoding process on a
-machine with a C++ compiler compiles them: `KERNELS`, and for each form of weights that a model has a library with its
-products, when it is first needed. JAX is not imported here, so that a command can begin before it.
+These are `KERNELS`, and a library with the products for each form of weights, which compiles when a model first needs it.
+JAX is not imported here, so that a command can begin before it.
 """
 
 import functools
@@ -29,11 +28,7 @@ SOURCES = Path(__file__).parent / "cpu"
 SHIPPED = SOURCES / "compiled"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-ffp-contract=off")
 # Flags for this processor, to be tried in this order: compilers for x86, for both, for ARM.
-MACHINE = (
-    ("-march=native", "-mprefer-vector-width=512"),
-    ("-march=native",),
-    ("-mcpu=native",),
-)
+MACHINE = "-march=native -mprefer-vector-width=512", "-march=native", "-mcpu=native"
 # Flags for XLA's limits on instructions: the kernels obey the same limit as its programs.
 LIMITED = {
     "SSE4_2": "-march=x86-64-v2",
@@ -102,17 +97,16 @@ def find_or_compile(unit: str) -> Path | None:
     Its name contains checksums of its sources, its compiler and its content: loading a truncated
     file would end the process (SIGBUS). Without a compiler, a file from any compiler is used.
     """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    compiler = compiler or shutil.which("clang++")
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    compiler = os.environ.get("CXX") or next(filter(None, found), None)
     try:
         shlex.split(compiler or "")
     except ValueError as error:
         raise UserError(f"CXX is no command: {error} in {compiler!r}") from error
     limit = instruction_limit()
-    machines = ((LIMITED[limit],),) if limit in LIMITED else MACHINE
+    machines = (LIMITED[limit],) if limit in LIMITED else MACHINE
     marks = [platform.machine(), processor(), str((FLAGS, machines))]
-    sources = [*sorted(SOURCES.glob("*.cc")), *sorted(SOURCES.glob("*.h"))]
-    sources += [headers() / "xla/ffi/api/c_api.h"]
+    sources = [*sorted(SOURCES.glob("*.[ch]*")), headers() / "xla/ffi/api/c_api.h"]
     made_from = _digest("\n".join(marks).encode(), *(s.read_bytes() for s in sources))
     made_by = _digest(_version(compiler)) if compiler else "*"
     directory, stem = Path(cache_directory("native")), f"{unit}-{made_from}-{made_by}-"
@@ -132,7 +126,7 @@ def find_or_compile(unit: str) -> Path | None:
     ):
         output = Path(scratch) / "kernels.so"
         for machine in machines:
-            if compiled([*shlex.split(compiler), *FLAGS, *machine], [unit], output):
+            if compiled(f"{compiler} {machine}", [unit], output):
                 path = directory / f"{stem}{_digest(output.read_bytes())}.so"
                 output.chmod(0o700)
                 output.replace(path)  # atomic: another process may be reading
@@ -143,41 +137,41 @@ def find_or_compile(unit: str) -> Path | None:
 def ship(machine: str, directory: Path) -> None:
     """Compile all kernels for the variants of a machine, for its wheel."""
     directory.mkdir(parents=True, exist_ok=True)
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
     for name, (flags, _) in VARIANTS[machine].items():
-        command = [*compiler, *FLAGS, *flags.split()]
+        command = f"{os.environ.get('CXX') or 'c++'} {flags}"
         if not compiled(command, [KERNELS, *PARTS], directory / f"{name}.so"):
-            raise UserError(f"{shlex.join(compiler)} cannot compile the kernels for {name}")
+            raise UserError(f"the kernels for {name} do not compile: {command}")
 
 
-def compiled(command: list[str], units: Sequence[str], output: Path) -> bool:
+def compiled(command: str, units: Sequence[str], output: Path) -> bool:
     """Compile units in parallel and link them to a library; returns whether that succeeded."""
-    with tempfile.TemporaryDirectory() as scratch:
+    compiler = [*shlex.split(command), *FLAGS]
+
+    def compile_one(unit: str, to: str) -> bool:
+        _, form, bits = PARTS.get(unit, ("", 0, 0))
+        names = f"NAME=medusa_{unit}", f"FORM={form}", f"BITS={bits}"
+        source = SOURCES / ("form.cc" if form else "kernels.cc")
+        macros = [f"-DMEDUSA_{name}" for name in names]
+        return _succeeds(
+            [*compiler, *macros, "-isystem", headers(), "-c", source, "-o", to]
+        )
+
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
         objects = [os.path.join(scratch, f"{unit}.o") for unit in units]
-
-        def compile_one(unit: str, to: str) -> bool:
-            which, source = [], f"{KERNELS}.cc"
-            if unit in PARTS:
-                source, (_, form, bits) = "form.cc", PARTS[unit]
-                names = f"NAME=medusa_{unit}", f"FORM={form}", f"BITS={bits}"
-                which = [f"-DMEDUSA_{name}" for name in names]
-            include = ["-isystem", str(headers()), "-c", str(SOURCES / source), "-o", to]
-            return _succeeds([*command, *which, *include])
-
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = all(list(pool.map(compile_one, units, objects)))
-        return done and _succeeds([*command, "-shared", *objects, "-o", str(output)])
+        done = all(list(pool.map(compile_one, units, objects)))
+        return done and _succeeds([*compiler, "-shared", *objects, "-o", output])
 
 
 def headers() -> Path:
     """Where the installed jaxlib has XLA's headers; as `jax.ffi.include_dir`, which imports JAX."""
     found = importlib.util.find_spec("jaxlib")
-    if found is None or found.origin is None:
-        raise UserError("the kernels need the headers of jaxlib: pip install jaxlib")
-    return Path(found.origin).parent / "include"
+    return Path((found and found.origin) or "jaxlib").parent / "include"
 
 
-def _succeeds(command: list[str]) -> bool:
+def _succeeds(command: list[str | Path]) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 

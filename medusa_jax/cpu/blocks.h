@@ -18,6 +18,8 @@
 
 #pragma once
 
+#include <tuple>
+
 #include "vectors.h"
 
 namespace {
@@ -46,19 +48,11 @@ enum Form : int64_t {
 };
 
 template <int64_t form>
-constexpr auto FindBlocks() {
-  if constexpr (form == kQ4_0) return Blocks<4, false, false>();
-  else if constexpr (form == kQ4_1) return Blocks<4, true, false>();
-  else if constexpr (form == kQ5_0) return Blocks<5, false, false>();
-  else if constexpr (form == kQ5_1) return Blocks<5, true, false>();
-  else if constexpr (form == kQ8_0) return Blocks<8, false, false>();
-  else if constexpr (form == kQ4_K) return Blocks<4, true, true>();
-  else if constexpr (form == kQ5_K) return Blocks<5, true, true>();
-  else if constexpr (form == kQ6_K) return Blocks<6, false, true>();
-  else return Blocks<8, false, false, false>();
-}
-template <int64_t form>
-using BlocksOf = decltype(FindBlocks<form>());
+using BlocksOf = std::tuple_element_t<
+    form == kInt8 ? 8 : form - kQ4_0,
+    std::tuple<Blocks<4, false, false>, Blocks<4, true, false>, Blocks<5, false, false>, Blocks<5, true, false>,
+               Blocks<8, false, false>, Blocks<4, true, true>, Blocks<5, true, true>, Blocks<6, false, true>,
+               Blocks<8, false, false, false>>>;
 
 // The result of `use` for the form's `Blocks`; `other` if the form has no blocks.
 template <typename Use, typename Other>

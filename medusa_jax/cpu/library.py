@@ -4,7 +4,6 @@ import ctypes
 import functools
 import hashlib
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -82,11 +81,7 @@ def loading() -> "Future[Library | None]":
 
 
 def _load() -> Library | None:
-    sources: tuple[Callable[[], Path | None], ...] = (
-        shipped,
-        lambda: library_file(KERNELS).result(),
-    )
-    for find in sources:
+    for find in (shipped, lambda: library_file(KERNELS).result()):
         # The system cannot load the file, XLA does not know its interface, or the cache is not writable.
         with suppress(OSError, RuntimeError):
             if path := find():
