@@ -49,7 +49,7 @@ enum Form : int64_t {
 
 template <int64_t form>
 using BlocksOf = std::tuple_element_t<
-    form == kInt8 ? 8 : form - kQ4_0,
+    form < kQ4_0 ? 8 : form - kQ4_0,
     std::tuple<Blocks<4, false, false>, Blocks<4, true, false>, Blocks<5, false, false>, Blocks<5, true, false>,
                Blocks<8, false, false>, Blocks<4, true, true>, Blocks<5, true, true>, Blocks<6, false, true>,
                Blocks<8, false, false, false>>>;

@@ -54,7 +54,8 @@ class Library(ctypes.CDLL):
         """Give the kernels the products of a form, once they are compiled; without them a call fails."""
         unit = UNITS[form, bits]
         with suppress(OSError, UserError):
-            if not hasattr(home := self, f"medusa_{unit}"):
+            home: ctypes.CDLL = self
+            if not hasattr(self, f"medusa_{unit}"):
                 if (path := library_file(unit).result()) is None:
                     return
                 home = ctypes.CDLL(str(path))

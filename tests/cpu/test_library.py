@@ -2,6 +2,10 @@
 
 import ctypes
 import importlib
+import os
+import re
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
@@ -118,3 +122,38 @@ def test_without_a_compiler_products_are_plain(monkeypatch):
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         choose()
+
+
+FIRST_START = """
+import sys
+from medusa_jax import compiler
+
+compiler.begin()
+assert "jax" not in sys.modules
+from pathlib import Path
+
+import numpy as np
+from medusa_jax.cpu import panel
+from medusa_jax.cpu.library import loaded
+from medusa_jax.cpu.panels import Panels, in_panels
+
+words = in_panels(np.ones((8, 3), np.float32), panel())
+made = Panels(words, None, "float32", 8, 3, 16).product(np.ones((1, 8), np.float32))
+assert made.tolist() == [[8, 8, 8]]
+print(sorted(p.stem.split("-")[0] for p in Path(loaded().path).parent.iterdir()))
+"""
+
+
+@pytest.mark.wide
+def test_a_first_start_compiles_what_it_needs(tmp_path):
+    """Before JAX is imported, and says how long it took; later starts say nothing."""
+    run = [sys.executable, "-c", FIRST_START]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    told = []
+    for _ in range(2):
+        done = subprocess.run(run, env=env, capture_output=True, text=True)
+        assert done.stdout == "['float32_0', 'kernels']\n", done.stderr
+        told.append(
+            re.findall("compiling kernels for this processor, once: .* s", done.stderr)
+        )
+    assert [*map(len, told)] == [1, 0]
