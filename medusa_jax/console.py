@@ -68,6 +68,15 @@ def announced(what: str, after: float = 2.0) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def timed(what: str, least: float = 1.0) -> Iterator[None]:
+    """Print "`what`: 1.2 s" if the block took longer than `least` seconds and succeeded."""
+    began = time.perf_counter()
+    yield
+    if (seconds := time.perf_counter() - began) > least:
+        inform(f"{what}: {seconds:.1f} s")
+
+
+@contextmanager
 def call_if_longer(seconds: float, callback: Callable[[], None]) -> Iterator[None]:
     """Call `callback` on another thread if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, callback)

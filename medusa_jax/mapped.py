@@ -24,7 +24,7 @@ import jaxlib
 import numpy as np
 
 from medusa_jax.cache_directories import cache_directory
-from medusa_jax.console import inform
+from medusa_jax.console import inform, timed
 from medusa_jax.devices.machine import processor
 from medusa_jax.errors import UserError
 from medusa_jax.whole_files import read_text, replacing, write_text
@@ -57,7 +57,8 @@ def kept(what: str, files: Collection[str], marks: Any, make: Callable[[], Made]
     with suppress(*UNREADABLE):
         made: Made = read(path)
         return made
-    made = make()
+    with timed(f"packing {what} for this processor, once"):
+        made = make()
     write(path, made, f"{what}, packed for this processor,")
     return made
 

@@ -16,6 +16,7 @@ from jax.extend.backend import get_backend
 from jax.tree_util import PyTreeDef
 
 from medusa_jax.cache_directories import cache_directory
+from medusa_jax.console import timed
 from medusa_jax.devices.platforms import Program, platform
 from medusa_jax.mapped import UNREADABLE, cached, plain, read, rebuilt, write
 
@@ -70,8 +71,9 @@ def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | 
     with suppress(*UNREADABLE):
         loaded, results, keys = ahead.pop(path, partial(read_program, path))()
         return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
-    lowered = program.jitted("cpu", keep_unused=True).lower(*args)
-    loaded = compile_new(lowered)
+    with timed(f"compiling {program.__qualname__}, once"):
+        lowered = program.jitted("cpu", keep_unused=True).lower(*args)
+        loaded = compile_new(lowered)
     infos = jax.tree.leaves(lowered.out_info)
     keys = [i for i, x in enumerate(infos) if is_key(x)]
     with suppress(TypeError, RuntimeError):  # results or a program that cannot be written

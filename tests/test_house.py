@@ -21,6 +21,7 @@ FLOORS = [
     {"arch", "cache_directories", "console", "errors", "notation"},
     {"config", "typed"},
     {"devices", "hlo", "sharding", "whole_files"},
+    {"compiler"},
     {"hosts", "progress"},
     {"tree", "plots"},
     {"measured", "mapped"},

@@ -16,11 +16,10 @@ from medusa_jax.api.prompts import read_arguments
 from medusa_jax.api.tree_choice import TreeChoice, step_mark
 from medusa_jax.arch import STORED
 from medusa_jax.console import inform
-from medusa_jax.devices.platforms import Program
 from medusa_jax.errors import between
 from medusa_jax.files import generation, hf
 from medusa_jax.files.hf import BaseFiles
-from medusa_jax.kernels.choose import choose_kernels
+from medusa_jax.kernels.choose import begin_loading
 from medusa_jax.mapped import kept
 from medusa_jax.model.convert import place_part
 from medusa_jax.model.kernels import Kernels
@@ -110,9 +109,9 @@ def load(
     source = find_drafter(model_path, name)
     devices = make_mesh(mesh)
     dtype = dtype or default_dtype()
-    # The kernels' library starts reading kept programs, while the model is opened.
-    if Program.run_kept and dtype != "float64":
-        choose_kernels(devices, "float32")
+    # The kernels load, or compile, and begin to read kept programs while the model is opened.
+    if dtype != "float64" and kernels is None:
+        begin_loading(devices)
     files = open_model(model_path, None if tokenizer is None else fspath(tokenizer))
     generation.name_unapplied(files.directory, files.defaults.unapplied)
     form = choose_form(

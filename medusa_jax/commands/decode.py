@@ -4,6 +4,7 @@ import time
 
 from medusa_jax.commands.decode_flags import EXAMPLES, NOTHING_ASKED, Flags
 from medusa_jax.commands.flags import Program, file_to_write, on_hosts
+from medusa_jax.compiler import begin
 from medusa_jax.errors import UserError
 from medusa_jax.files.hub import resolve
 
@@ -17,11 +18,15 @@ def run(flags: Flags) -> int:
 
         return decode_run.run(flags, began)
 
-    # JAX is imported after the checks, for quick errors.
-    return on_hosts(decode)(checked(flags))
+    # JAX is imported after the checks, for quick errors, and while the kernels compile.
+    check(flags)
+    begin()
+    if flags.model is not None:
+        resolve(flags.model)
+    return on_hosts(decode)(flags)
 
 
-def checked(flags: Flags) -> Flags:
+def check(flags: Flags) -> None:
     """Refuse impossible combinations and missing files."""
     if flags.raw and flags.chat is not None:
         raise UserError("--raw continues text and --chat answers turns: give one of them")
@@ -45,9 +50,6 @@ def checked(flags: Flags) -> Flags:
     for file in (flags.prompts_file, flags.prefix_file, flags.suffix_file):
         if file is not None:
             open(file).close()
-    if flags.model is not None:
-        resolve(flags.model)
-    return flags
 
 
 main = Program("decode.py", Flags, run, EXAMPLES)

@@ -3,6 +3,7 @@
 `kernels/one_cpu.py` is its only user, and calls:
 
 - `usable`, `attends`: whether it computes in a type, and with heads of a size;
+- `begin_loading`: begins to compile it, or to load it;
 - `panel`, `panels`, `prepare`: convert kernels, of floats, of int8 and in the blocks of a GGUF file;
 - `layer`: a whole layer over few tokens; `commit`: move accepted keys and values;
 - `norm`, `rotate`: single operations, rounded alike in every program;
@@ -17,6 +18,7 @@ from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.layer import norm as norm
 from medusa_jax.cpu.layer import rotate as rotate
 from medusa_jax.cpu.library import attends as attends
+from medusa_jax.cpu.library import begin_loading as begin_loading
 from medusa_jax.cpu.library import library as library
 from medusa_jax.cpu.library import mark as mark
 from medusa_jax.cpu.library import panel as panel

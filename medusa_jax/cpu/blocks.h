@@ -18,6 +18,8 @@
 
 #pragma once
 
+#include <tuple>
+
 #include "vectors.h"
 
 namespace {
@@ -45,19 +47,26 @@ enum Form : int64_t {
   kQ4_0 = 16, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ4_K, kQ5_K, kQ6_K
 };
 
+template <int64_t form>
+using BlocksOf = std::tuple_element_t<
+    form < kQ4_0 ? 8 : form - kQ4_0,
+    std::tuple<Blocks<4, false, false>, Blocks<4, true, false>, Blocks<5, false, false>, Blocks<5, true, false>,
+               Blocks<8, false, false>, Blocks<4, true, true>, Blocks<5, true, true>, Blocks<6, false, true>,
+               Blocks<8, false, false, false>>>;
+
 // The result of `use` for the form's `Blocks`; `other` if the form has no blocks.
 template <typename Use, typename Other>
 inline auto WithBlocks(int64_t form, const Use& use, const Other& other) {
   switch (form) {
-    case kInt8: return use(Blocks<8, false, false, false>());
-    case kQ4_0: return use(Blocks<4, false, false>());
-    case kQ4_1: return use(Blocks<4, true, false>());
-    case kQ5_0: return use(Blocks<5, false, false>());
-    case kQ5_1: return use(Blocks<5, true, false>());
-    case kQ8_0: return use(Blocks<8, false, false>());
-    case kQ4_K: return use(Blocks<4, true, true>());
-    case kQ5_K: return use(Blocks<5, true, true>());
-    case kQ6_K: return use(Blocks<6, false, true>());
+    case kInt8: return use(BlocksOf<kInt8>());
+    case kQ4_0: return use(BlocksOf<kQ4_0>());
+    case kQ4_1: return use(BlocksOf<kQ4_1>());
+    case kQ5_0: return use(BlocksOf<kQ5_0>());
+    case kQ5_1: return use(BlocksOf<kQ5_1>());
+    case kQ8_0: return use(BlocksOf<kQ8_0>());
+    case kQ4_K: return use(BlocksOf<kQ4_K>());
+    case kQ5_K: return use(BlocksOf<kQ5_K>());
+    case kQ6_K: return use(BlocksOf<kQ6_K>());
     default: return other;
   }
 }
@@ -113,8 +122,6 @@ inline int64_t PanelWords(int64_t form, int64_t inputs) {
       },
       int64_t(0));
 }
-
-inline int64_t UnitOf(int64_t form) { return form >= kQ4_K ? 256 : 32; }
 
 // The weights [inputs] of output o of a panel, rounded once.
 template <class B>

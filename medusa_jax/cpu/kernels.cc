@@ -2,14 +2,26 @@
 // cached text, norms and rotations. Each output is summed in one order for any number of rows, so a row's result
 // is the same, bit for bit, alone and among others.
 
+#include <atomic>
 #include <utility>
 
 #include "layer.h"
+#include "pack.h"
 
 namespace {
 
-using Numbers = ffi::Span<const int64_t>;
-using Floats = ffi::Buffer<ffi::F32>;
+using Floats = Array<float>;
+
+// The products of forms, with activations of 16 and 8 bits, from libraries of their own (form.cc); `load` adds one.
+std::atomic<Multiply*> multiplies[2][32];
+std::atomic<void (*)(int64_t form, int64_t bits)> load;
+
+Multiply* MultiplyOf(int64_t form, int64_t bits) {
+  std::atomic<Multiply*>& of = multiplies[bits == 8][form];
+  if (!of.load() && load.load()) load.load()(form, bits);
+  Require(of.load(), "kernels for these weights could not be compiled: MEDUSA_JAX_PRODUCTS=plain decodes without them");
+  return of.load();
+}
 
 // Memory of a call, reused by the next: the system clears fresh memory page by page.
 float* Scratch(size_t floats) {
@@ -18,55 +30,52 @@ float* Scratch(size_t floats) {
   return memory.data();
 }
 
-// Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty. Returns
-// false if the sizes do not fit.
-bool AddPart(Kernel& kernel, ffi::Buffer<ffi::U32> words, Floats scales, const float* bias, size_t n_bias, int64_t form,
+// Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty.
+void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> scales, Array<const float> bias, int64_t form,
              int64_t outputs, int64_t activations) {
-  const Part part{form, outputs, kernel.inputs, words.typed_data(),
-                  scales.element_count() ? scales.typed_data() : nullptr, n_bias ? bias : nullptr};
   const bool floats = form == kFloat32 || form == kBfloat16;
-  if (outputs < 1 || !(floats || PanelWords(form, kernel.inputs)) || (activations != 8 && activations != 16) ||
-      part.Panels() * part.Size() != int64_t(words.element_count()) ||
-      (part.scales && part.Panels() * part.Width() != int64_t(scales.element_count())) ||
-      (part.bias && outputs != int64_t(n_bias)))
-    return false;
+  const int64_t bits = floats ? 0 : activations;
+  Part part{form, outputs, kernel.inputs, words.data, scales.size ? scales.data : nullptr, bias.size ? bias.data : nullptr};
+  Require(outputs > 0 && (floats || PanelWords(form, kernel.inputs)) && (activations == 8 || activations == 16) &&
+              part.Panels() * part.Size() == words.size &&
+              (!part.scales || part.Panels() * part.Width() == scales.size) && (!part.bias || outputs == bias.size),
+          "the panels, scales or bias of a linear map do not fit");
+  part.multiply = MultiplyOf(form, bits);
   kernel.parts[kernel.n_parts++] = part;
   kernel.outputs += outputs;
-  if (!floats) kernel.bits = activations;
-  return true;
+  if (!floats) kernel.bits = bits;
 }
 
-// x [R, I] times a kernel in a form.
-ffi::Error ProductHandler(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::U32> panels, Floats scales,
-                          ffi::ResultBuffer<ffi::F32> y, int64_t form, int64_t activations) {
-  const auto xs = x.dimensions(), ys = y->dimensions();
-  Kernel kernel{{}, 0, xs.size() == 2 ? xs[1] : 0, 0, 0};
-  if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] ||
-      !AddPart(kernel, panels, scales, nullptr, 0, form, ys[1], activations))
-    return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
-  Rows in{const_cast<float*>(x.typed_data()), nullptr, xs[0], xs[1], kernel.bits};
+// x [R, I] times a kernel in a form: y [R, O].
+void Product(const Call& call) {
+  const auto x = call.Arg<float>(0), y = call.Ret<float>(0);
+  Require(x.rank == 2 && y.rank == 2 && y.dims[0] == x.dims[0], "x is [R, I] and y [R, O]");
+  Kernel kernel{{}, 0, x.dims[1], 0, 0};
+  AddPart(kernel, call.Arg<const uint32_t>(1), call.Arg<const float>(2), {}, call.Number<int64_t>("form", 0), y.dims[1],
+          call.Number<int64_t>("activations", 0));
+  Rows in{x.data, nullptr, x.dims[0], x.dims[1], kernel.bits};
   if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
-  float* out = y->typed_data();
+  float* out = y.data;
   const std::array<int64_t, 2> sizes = {in.bits ? in.count : 0, kernel.Chunks()};
   const auto work = [=](size_t stage, int64_t i) {
     stage ? MultiplyChunk(kernel, in, i, nullptr, out) : in.Make(i, 0, in.inputs);
   };
-  ShareStages(pool, sizes, work, [=](size_t stage, int64_t i) { return stage ? kernel.Weights(i) : nullptr; });
-  return ffi::Error::Success();
+  ShareStages(call.Pool(), sizes, work, [=](size_t stage, int64_t i) { return stage ? kernel.Weights(i) : nullptr; });
 }
 
 // Outputs `rows` [n] of a kernel of one part in blocks, each with all of its weights: y [n, I].
-ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Buffer<ffi::U32> panels,
-                       ffi::ResultBuffer<ffi::F32> y, int64_t form, int64_t outputs) {
-  const auto ys = y->dimensions();
-  const int64_t n = rows.element_count(), inputs = ys.size() == 2 ? ys[1] : 0;
-  const Part part{form, outputs, inputs, panels.typed_data()};
-  if (!PanelWords(form, inputs) || ys[0] != n || outputs < 1 ||
-      part.Panels() * part.Size() != int64_t(panels.element_count()))
-    return ffi::Error::InvalidArgument("rows [n], these panels and y [n, I] do not fit");
-  const int32_t* which = rows.typed_data();
-  float* out = y->typed_data();
-  Share(pool, n, [=](int64_t i) {
+void UnpackRows(const Call& call) {
+  const auto rows = call.Arg<int32_t>(0);
+  const auto panels = call.Arg<const uint32_t>(1);
+  const auto y = call.Ret<float>(0);
+  const int64_t form = call.Number<int64_t>("form", 0), outputs = call.Number<int64_t>("outputs", 0);
+  const int64_t n = rows.size, inputs = y.rank == 2 ? y.dims[1] : 0;
+  const Part part{form, outputs, inputs, panels.data};
+  Require(PanelWords(form, inputs) && y.dims[0] == n && outputs > 0 && part.Panels() * part.Size() == panels.size,
+          "rows [n], these panels and y [n, I] do not fit");
+  const int32_t* which = rows.data;
+  float* out = y.data;
+  Share(call.Pool(), n, [=](int64_t i) {
     const int64_t o = std::clamp<int64_t>(which[i], 0, outputs - 1);
     const auto unpack = [&](auto blocks) {
       OneOutput<decltype(blocks)>(part.words + o / kWide * part.Size(), int(o % kWide), inputs, out + i * inputs);
@@ -74,41 +83,36 @@ ffi::Error RowsHandler(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> rows, ffi::Bu
     };
     WithBlocks(part.form, unpack, false);
   });
-  return ffi::Error::Success();
 }
 
 // y = x / sqrt(mean(x^2) + eps) * scale for the rows of x [..., D].
-ffi::Error NormHandler(ffi::ThreadPool pool, Floats x, Floats scale,
-                       ffi::ResultBuffer<ffi::F32> y, double eps) {
-  const int64_t size = scale.element_count();
-  if (!size || x.element_count() % size || y->element_count() != x.element_count())
-    return ffi::Error::InvalidArgument("x and y are [..., D], scale is [D]");
-  const float *in = x.typed_data(), *by = scale.typed_data();
-  float* out = y->typed_data();
-  const int64_t rows = x.element_count() / size;
-  Share(pool, (rows + kFewRows - 1) / kFewRows, [=](int64_t i) {
+void Norm(const Call& call) {
+  const auto x = call.Arg<float>(0), scale = call.Arg<float>(1), y = call.Ret<float>(0);
+  const float eps = float(call.Number("eps", 0.0));
+  const int64_t size = scale.size;
+  Require(size && x.size % size == 0 && y.size == x.size, "x and y are [..., D], scale is [D]");
+  const float *in = x.data, *by = scale.data;
+  float* out = y.data;
+  const int64_t rows = x.size / size;
+  Share(call.Pool(), (rows + kFewRows - 1) / kFewRows, [=](int64_t i) {
     for (int64_t r = i * kFewRows; r < std::min(rows, (i + 1) * kFewRows); ++r)
-      NormRow(in + r * size, by, size, float(eps), out + r * size);
+      NormRow(in + r * size, by, size, eps, out + r * size);
   });
-  return ffi::Error::Success();
 }
 
 // Rotates heads x [rows, N, H] by angles with cosines and sines [rows, H].
-ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
-                         Floats sin, ffi::ResultBuffer<ffi::F32> y) {
-  const auto xs = x.dimensions();
-  if (xs.size() != 3 || xs[2] % 2 || int64_t(cos.element_count()) != xs[0] * xs[2] ||
-      sin.element_count() != cos.element_count())
-    return ffi::Error::InvalidArgument("x is [rows, N, H], cos and sin are [rows, H]");
-  const int64_t rows = xs[0], N = xs[1], H = xs[2];
-  const float *in = x.typed_data(), *c = cos.typed_data(), *s = sin.typed_data();
-  float* out = y->typed_data();
-  Share(pool, (rows + kFewRows - 1) / kFewRows, [=](int64_t i) {
+void Rotate(const Call& call) {
+  const auto x = call.Arg<float>(0), cos = call.Arg<float>(1), sin = call.Arg<float>(2), y = call.Ret<float>(0);
+  Require(x.rank == 3 && x.dims[2] % 2 == 0 && y.size == x.size && cos.size == x.dims[0] * x.dims[2] && sin.size == cos.size,
+          "x is [rows, N, H], cos and sin are [rows, H]");
+  const int64_t rows = x.dims[0], N = x.dims[1], H = x.dims[2];
+  const float *in = x.data, *c = cos.data, *s = sin.data;
+  float* out = y.data;
+  Share(call.Pool(), (rows + kFewRows - 1) / kFewRows, [=](int64_t i) {
     for (int64_t r = i * kFewRows; r < std::min(rows, (i + 1) * kFewRows); ++r)
       for (int64_t n = r * N; n < (r + 1) * N; ++n)
         RotateHead(in + n * H, c + r * H, s + r * H, H, out + n * H);
   });
-  return ffi::Error::Success();
 }
 
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
@@ -117,42 +121,38 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
 // attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
 // attention's output; gate (unless it has none), up; down. After them come
 // the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
-ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, ffi::Buffer<ffi::S32> start,
-                        ffi::Buffer<ffi::PRED> mask, Floats keys, Floats values, Floats read, Floats attn_norm,
-                        Floats mlp_norm, Floats q_norm, Floats k_norm, ffi::RemainingArgs linears,
-                        ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::F32> new_keys,
-                        ffi::ResultBuffer<ffi::F32> new_values, ffi::Dictionary attributes) {
-  const auto integer = [&](const char* name) {
-    return attributes.contains(name) ? attributes.get<int64_t>(name).value() : 0;
-  };
-  const auto number = [&](const char* name) {
-    return attributes.contains(name) ? float(attributes.get<double>(name).value()) : 1.0f;
-  };
-  const int64_t n_heads = integer("n_heads"), d_ff = integer("d_ff"), activations = integer("activations");
-  if (n_heads < 1 || !attributes.contains("eps") || !attributes.contains("forms"))
-    return ffi::Error::InvalidArgument("attributes of a layer are missing");
-  const Numbers forms = attributes.get<Numbers>("forms").value();
-  const auto xs = x.dimensions(), cs = keys.dimensions(), ms = mask.dimensions();
-  if (xs.size() != 3 || cs.size() != 4 || ms.size() != 2)
-    return ffi::Error::InvalidArgument("x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
+void RunLayerOf(const Call& call) {
+  const auto x = call.Arg<float>(0), cos = call.Arg<float>(1), sin = call.Arg<float>(2);
+  const auto start = call.Arg<int32_t>(3);
+  const auto mask = call.Arg<bool>(4);
+  const auto keys = call.Arg<float>(5), values = call.Arg<float>(6), read = call.Arg<float>(7);
+  const auto attn_norm = call.Arg<float>(8), mlp_norm = call.Arg<float>(9);
+  const auto q_norm = call.Arg<float>(10), k_norm = call.Arg<float>(11);
+  const auto y = call.Ret<float>(0), new_keys = call.Ret<float>(1), new_values = call.Ret<float>(2);
+  constexpr int64_t kLinears = 12;  // where the linear maps begin
+  const auto integer = [&](const char* name) { return call.Number<int64_t>(name, 0); };
+  const auto number = [&](const char* name) { return float(call.Number(name, 1.0)); };
+  const int64_t activations = integer("activations");
+  const auto forms = call.Numbers("forms");
+  Require(x.rank == 3 && keys.rank == 4 && mask.rank == 2, "x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
   Layer l{};
-  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3], l.M = ms[1];
-  l.N = n_heads, l.F = d_ff, l.window = integer("window"), l.eps = number("eps");
+  l.B = x.dims[0], l.T = x.dims[1], l.D = x.dims[2], l.G = keys.dims[1], l.S = keys.dims[2], l.H = keys.dims[3];
+  l.M = mask.dims[1], l.N = integer("n_heads"), l.F = integer("d_ff"), l.window = integer("window");
+  l.eps = number("eps");
   l.residual_multiplier = number("residual_multiplier"), l.query_multiplier = number("query_multiplier");
   l.activation = Activation(integer("activation"));
   const int64_t R = l.B * l.T, heads = (l.N + 2 * l.G) * l.H, queries = l.N * l.H;
-  const auto has = [](Floats b, int64_t n) { return int64_t(b.element_count()) == n; };
+  const auto has = [](Floats b, int64_t n) { return b.size == n; };
   const bool norms = has(attn_norm, l.D);
-  l.I = norms ? l.D : read.element_count() / R;
-  if (l.H % kLanes || cs[0] != l.B || l.T > l.M || l.M > l.S || l.N % l.G || ms[0] != l.T ||
-      int64_t(start.element_count()) != l.B || !has(cos, R * l.H) || !has(sin, R * l.H) ||
-      !has(values, l.B * l.G * l.S * l.H) || !(norms || has(attn_norm, 0)) || !(norms || has(read, R * l.I)) ||
-      !(has(mlp_norm, l.D) || has(mlp_norm, 0)) ||
-      !((has(q_norm, 0) && has(k_norm, 0)) || (has(q_norm, l.H) && has(k_norm, l.H)) ||
-        (has(q_norm, queries) && has(k_norm, l.G * l.H))))
-    return ffi::Error::InvalidArgument("these heads, norms, angles or this mask do not fit");
-  if (keys.typed_data() != new_keys->typed_data() || values.typed_data() != new_values->typed_data())
-    return ffi::Error::InvalidArgument("the cache is written in place");
+  l.I = norms ? l.D : read.size / R;
+  Require(l.N > 0 && l.H % kLanes == 0 && keys.dims[0] == l.B && l.T <= l.M && l.M <= l.S && l.N % l.G == 0 &&
+              mask.dims[0] == l.T && start.size == l.B && has(cos, R * l.H) && has(sin, R * l.H) &&
+              has(values, l.B * l.G * l.S * l.H) && (norms || has(attn_norm, 0)) && (norms || has(read, R * l.I)) &&
+              (has(mlp_norm, l.D) || has(mlp_norm, 0)) &&
+              ((has(q_norm, 0) && has(k_norm, 0)) || (has(q_norm, l.H) && has(k_norm, l.H)) ||
+               (has(q_norm, queries) && has(k_norm, l.G * l.H))),
+          "these heads, norms, angles or this mask do not fit");
+  Require(keys.data == new_keys.data && values.data == new_values.data, "the cache is written in place");
   l.qkv.inputs = l.I, l.out.inputs = queries, l.gate_up.inputs = l.D, l.down.inputs = l.F;
   struct Map {
     Kernel* kernel;
@@ -160,31 +160,27 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
   };
   std::vector<Map> maps = {{&l.qkv, queries}, {&l.qkv, l.G * l.H}, {&l.qkv, l.G * l.H}, {&l.out, l.D},
                            {&l.gate_up, l.F}, {&l.gate_up, l.F},   {&l.down, l.D}};
-  if (forms.size() == 6) maps.erase(maps.begin() + 4);  // an MLP without gate
-  for (size_t i = 0; i < maps.size(); ++i) {
-    const auto panels = linears.get<ffi::Buffer<ffi::U32>>(3 * i);
-    const auto scales = linears.get<Floats>(3 * i + 1), bias = linears.get<Floats>(3 * i + 2);
-    if (forms.size() != maps.size() || !panels || !scales || !bias ||
-        !AddPart(*maps[i].kernel, *panels, *scales, bias->typed_data(), bias->element_count(), forms.begin()[i],
-                 maps[i].outputs, activations))
-      return ffi::Error::InvalidArgument("seven or six linear maps, each with panels, scales and a bias, do not fit");
-  }
-  const bool out_norms = linears.size() > 3 * maps.size();
+  if (forms.size == 6) maps.erase(maps.begin() + 4);  // an MLP without gate
+  const int64_t n_maps = maps.size(), after = kLinears + 3 * n_maps;
+  Require(forms.size == n_maps, "there are seven or six linear maps");
+  for (int64_t i = 0, at = kLinears; i < n_maps; ++i, at += 3)
+    AddPart(*maps[i].kernel, call.Arg<const uint32_t>(at), call.Arg<const float>(at + 1), call.Arg<const float>(at + 2),
+            forms.data[i], maps[i].outputs, activations);
+  const bool out_norms = call.Args() > after;
   if (out_norms) {
-    const auto first = linears.get<Floats>(3 * maps.size()), second = linears.get<Floats>(3 * maps.size() + 1);
-    if (!first || !second || !has(*first, l.D) || !has(*second, l.D))
-      return ffi::Error::InvalidArgument("norms of outputs are [D]");
-    l.attn_out_norm = first->typed_data(), l.mlp_out_norm = second->typed_data();
+    const auto first = call.Arg<float>(after), second = call.Arg<float>(after + 1);
+    Require(has(first, l.D) && has(second, l.D), "norms of outputs are [D]");
+    l.attn_out_norm = first.data, l.mlp_out_norm = second.data;
   }
-  const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T, l.M);
-  l.x = x.typed_data(), l.read = norms ? nullptr : read.typed_data();
-  l.cos = cos.typed_data(), l.sin = sin.typed_data();
-  l.start = start.typed_data(), l.paths = paths.data();
-  l.shares = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
-  l.attn_norm = attn_norm.typed_data(), l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.typed_data() : nullptr;
-  if (!has(q_norm, 0)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
+  const std::vector<int32_t> paths = Paths(mask.data, l.T, l.M);
+  l.x = x.data, l.read = norms ? nullptr : read.data;
+  l.cos = cos.data, l.sin = sin.data;
+  l.start = start.data, l.paths = paths.data();
+  l.shares = std::clamp<int64_t>(2 * call.Pool().num_threads() / (l.B * l.G) + 1, 1, l.T);
+  l.attn_norm = attn_norm.data, l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.data : nullptr;
+  if (!has(q_norm, 0)) l.q_norm = q_norm.data, l.k_norm = k_norm.data;
   l.all_heads = !has(q_norm, l.H);
-  l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
+  l.keys = new_keys.data, l.values = new_values.data, l.y = y.data;
   l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
   l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
   const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
@@ -201,32 +197,28 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
   }
   l.heads = take(R * heads), l.queries = take(R * queries), l.gates = take(R * 2 * l.F);
   if (apart) l.added = take(R * l.D);
-  RunLayer(pool, l);
-  return ffi::Error::Success();
+  RunLayer(call.Pool(), l);
 }
 
 // Copies slots start + path [B, L] of caches [B, G, S, H] to those from `start` on, in place.
-ffi::Error CommitHandler(ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> path, ffi::RemainingArgs caches,
-                         ffi::RemainingRets moved) {
-  const auto ps = path.dimensions();
-  for (size_t i = 0; i < caches.size(); ++i) {
-    const auto from = caches.get<Floats>(i);
-    auto to = moved.get<Floats>(i);
-    if (!from || !to || from->dimensions().size() != 4 || from->typed_data() != (*to)->typed_data() || ps.size() != 2 ||
-        ps[0] != from->dimensions()[0] || int64_t(start.element_count()) != ps[0] || ps[1] > from->dimensions()[2])
-      return ffi::Error::InvalidArgument("caches [B, G, S, H] in place, start [B] and path [B, L] do not fit");
-    const int64_t B = ps[0], L = ps[1], G = from->dimensions()[1], S = from->dimensions()[2], H = from->dimensions()[3];
+void Commit(const Call& call) {
+  const auto start = call.Arg<int32_t>(0), path = call.Arg<int32_t>(1);
+  for (int64_t cache = 2; cache < call.Args(); ++cache) {
+    const auto from = call.Arg<float>(cache), to = call.Ret<float>(cache - 2);
+    Require(from.rank == 4 && from.data == to.data && path.rank == 2 && path.dims[0] == from.dims[0] &&
+                start.size == path.dims[0] && path.dims[1] <= from.dims[2],
+            "caches [B, G, S, H] in place, start [B] and path [B, L] do not fit");
+    const int64_t B = path.dims[0], L = path.dims[1], G = from.dims[1], S = from.dims[2], H = from.dims[3];
     for (int64_t b = 0; b < B; ++b)
       for (int64_t i = 0; i < L; ++i) {
-        const int64_t begin = start.typed_data()[b], node = path.typed_data()[b * L + i];
+        const int64_t begin = start.data[b], node = path.data[b * L + i];
         const int64_t source = std::clamp<int64_t>(begin + node, 0, S - 1);
         const int64_t slot = std::clamp<int64_t>(begin, 0, S - L) + i;
         if (source == slot) continue;
         for (int64_t g = b * G; g < (b + 1) * G; ++g)
-          std::memcpy((*to)->typed_data() + (g * S + slot) * H, from->typed_data() + (g * S + source) * H, H * 4);
+          std::memcpy(to.data + (g * S + slot) * H, from.data + (g * S + source) * H, H * 4);
       }
   }
-  return ffi::Error::Success();
 }
 
 }  // namespace
@@ -251,65 +243,12 @@ extern "C" int64_t medusa_pack(int64_t form, const uint8_t* rows, int64_t row_by
 }
 extern "C" int64_t medusa_attends(int64_t head_dim) { return head_dim % kLanes == 0; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_product, ProductHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::Buffer<ffi::U32>>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<int64_t>("form")
-                                  .Attr<int64_t>("activations"));
+extern "C" void medusa_use_loader(void (*loader)(int64_t, int64_t)) { load = loader; }
+extern "C" void medusa_add_form(int64_t form, int64_t bits, Multiply* multiply) { multiplies[bits == 8][form] = multiply; }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rows, RowsHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::U32>>()
-                                  .Ret<Floats>()
-                                  .Attr<int64_t>("form")
-                                  .Attr<int64_t>("outputs"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_layer, LayerHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .RemainingArgs()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>()
-                                  .Attrs());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_commit, CommitHandler,
-                              ffi::Ffi::Bind()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_norm, NormHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Attr<double>("eps"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(medusa_rotate, RotateHandler,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>());
+extern "C" XLA_FFI_Error* medusa_product(XLA_FFI_CallFrame* frame) { return Answer(frame, Product); }
+extern "C" XLA_FFI_Error* medusa_rows(XLA_FFI_CallFrame* frame) { return Answer(frame, UnpackRows); }
+extern "C" XLA_FFI_Error* medusa_layer(XLA_FFI_CallFrame* frame) { return Answer(frame, RunLayerOf); }
+extern "C" XLA_FFI_Error* medusa_commit(XLA_FFI_CallFrame* frame) { return Answer(frame, Commit); }
+extern "C" XLA_FFI_Error* medusa_norm(XLA_FFI_CallFrame* frame) { return Answer(frame, Norm); }
+extern "C" XLA_FFI_Error* medusa_rotate(XLA_FFI_CallFrame* frame) { return Answer(frame, Rotate); }

@@ -86,7 +86,7 @@ struct Layer {
 constexpr int64_t kGated = 512;
 
 // x + out(attention(norm(x))), then that + down(activation(gate) * up) of its norm.
-inline void RunLayer(ffi::ThreadPool& pool, const Layer& layer) {
+inline void RunLayer(const ThreadPool& pool, const Layer& layer) {
   const int64_t R = layer.B * layer.T, gated = (layer.F + kGated - 1) / kGated;
   const std::array<int64_t, 11> sizes = {
       R, layer.qkv.Chunks(), R, layer.B * layer.shares * layer.G,

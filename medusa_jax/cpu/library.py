@@ -1,52 +1,26 @@
-"""Compile the kernels and register them with XLA.
-
-A wheel fits many machines, and XLA's interface belongs to the installed jaxlib. Therefore the
-first decoding process on a machine with a C++ compiler compiles the kernels for its processor (a few
-seconds) and stores them in the user's cache directory. Without a compiler, XLA's own operations
-are used, with the same features.
-"""
+"""The compiled kernels, loaded and registered with XLA. Without them, XLA's own operations are used, with the same features."""
 
 import ctypes
 import functools
 import hashlib
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax.typing import DTypeLike
 
-from medusa_jax.cache_directories import cache_directory
-from medusa_jax.console import announced
-from medusa_jax.devices.machine import instruction_limit, processor
+from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped, threads
 from medusa_jax.errors import UserError
 from medusa_jax.programs import read_ahead
 
-VARIABLE = "MEDUSA_JAX_PRODUCTS"
-SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off")
 HANDLERS = tuple(
     f"medusa_{name}" for name in ("product", "rows", "layer", "commit", "norm", "rotate")
 )
-# Flags for this processor, to be tried in this order: compilers for x86, for both, for ARM.
-MACHINE = (
-    ("-march=native", "-mprefer-vector-width=512"),
-    ("-march=native",),
-    ("-mcpu=native",),
-)
-# Flags for XLA's limits on instructions: the kernels obey the same limit as its programs.
-LIMITED = {
-    "SSE4_2": "-march=x86-64-v2",
-    "AVX": "-march=sandybridge",
-    "AVX2": "-march=x86-64-v3",
-    "AVX512": "-march=x86-64-v4",
-}
+UNITS = {(number, bits): unit for unit, (_, number, bits) in PARTS.items()}
+LOADER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
 class Library(ctypes.CDLL):
@@ -54,11 +28,15 @@ class Library(ctypes.CDLL):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
-        self.path = str(path)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.path, self.mark = str(path), f"{path.stem}-{digest[:16]}"
         self.panel = self.call("medusa_panel_width")
         for name in HANDLERS:
             handler = jax.ffi.pycapsule(getattr(self, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        # The kernels ask for the products of a form when they first need them.
+        self.loader = LOADER(self.add_form)
+        self.medusa_use_loader(self.loader)
 
     def call(self, name: str, *numbers: int) -> int:
         """Call a function that takes integers and addresses; returns its integer."""
@@ -66,17 +44,52 @@ class Library(ctypes.CDLL):
         function.restype = ctypes.c_int64
         return int(function(*map(ctypes.c_int64, numbers)))
 
+    def begin_form(self, form: int, bits: int) -> None:
+        """Begin to compile the products of a form, if there are none."""
+        unit = UNITS[form, bits]
+        if not hasattr(self, f"medusa_{unit}"):
+            library_file(unit)
 
-@functools.cache
+    def add_form(self, form: int, bits: int) -> None:
+        """Give the kernels the products of a form, once they are compiled; without them a call fails."""
+        unit = UNITS[form, bits]
+        with suppress(OSError, UserError):
+            home: ctypes.CDLL = self
+            if not hasattr(self, f"medusa_{unit}"):
+                if (path := library_file(unit).result()) is None:
+                    return
+                home = ctypes.CDLL(str(path))
+            self.medusa_add_form(
+                ctypes.c_int64(form), ctypes.c_int64(bits), getattr(home, f"medusa_{unit}")
+            )
+
+
 def library() -> Library | None:
     """The kernels for this machine, compiled on first use; None if that fails."""
-    try:
-        path = _compiled()
-        native = Library(path) if path else None
-        read_ahead()  # these programs call the kernels
-        return native
-    except OSError:  # the cache is not writable, or the system cannot load the file
-        return None
+    return loading().result()
+
+
+def begin_loading() -> None:
+    """Begin to load the kernels, or to compile them, unless `MEDUSA_JAX_PRODUCTS` disables them."""
+    if os.environ.get(PRODUCTS) != "plain":
+        loading()
+
+
+@functools.cache
+def loading() -> "Future[Library | None]":
+    """`library`, which becomes ready on another thread."""
+    return threads.submit(_load)
+
+
+def _load() -> Library | None:
+    for find in (shipped, lambda: library_file(KERNELS).result()):
+        # The system cannot load the file, XLA does not know its interface, or the cache is not writable.
+        with suppress(OSError, RuntimeError):
+            if path := find():
+                native = Library(path)
+                read_ahead()  # these programs call the kernels
+                return native
+    return None
 
 
 def loaded() -> Library:
@@ -92,14 +105,14 @@ def usable(dtype: DTypeLike) -> bool:
     Raises:
       UserError: an unknown value of the variable, or "native" where they cannot be compiled.
     """
-    setting = os.environ.get(VARIABLE, "")
+    setting = os.environ.get(PRODUCTS, "")
     if setting not in ("", "native", "plain"):
-        raise UserError(f"{VARIABLE} is plain or native, not {setting!r}")
+        raise UserError(f"{PRODUCTS} is plain or native, not {setting!r}")
     if setting == "plain" or jnp.dtype(dtype).name not in ("float32", "bfloat16"):
         return False
     if library() is None and setting == "native":
         raise UserError(
-            f"{VARIABLE}=native needs a C++ compiler (c++, or what CXX names) that can build "
+            f"{PRODUCTS}=native needs a C++ compiler (c++, or what CXX names) that can build "
             "the kernels for this processor"
         )
     return library() is not None
@@ -117,73 +130,5 @@ def attends(head_dim: int) -> bool:
 
 
 def mark() -> str:
-    """The name of the compiled file, by its sources, compiler and content."""
-    return Path(loaded().path).name
-
-
-def _compiled() -> Path | None:
-    """Path of the shared object in the cache directory; compiles it if it is missing or damaged.
-
-    Its name contains checksums of its sources, its compiler and its content: loading a truncated
-    file would end the process (SIGBUS). Without a compiler, a file from any compiler is used.
-    """
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    compiler = compiler or shutil.which("clang++")
-    try:
-        shlex.split(compiler or "")
-    except ValueError as error:
-        raise UserError(f"CXX is no command: {error} in {compiler!r}") from error
-    limit = instruction_limit()
-    machines = ((LIMITED[limit],),) if limit in LIMITED else MACHINE
-    marks = [jaxlib.__version__, platform.machine(), processor(), str((FLAGS, machines))]
-    sources = sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h"))
-    made_from = _digest("\n".join(marks).encode(), *(s.read_bytes() for s in sources))
-    made_by = _digest(_version(compiler)) if compiler else "*"
-    directory, stem = Path(cache_directory("native")), f"kernels-{made_from}-{made_by}-"
-    for path in sorted(directory.glob(f"{stem}*.so")):
-        mine = not path.stat().st_mode & 0o022
-        if mine and path.stem.endswith(f"-{_digest(path.read_bytes())}"):
-            return path
-        path.unlink(missing_ok=True)
-    if compiler is None:
-        return None
-    with (
-        announced("compiling kernels for this processor, once"),
-        tempfile.TemporaryDirectory(dir=directory) as scratch,
-    ):
-        output = Path(scratch) / "kernels.so"
-        for machine in machines:
-            if _build([*shlex.split(compiler), *FLAGS, *machine], output):
-                path = directory / f"{stem}{_digest(output.read_bytes())}.so"
-                output.chmod(0o700)
-                output.replace(path)  # atomic: another process may be reading
-                return path
-    return None
-
-
-def _build(command: list[str], output: Path) -> bool:
-    """Compile all sources in parallel and link them; returns whether that succeeded."""
-    units = [(str(s), str(output.with_name(f"{s.stem}.o"))) for s in SOURCES.glob("*.cc")]
-    processes = [
-        subprocess.Popen(
-            [*command, "-isystem", jax.ffi.include_dir(), "-c", source, "-o", unit],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for source, unit in units
-    ]
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        return False
-    link = [*command, "-shared", *(unit for _, unit in units), "-o", str(output)]
-    return subprocess.run(link, capture_output=True).returncode == 0
-
-
-def _version(compiler: str) -> bytes:
-    """A compiler's command and its output for --version."""
-    command = [*shlex.split(compiler), "--version"]
-    return compiler.encode() + subprocess.run(command, capture_output=True).stdout
-
-
-def _digest(*parts: bytes) -> str:
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    """The name of the compiled file and its checksum."""
+    return loaded().mark

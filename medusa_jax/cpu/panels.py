@@ -8,15 +8,10 @@ import numpy as np
 from flax import struct
 from jax import lax
 
+from medusa_jax.compiler import FORMS
+from medusa_jax.cpu.library import library
 from medusa_jax.model.stored import Product, Storage, Stored
 
-# Forms of weights in panels; see `enum Form` in cpu/blocks.h.
-FORMS = {"float32": 1, "bfloat16": 2, "int8": 4} | {
-    name: 16 + i
-    for i, name in enumerate(
-        ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-    )
-}
 # Outputs of a panel of int8 or of blocks, and inputs of a block.
 WIDE, BLOCK = 32, 32
 
@@ -38,6 +33,11 @@ class Panels(Stored):
     inputs: int = struct.field(pytree_node=False)
     outputs: int = struct.field(pytree_node=False)
     activations: int = struct.field(pytree_node=False)
+
+    def __post_init__(self) -> None:
+        if native := library():
+            bits = self.activations if FORMS[self.form] >= FORMS["int8"] else 0
+            native.begin_form(FORMS[self.form], bits)
 
     @property
     def types(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ inline void NormRow(const float* x, const float* scale, int64_t size, float eps,
   float sum = Sum(squares);
   for (int64_t i = whole; i < size; ++i) sum += x[i] * x[i];
   const float factor = 1.0f / std::sqrt(sum / float(size) + eps);
-  for (int64_t i = 0; i < size; ++i) y[i] = scale[i] * (x[i] * factor);
+  for (int64_t i = 0; i < whole; i += kLanes) Store(y + i, Load(scale + i) * (Load(x + i) * factor));
+  for (int64_t i = whole; i < size; ++i) y[i] = scale[i] * (x[i] * factor);
 }
 
 // Rotary position embedding of one head: plane i pairs components i and i + size / 2.
@@ -62,7 +63,9 @@ inline void GateRow(const float* gate, const float* up, int64_t size, Activation
 inline void AddRow(const float* x, float* added, const float* scale, int64_t size, float eps, float multiplier,
                    float* y) {
   if (scale) NormRow(added, scale, size, eps, added);
-  for (int64_t i = 0; i < size; ++i) y[i] = x[i] + multiplier * added[i];
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) Store(y + i, Load(x + i) + multiplier * Load(added + i));
+  for (int64_t i = whole; i < size; ++i) y[i] = x[i] + multiplier * added[i];
 }
 
 }  // namespace

@@ -9,9 +9,7 @@
 #include <memory>
 #include <thread>
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "call.h"
 
 namespace {
 
@@ -45,7 +43,7 @@ constexpr int64_t kWaiting = 1 << 16;
 // that threads are already working on. This cannot deadlock, however busy the pool is, and threads stay awake
 // between stages.
 template <size_t kStages, typename Work, typename Weights>
-void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work,
+void ShareStages(const ThreadPool& pool, const std::array<int64_t, kStages>& sizes, const Work& work,
                  const Weights& weights) {
   std::array<int64_t, kStages> ends;
   int64_t n = 0, widest = 0;
@@ -79,7 +77,7 @@ void ShareStages(ffi::ThreadPool& pool, const std::array<int64_t, kStages>& size
 
 // `work(i)` for every i < n.
 template <typename Work>
-void Share(ffi::ThreadPool& pool, int64_t n, const Work& work) {
+void Share(const ThreadPool& pool, int64_t n, const Work& work) {
   ShareStages<1>(pool, {n}, [work](size_t, int64_t i) { work(i); }, [](size_t, int64_t) { return nullptr; });
 }
 

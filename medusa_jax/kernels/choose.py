@@ -52,3 +52,11 @@ def choose_kernels(
     from medusa_jax.kernels.cpu import CpuKernels
 
     return CpuKernels()
+
+
+def begin_loading(mesh: Mesh) -> None:
+    """Begin to load the kernels that `choose_kernels` waits for, or to compile them."""
+    if platform_of(mesh) == "cpu" and mesh.size == 1:
+        from medusa_jax import cpu
+
+        cpu.begin_loading()

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "integers.h"
 #include "product.h"
 
 int main(int, char** arguments) {
@@ -15,6 +16,11 @@ int main(int, char** arguments) {
   if (std::fread(words.data(), 4, words.size(), stdin) != words.size()) return 1;
   if (std::fread(x.data(), 4, x.size(), stdin) != x.size()) return 1;
   part.words = words.data();
+  const auto find = [&](auto blocks) -> Multiply* {
+    using B = decltype(blocks);
+    return number(2) == 8 ? MultiplyBlocks<B, 8> : MultiplyBlocks<B, 16>;
+  };
+  part.multiply = WithBlocks(part.form, find, static_cast<Multiply*>(nullptr));
   const Kernel kernel{{part}, 1, part.inputs, part.outputs, number(2)};
   for (int64_t n = 1; n <= rows; ++n) {
     Rows in{x.data(), nullptr, n, part.inputs, kernel.bits};

@@ -2,10 +2,16 @@
 
 import ctypes
 import importlib
+import os
+import re
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import pytest
 
+import medusa_jax.compiler as made
+from medusa_jax.compiler import find_or_compile
 from medusa_jax.cpu import library
 from medusa_jax.errors import UserError
 from medusa_jax.kernels.choose import choose_kernels
@@ -50,42 +56,43 @@ def runs(folder):
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_library_is_made_again(damage, compiler):
-    path = module._compiled()
+    path = find_or_compile("kernels")
     assert path.stat().st_mode & 0o077 == 0
     good = path.read_bytes()
     path.write_bytes(DAMAGE[damage](good))
     if damage == "others could write it":
         path.chmod(0o766)
-    again = module._compiled()
+    again = find_or_compile("kernels")
     assert again.read_bytes() == good and runs(compiler) == 2
     assert ctypes.CDLL(str(again)).medusa_panel_width() == library().panel
-    assert module._compiled() == again and runs(compiler) == 2
+    assert find_or_compile("kernels") == again and runs(compiler) == 2
     assert list(again.parent.iterdir()) == [again]
 
 
 def test_other_flags_processors_and_compilers_make_another(compiler, monkeypatch):
-    paths = [module._compiled(), module._compiled()]
+    paths = [find_or_compile("kernels"), find_or_compile("kernels")]
     assert paths[0] == paths[1]
-    monkeypatch.setattr(module, "FLAGS", (*module.FLAGS, "-g"))
-    paths.append(module._compiled())
-    monkeypatch.setattr(module, "processor", lambda: "another")
-    paths.append(module._compiled())
+    monkeypatch.setattr(made, "FLAGS", (*made.FLAGS, "-g"))
+    paths.append(find_or_compile("kernels"))
+    monkeypatch.setattr(made, "processor", lambda: "another")
+    paths.append(find_or_compile("kernels"))
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
-    paths.append(module._compiled())
+    paths.append(find_or_compile("kernels"))
     (compiler / "version").write_text("2")
-    paths.append(module._compiled())
+    made._version.cache_clear()
+    paths.append(find_or_compile("kernels"))
     assert len(set(paths)) == runs(compiler) == 5
     # A compiler that is gone since has left what can be used.
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    assert module._compiled() in paths[-2:]
+    assert find_or_compile("kernels") in paths[-2:]
 
 
 def test_a_compiler_that_is_no_command(monkeypatch):
     for malformed in ("g++ '", 'c++ "-O2', "c++ \\"):
         monkeypatch.setenv("CXX", malformed)
         with pytest.raises(UserError, match="CXX is no command"):
-            module._compiled()
+            find_or_compile("kernels")
 
 
 def choose(dtype="float32", weights=None):
@@ -115,3 +122,38 @@ def test_without_a_compiler_products_are_plain(monkeypatch):
     monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "native")
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         choose()
+
+
+FIRST_START = """
+import sys
+from medusa_jax import compiler
+
+compiler.begin()
+assert "jax" not in sys.modules
+from pathlib import Path
+
+import numpy as np
+from medusa_jax.cpu import panel
+from medusa_jax.cpu.library import loaded
+from medusa_jax.cpu.panels import Panels, in_panels
+
+words = in_panels(np.ones((8, 3), np.float32), panel())
+made = Panels(words, None, "float32", 8, 3, 16).product(np.ones((1, 8), np.float32))
+assert made.tolist() == [[8, 8, 8]]
+print(sorted(p.stem.split("-")[0] for p in Path(loaded().path).parent.iterdir()))
+"""
+
+
+@pytest.mark.wide
+def test_a_first_start_compiles_what_it_needs(tmp_path):
+    """Before JAX is imported, and says how long it took; later starts say nothing."""
+    run = [sys.executable, "-c", FIRST_START]
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    told = []
+    for _ in range(2):
+        done = subprocess.run(run, env=env, capture_output=True, text=True)
+        assert done.stdout == "['float32_0', 'kernels']\n", done.stderr
+        told.append(
+            re.findall("compiling kernels for this processor, once: .* s", done.stderr)
+        )
+    assert [*map(len, told)] == [1, 0]

@@ -84,7 +84,7 @@ def test_panels_that_do_not_fit_the_outputs_are_refused(width, extra, panels, fo
     """Fewer outputs than the last panel begins with were written beyond the results' memory."""
     panel = library().panel
     words = jnp.zeros((panels, 5, panel), jnp.uint32)
-    with pytest.raises(Exception, match=r"these panels and y .* do not fit"):
+    with pytest.raises(Exception, match=r"panels, scales or bias .* do not fit"):
         kernel = Panels(words, None, form, 5, width * panel + extra, 16)
         jax.block_until_ready(kernel.product(jnp.ones((2, 5))))
 
