@@ -11,19 +11,20 @@ namespace {
 using Numbers = ffi::Span<const int64_t>;
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Memory of a call, reused by the next: the system clears fresh memory page by page.
+// Memory of a call, whole cache lines, reused by the next: the system clears fresh memory page by page.
 float* Scratch(size_t floats) {
   thread_local std::vector<float> memory;
-  if (memory.size() < floats) memory.resize(floats);
-  return memory.data();
+  if (memory.size() < floats + 16) memory.resize(floats + 16);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) / 4;
 }
 
 // Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty. Returns
 // false if the sizes do not fit.
 bool AddPart(Kernel& kernel, ffi::Buffer<ffi::U32> words, Floats scales, const float* bias, size_t n_bias, int64_t form,
-             int64_t outputs, int64_t activations) {
+             int64_t outputs, int64_t activations, int64_t rows) {
   const Part part{form, outputs, kernel.inputs, words.typed_data(),
-                  scales.element_count() ? scales.typed_data() : nullptr, n_bias ? bias : nullptr};
+                  scales.element_count() ? scales.typed_data() : nullptr, n_bias ? bias : nullptr,
+                  Rows::Many(rows, activations)};
   const bool floats = form == kFloat32 || form == kBfloat16;
   if (outputs < 1 || !(floats || PanelWords(form, kernel.inputs)) || (activations != 8 && activations != 16) ||
       part.Panels() * part.Size() != int64_t(words.element_count()) ||
@@ -42,7 +43,7 @@ ffi::Error ProductHandler(ffi::ThreadPool pool, Floats x, ffi::Buffer<ffi::U32> 
   const auto xs = x.dimensions(), ys = y->dimensions();
   Kernel kernel{{}, 0, xs.size() == 2 ? xs[1] : 0, 0, 0};
   if (xs.size() != 2 || ys.size() != 2 || ys[0] != xs[0] ||
-      !AddPart(kernel, panels, scales, nullptr, 0, form, ys[1], activations))
+      !AddPart(kernel, panels, scales, nullptr, 0, form, ys[1], activations, xs[0]))
     return ffi::Error::InvalidArgument("x [R, I], these panels and y [R, O] do not fit");
   Rows in{const_cast<float*>(x.typed_data()), nullptr, xs[0], xs[1], kernel.bits};
   if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
@@ -113,7 +114,8 @@ ffi::Error RotateHandler(ffi::ThreadPool pool, Floats x, Floats cos,
 
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
-// of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without attn_norm
+// of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without nodes the
+// rows are a text. Without attn_norm
 // attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
 // attention's output; gate (unless it has none), up; down. After them come
 // the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
@@ -136,7 +138,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
   if (xs.size() != 3 || cs.size() != 4 || ms.size() != 2)
     return ffi::Error::InvalidArgument("x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
   Layer l{};
-  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3], l.M = ms[1];
+  l.B = xs[0], l.T = xs[1], l.D = xs[2], l.G = cs[1], l.S = cs[2], l.H = cs[3], l.M = ms[1] ? ms[1] : l.T;
   l.N = n_heads, l.F = d_ff, l.window = integer("window"), l.eps = number("eps");
   l.residual_multiplier = number("residual_multiplier"), l.query_multiplier = number("query_multiplier");
   l.activation = Activation(integer("activation"));
@@ -166,7 +168,7 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
     const auto scales = linears.get<Floats>(3 * i + 1), bias = linears.get<Floats>(3 * i + 2);
     if (forms.size() != maps.size() || !panels || !scales || !bias ||
         !AddPart(*maps[i].kernel, *panels, *scales, bias->typed_data(), bias->element_count(), forms.begin()[i],
-                 maps[i].outputs, activations))
+                 maps[i].outputs, activations, R))
       return ffi::Error::InvalidArgument("seven or six linear maps, each with panels, scales and a bias, do not fit");
   }
   const bool out_norms = linears.size() > 3 * maps.size();
@@ -176,18 +178,18 @@ ffi::Error LayerHandler(ffi::ThreadPool pool, Floats x, Floats cos, Floats sin, 
       return ffi::Error::InvalidArgument("norms of outputs are [D]");
     l.attn_out_norm = first->typed_data(), l.mlp_out_norm = second->typed_data();
   }
-  const std::vector<int32_t> paths = Paths(mask.typed_data(), l.T, l.M);
+  const std::vector<int32_t> paths = Paths(ms[1] ? mask.typed_data() : nullptr, l.T, l.M);
   l.x = x.typed_data(), l.read = norms ? nullptr : read.typed_data();
   l.cos = cos.typed_data(), l.sin = sin.typed_data();
   l.start = start.typed_data(), l.paths = paths.data();
-  l.shares = std::clamp<int64_t>(2 * pool.num_threads() / (l.B * l.G) + 1, 1, l.T);
+  l.shares = std::clamp<int64_t>(std::max(2 * pool.num_threads() / (l.B * l.G) + 1, l.T / kAttending), 1, l.T);
   l.attn_norm = attn_norm.typed_data(), l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.typed_data() : nullptr;
   if (!has(q_norm, 0)) l.q_norm = q_norm.typed_data(), l.k_norm = k_norm.typed_data();
   l.all_heads = !has(q_norm, l.H);
   l.keys = new_keys->typed_data(), l.values = new_values->typed_data(), l.y = y->typed_data();
   l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
   l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
-  const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
+  const auto floats_of = [](const Rows& x) { return (x.count * x.inputs + 15) / 16 * 16; };
   const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
   Rows* const rows[] = {&l.entered, &l.attended, &l.normed, &l.inner};
   const bool apart = out_norms || l.residual_multiplier != 1.0f;

@@ -10,6 +10,7 @@
 
 #include "integers.h"
 #include "pack.h"
+#include "tiles.h"
 
 namespace {
 
@@ -17,8 +18,8 @@ namespace {
 constexpr int kPanel = 2 * kLanes;
 // Bytes that one worker takes at a time: few enough to divide the work evenly, many enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
-// Blocks take more time for their bytes.
-constexpr int64_t kChunkOfBlocks = 1 << 15;
+// Blocks take more time for their bytes. Panels that share many rows, at most.
+constexpr int64_t kChunkOfBlocks = 1 << 15, kPanelsOfMany = 8;
 
 // A linear map: panels of `Size()` words in one form. Outputs are multiplied by scales [panels * width] and added to
 // bias [outputs], unless these are null.
@@ -26,6 +27,7 @@ struct Part {
   int64_t form, outputs, inputs;
   const uint32_t* words;
   const float *scales, *bias;
+  bool many;  // rows (`Rows::Many`)
 
   bool Blocks() const { return form >= kInt8; }
   int64_t Width() const { return Blocks() ? kWide : kPanel; }
@@ -33,6 +35,7 @@ struct Part {
   int64_t Size() const { return Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel; }
   // Panels that one worker takes at a time, and the number of such chunks.
   int64_t Chunk() const {
+    if (many && Blocks()) return std::clamp<int64_t>(Panels() / 4, 1, kPanelsOfMany);
     return std::clamp<int64_t>((Blocks() ? kChunkOfBlocks : kChunkBytes) / (Size() * 4), 1, Panels());
   }
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
@@ -69,6 +72,8 @@ struct Rows {
   char* integers;
   int64_t count, inputs, bits;
 
+  static bool Many(int64_t count, int64_t bits) { return count >= kMany && bits == 16 && !Integers<16>::kBytes; }
+  bool Many() const { return Many(count, bits); }
   int64_t Size() const { return bits == 8 ? sizeof(Integers<8>) : sizeof(Integers<16>); }
   int64_t Blocks() const { return (inputs + 31) / 32; }
   int64_t Bytes() const { return count * Blocks() * Size(); }
@@ -204,6 +209,29 @@ inline void Finish(const float* sums, const float* scales, const float* bias, co
   for (; i < width; ++i) y[i] = finished(i, [](const float* at) { return *at; });
 }
 
+// Groups [from, to) of many rows of x times `panels` panels in blocks, of which `words` is the first: sums [panels, rows, kWide].
+inline void MultiplyMany(const Part& part, const uint32_t* words, int64_t panels, const Rows& x, int64_t from, int64_t to, float* sums) {
+  const int64_t size = part.Size(), blocks = x.Blocks(), unit = UnitOf(part.form) / 32, rows = x.First(to) - x.First(from);
+  const auto multiply = [&](auto form) {
+    using B = decltype(form);
+    alignas(64) Tile tiles[kDeep];
+    std::fill(sums, sums + panels * rows * kWide, 0.0f);
+    for (int64_t b = 0; b < blocks; b += kDeep)
+      for (int64_t p = 0; p < panels; ++p) {
+        const int64_t count = std::min(kDeep, blocks - b);
+        Unpack<B>(words + p * size + b / unit * B::kWords, count, tiles);
+        for (int64_t g = from; g < to; ++g) {
+          const int64_t first = x.First(g), n = x.First(g + 1) - first;
+          const auto add = ForTileRows<B::kGroup, B::kMinima>(n, std::make_index_sequence<kTogether>());
+          const auto* its = reinterpret_cast<const Integers<16>*>(x.Group(first, n, b));
+          add(tiles, its, count, sums + (p * rows + first - x.First(from)) * kWide);
+        }
+      }
+    return true;
+  };
+  WithBlocks(part.form, multiply, false);
+}
+
 // The outputs of one chunk of x times the kernel, added to those of `onto` [rows, outputs] unless it is null, in
 // y [rows, outputs].
 inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, const float* onto, float* y) {
@@ -212,24 +240,33 @@ inline void MultiplyChunk(const Kernel& kernel, const Rows& x, int64_t chunk, co
   for (const Part* other = kernel.parts.data(); other < &part; ++other) before += other->outputs;
   const int64_t size = part.Size(), per = part.Chunk(), end = std::min(part.Panels(), (chunk + 1) * per);
   const int64_t wide = part.Width(), all = part.Blocks() ? x.Groups() : x.count;
-  const int64_t most = part.Blocks() ? kBand / kTogether : kBand, bands = (all + most - 1) / most;
-  float out[kBand * std::max(kPanel, kWide)];
-  for (int64_t p = chunk * per; p < end; ++p) {
+  const bool many = part.Blocks() && x.Many();
+  const int64_t most = !part.Blocks() ? kBand : many ? std::max<int64_t>(kSharing * all / x.count, 1) : kBand / kTogether;
+  const int64_t bands = (all + most - 1) / most, panels = many ? end - chunk * per : 1;  // as many at a time
+  float some[kBand * std::max(kPanel, kWide)];
+  thread_local std::vector<float> sums;
+  for (int64_t p = chunk * per; p < end; p += panels) {
     const uint32_t* words = part.words + p * size;
-    const int64_t begin = p * wide, width = std::min(wide, part.outputs - begin), column = before + begin;
-    const float* bias = part.bias ? part.bias + begin : nullptr;
-    const float* scales = part.scales ? part.scales + begin : nullptr;
     for (int64_t band = 0; band < bands; ++band) {
       const int64_t from = all * band / bands, to = all * (band + 1) / bands;
       const int64_t first = part.Blocks() ? x.First(from) : from, last = part.Blocks() ? x.First(to) : to;
-      if (part.Blocks())
+      if (many) sums.resize(std::max<size_t>(sums.size(), panels * (last - first) * kWide));
+      float* out = many ? sums.data() : some;
+      if (many)
+        MultiplyMany(part, words, panels, x, from, to, out);
+      else if (part.Blocks())
         MultiplyBlocks(part, words, x, from, to, out);
       else
         (part.form == kBfloat16 ? MultiplyPanel<2> : MultiplyPanel<1>)(words, x.floats + first * x.inputs, last - first,
                                                                        x.inputs, out);
-      for (int64_t r = first; r < last; ++r) {
-        const int64_t at = r * kernel.outputs + column;
-        Finish(out + (r - first) * wide, scales, bias, onto ? onto + at : nullptr, width, y + at);
+      for (int64_t i = 0; i < panels; ++i) {
+        const int64_t begin = (p + i) * wide, width = std::min(wide, part.outputs - begin), column = before + begin;
+        const float* bias = part.bias ? part.bias + begin : nullptr;
+        const float* scales = part.scales ? part.scales + begin : nullptr;
+        for (int64_t r = first; r < last; ++r) {
+          const int64_t at = r * kernel.outputs + column;
+          Finish(out + (i * (last - first) + r - first) * wide, scales, bias, onto ? onto + at : nullptr, width, y + at);
+        }
       }
     }
   }
