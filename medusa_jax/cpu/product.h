@@ -209,9 +209,12 @@ inline void Finish(const float* sums, const float* scales, const float* bias, co
   for (; i < width; ++i) y[i] = finished(i, [](const float* at) { return *at; });
 }
 
-// Groups [from, to) of many rows of x times `panels` panels in blocks, of which `words` is the first: sums [panels, rows, kWide].
-inline void MultiplyMany(const Part& part, const uint32_t* words, int64_t panels, const Rows& x, int64_t from, int64_t to, float* sums) {
-  const int64_t size = part.Size(), blocks = x.Blocks(), unit = UnitOf(part.form) / 32, rows = x.First(to) - x.First(from);
+// Groups [from, to) of many rows of x times `panels` panels in blocks, of which `words` is the first: sums [panels,
+// rows, kWide].
+inline void MultiplyMany(const Part& part, const uint32_t* words, int64_t panels, const Rows& x, int64_t from,
+                         int64_t to, float* sums) {
+  const int64_t size = part.Size(), blocks = x.Blocks(), unit = UnitOf(part.form) / 32;
+  const int64_t rows = x.First(to) - x.First(from);
   const auto multiply = [&](auto form) {
     using B = decltype(form);
     alignas(64) Tile tiles[kDeep];
