@@ -21,18 +21,20 @@ struct Text {
 };
 
 // The path to each of T new tokens, itself included, and its length: [T, M + 1], the length last. Mask [T, M]
-// is true at [t, s] if node s is on the path to t.
+// is true at [t, s] if node s is on the path to t; null: the tokens are a text.
 inline std::vector<int32_t> Paths(const bool* mask, int64_t T, int64_t M) {
   std::vector<int32_t> paths(T * (M + 1));
   for (int64_t t = 0; t < T; ++t) {
     int32_t *path = paths.data() + t * (M + 1), &length = path[M];
     for (int64_t s = 0; s < M; ++s)
-      if (mask[t * M + s]) path[length++] = int32_t(s);
+      if (mask ? mask[t * M + s] : s <= t) path[length++] = int32_t(s);
   }
   return paths;
 }
 
 // Queries that share one load of a key or a value, and vectors of a value that are summed at a time.
+// Tokens of a long text that are attended at a time: their scores stay in the processor's cache.
+constexpr int64_t kAttending = 16;
 constexpr int kShared = 4, kSummed = kRows > 6 ? 4 : 2;
 
 // `work(i, n)` for n items from item i on, until all are done; n is a constant of at most kMost.
@@ -115,7 +117,18 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
   int64_t begin = first(0);  // vectors of positions are whole from `begin` to `end`
   for (int64_t r = 1; r < rows; ++r) begin = std::min(begin, first(r));
   begin = begin / kLanes * kLanes;
-  const int64_t end = std::max(begin, start / kLanes * kLanes);
+  // Positions [0, common) are the same for all tokens, and none sees slots from `last` on.
+  int64_t common = INT64_MAX, last = 0;
+  const auto is_text = [&](int64_t r) {
+    const int32_t *path = paths + r * (M + 1), length = path[M];
+    return !length || path[length - 1] == length - 1;
+  };
+  for (int64_t r = 0; r < rows; ++r) {
+    const int32_t *path = paths + r * (M + 1), length = path[M];
+    common = std::min(common, is_text(r) ? start + length : start);
+    last = std::max(last, start + (length ? path[length - 1] + 1 : 0));
+  }
+  const int64_t end = std::max(begin, common / kLanes * kLanes);
   // The weights of other layers have evicted keys and values from the processor's cache.
   const auto fetch = [&](const float* cached, int64_t p) {
     for (int64_t i = 0; i < kLanes * size; i += 16) __builtin_prefetch(cached + p * size + i);
@@ -132,9 +145,9 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     for (int64_t h = 0; h < heads * size; h += kLanes)
       Store(scaled + r * heads * size + h, Load(queries + r * stride + h) * scale);
   const float* at[kLanes];
-  for (int64_t p = begin; p < start + M; p += kLanes) {
+  for (int64_t p = begin; p < last; p += kLanes) {
     fetch(keys, p + kLanes);
-    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, start + M - 1) * size;
+    for (int l = 0; l < kLanes; ++l) at[l] = keys + std::min(p + l, last - 1) * size;
     for (int64_t q = 0; q < n; ++q) Store(scores + q * room + p, Scores(scaled + q * size, size, at));
   }
   fetch(values, begin);
@@ -142,7 +155,7 @@ inline void Attend(const float* queries, int64_t rows, int64_t stride, int64_t h
     const int64_t r = q / heads;
     const int32_t* path = paths + r * (M + 1);
     float* of_new = scores + q * room + start;
-    for (int32_t i = 0; i < path[M]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
+    for (int32_t i = 0; !is_text(r) && i < path[M]; ++i) of_new[i] = of_new[path[i]];  // i <= path[i]
     totals[q] = Weigh(scores + q * room, begin, first(r), count(r));
   }
   std::fill(sums, sums + n * size, 0.0f);

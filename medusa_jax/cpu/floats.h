@@ -60,7 +60,7 @@ PanelFn ForRows(int64_t rows, std::index_sequence<R...>) {
   return table[rows - 1];
 }
 
-// `Multiply` for panels whose words hold the weights of n inputs.
+// `Multiply` for a panel whose words hold the weights of n inputs.
 template <int n>
 void MultiplyFloats(const Part& part, const uint32_t* panel, const Rows& of, int64_t from, int64_t end, float* sums) {
   const int64_t rows = end - from, inputs = part.inputs;

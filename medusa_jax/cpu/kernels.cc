@@ -23,16 +23,16 @@ Multiply* MultiplyOf(int64_t form, int64_t bits) {
   return of.load();
 }
 
-// Memory of a call, reused by the next: the system clears fresh memory page by page.
+// Memory of a call, whole cache lines, reused by the next: the system clears fresh memory page by page.
 float* Scratch(size_t floats) {
   thread_local std::vector<float> memory;
-  if (memory.size() < floats) memory.resize(floats);
-  return memory.data();
+  if (memory.size() < floats + 16) memory.resize(floats + 16);
+  return memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) / 4;
 }
 
 // Adds a linear map of the kernel's inputs to it; its scales [panels * width] and bias [outputs] may be empty.
 void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> scales, Array<const float> bias, int64_t form,
-             int64_t outputs, int64_t activations) {
+             int64_t outputs, int64_t activations, int64_t rows) {
   const bool floats = form == kFloat32 || form == kBfloat16;
   const int64_t bits = floats ? 0 : activations;
   Part part{form, outputs, kernel.inputs, words.data, scales.size ? scales.data : nullptr, bias.size ? bias.data : nullptr};
@@ -40,7 +40,7 @@ void AddPart(Kernel& kernel, Array<const uint32_t> words, Array<const float> sca
               part.Panels() * part.Size() == words.size &&
               (!part.scales || part.Panels() * part.Width() == scales.size) && (!part.bias || outputs == bias.size),
           "the panels, scales or bias of a linear map do not fit");
-  part.multiply = MultiplyOf(form, bits);
+  part.multiply = MultiplyOf(form, bits), part.many = Rows::Many(rows, bits);
   kernel.parts[kernel.n_parts++] = part;
   kernel.outputs += outputs;
   if (!floats) kernel.bits = bits;
@@ -52,7 +52,7 @@ void Product(const Call& call) {
   Require(x.rank == 2 && y.rank == 2 && y.dims[0] == x.dims[0], "x is [R, I] and y [R, O]");
   Kernel kernel{{}, 0, x.dims[1], 0, 0};
   AddPart(kernel, call.Arg<const uint32_t>(1), call.Arg<const float>(2), {}, call.Number<int64_t>("form", 0), y.dims[1],
-          call.Number<int64_t>("activations", 0));
+          call.Number<int64_t>("activations", 0), x.dims[0]);
   Rows in{x.data, nullptr, x.dims[0], x.dims[1], kernel.bits};
   if (in.bits) in.integers = reinterpret_cast<char*>(Scratch((in.Bytes() + 3) / 4));
   float* out = y.data;
@@ -117,8 +117,8 @@ void Rotate(const Call& call) {
 
 // A layer (`Layer`) over rows x [B, T, D] with cosines and sines [B, T, H]. Their keys and values go to the slots from
 // `start` on of the caches [B, G, S, H], in place: new_keys and new_values are the same memory. The rows are the last T
-// of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without attn_norm
-// attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
+// of M nodes; mask [T, M] is true for the nodes that a row sees: its ancestors, in order, and itself. Without nodes the
+// rows are a text. Without attn_norm attention reads `read` [B, T, I]. The linear maps come last, each as panels, scales and bias: queries, keys, values;
 // attention's output; gate (unless it has none), up; down. After them come
 // the norms of the outputs of attention and MLP, if there are any. Attributes with the usual value may be absent.
 void RunLayerOf(const Call& call) {
@@ -137,7 +137,7 @@ void RunLayerOf(const Call& call) {
   Require(x.rank == 3 && keys.rank == 4 && mask.rank == 2, "x is [B, T, D], the cache [B, G, S, H] and the mask [T, M]");
   Layer l{};
   l.B = x.dims[0], l.T = x.dims[1], l.D = x.dims[2], l.G = keys.dims[1], l.S = keys.dims[2], l.H = keys.dims[3];
-  l.M = mask.dims[1], l.N = integer("n_heads"), l.F = integer("d_ff"), l.window = integer("window");
+  l.M = mask.dims[1] ? mask.dims[1] : l.T, l.N = integer("n_heads"), l.F = integer("d_ff"), l.window = integer("window");
   l.eps = number("eps");
   l.residual_multiplier = number("residual_multiplier"), l.query_multiplier = number("query_multiplier");
   l.activation = Activation(integer("activation"));
@@ -165,25 +165,26 @@ void RunLayerOf(const Call& call) {
   Require(forms.size == n_maps, "there are seven or six linear maps");
   for (int64_t i = 0, at = kLinears; i < n_maps; ++i, at += 3)
     AddPart(*maps[i].kernel, call.Arg<const uint32_t>(at), call.Arg<const float>(at + 1), call.Arg<const float>(at + 2),
-            forms.data[i], maps[i].outputs, activations);
+            forms.data[i], maps[i].outputs, activations, R);
   const bool out_norms = call.Args() > after;
   if (out_norms) {
     const auto first = call.Arg<float>(after), second = call.Arg<float>(after + 1);
     Require(has(first, l.D) && has(second, l.D), "norms of outputs are [D]");
     l.attn_out_norm = first.data, l.mlp_out_norm = second.data;
   }
-  const std::vector<int32_t> paths = Paths(mask.data, l.T, l.M);
+  const std::vector<int32_t> paths = Paths(mask.dims[1] ? mask.data : nullptr, l.T, l.M);
   l.x = x.data, l.read = norms ? nullptr : read.data;
   l.cos = cos.data, l.sin = sin.data;
   l.start = start.data, l.paths = paths.data();
-  l.shares = std::clamp<int64_t>(2 * call.Pool().num_threads() / (l.B * l.G) + 1, 1, l.T);
+  l.shares = std::max<int64_t>(2 * call.Pool().num_threads() / (l.B * l.G) + 1, l.T / kAttending);
+  l.shares = std::clamp<int64_t>(l.shares, 1, l.T);
   l.attn_norm = attn_norm.data, l.mlp_norm = has(mlp_norm, l.D) ? mlp_norm.data : nullptr;
   if (!has(q_norm, 0)) l.q_norm = q_norm.data, l.k_norm = k_norm.data;
   l.all_heads = !has(q_norm, l.H);
   l.keys = new_keys.data, l.values = new_values.data, l.y = y.data;
   l.entered = {nullptr, nullptr, R, l.I, l.qkv.bits}, l.attended = {nullptr, nullptr, R, queries, l.out.bits};
   l.normed = {nullptr, nullptr, R, l.D, l.gate_up.bits}, l.inner = {nullptr, nullptr, R, l.F, l.down.bits};
-  const auto floats_of = [](const Rows& x) { return x.count * x.inputs; };
+  const auto floats_of = [](const Rows& x) { return (x.count * x.inputs + 15) / 16 * 16; };
   const auto words_of = [](const Rows& x) { return x.bits ? (x.Bytes() + 63) / 64 * 16 : 0; };
   Rows* const rows[] = {&l.entered, &l.attended, &l.normed, &l.inner};
   const bool apart = out_norms || l.residual_multiplier != 1.0f;

@@ -16,8 +16,10 @@ namespace {
 constexpr int kPanel = 2 * kLanes;
 // Bytes that one worker takes at a time: few enough to divide the work evenly, many enough to stream.
 constexpr int64_t kChunkBytes = 1 << 17;
-// Blocks take more time for their bytes.
-constexpr int64_t kChunkOfBlocks = 1 << 15;
+// Blocks take more time for their bytes. Panels that share many rows, at most.
+constexpr int64_t kChunkOfBlocks = 1 << 15, kPanelsOfMany = 8;
+// Rows from which unpacking weights apart (`tiles.h`) takes less time, and rows that share what is unpacked.
+constexpr int64_t kMany = 32, kSharing = 128;
 
 // If the rows do not fit the registers, groups of them take turns at this part of a panel, which stays in the first
 // cache while the next part arrives from memory. With whole panels, memory would be idle from the second turn on.
@@ -29,8 +31,10 @@ constexpr int64_t kFetched = 6144;
 
 struct Part;
 struct Rows;
-// Rows [from, end) of x times one panel: sums [end - from, width]. Blocks count groups of rows.
-using Multiply = void(const Part& part, const uint32_t* panel, const Rows& x, int64_t from, int64_t end, float* sums);
+// Rows [from, end) of x times panels, of which `panel` is the first: sums [panels, end - from, width]. Blocks count groups
+// of rows. Only many rows take several panels.
+using Multiply = void(const Part& part, const uint32_t* panel, int64_t panels, const Rows& x, int64_t from, int64_t end,
+                      float* sums);
 
 // A linear map: panels of `Size()` words in one form. Outputs are multiplied by scales [panels * width] and added to
 // bias [outputs], unless these are null.
@@ -39,6 +43,7 @@ struct Part {
   const uint32_t* words;
   const float *scales, *bias;
   Multiply* multiply;
+  bool many;  // rows (`Rows::Many`)
 
   bool Blocks() const { return form >= kInt8; }
   int64_t Width() const { return Blocks() ? kWide : kPanel; }
@@ -46,6 +51,7 @@ struct Part {
   int64_t Size() const { return Blocks() ? PanelWords(form, inputs) : (inputs + form - 1) / form * kPanel; }
   // Panels that one worker takes at a time, and the number of such chunks.
   int64_t Chunk() const {
+    if (many && Blocks()) return std::clamp<int64_t>(Panels() / 4, 1, kPanelsOfMany);
     return std::clamp<int64_t>((Blocks() ? kChunkOfBlocks : kChunkBytes) / (Size() * 4), 1, Panels());
   }
   int64_t Chunks() const { return (Panels() + Chunk() - 1) / Chunk(); }
@@ -147,6 +153,8 @@ struct Rows {
   char* integers;
   int64_t count, inputs, bits;
 
+  static bool Many(int64_t count, int64_t bits) { return count >= kMany && bits == 16 && !Integers<16>::kBytes; }
+  bool Many() const { return Many(count, bits); }
   int64_t Size() const { return bits == 8 ? sizeof(Integers<8>) : sizeof(Integers<16>); }
   int64_t Blocks() const { return (inputs + 31) / 32; }
   int64_t Bytes() const { return count * Blocks() * Size(); }

@@ -3,7 +3,7 @@
 | new tokens of a row             | cache           | method                                                 |
 |---------------------------------|-----------------|--------------------------------------------------------|
 | packed texts, in training       | none            | `attend_text`                                          |
-| a piece of a prompt             | the text before | `attend_prompt`, then the write                        |
+| a piece of a prompt             | the text before | `attend_prompt`, then the write, or `layer`            |
 | one, a tree or a short path     | the text before | `attend_tree`; a whole `layer` if the kernels fuse it  |
 | levels or blocks of drafts      | a `DraftCache`  | its `attend`                                           |
 """

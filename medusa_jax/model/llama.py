@@ -150,6 +150,8 @@ class Llama(nn.Module):
         window = self.config.sliding_window
         T = positions_BT.shape[1]
         fused = self.kernels.fuses(self.config.head_dim)
+        if fused and self_mask_TR is None:
+            return tuple(PathMask(jnp.ones((T, 0), bool), w) for w in (0, window))
         mask = mask_after(T, slots, start_B, self_mask_TR, fused)
         if isinstance(mask, CausalMask | PathMask):
             return mask, mask.replace(window=window)

@@ -44,7 +44,7 @@ class PathMask(struct.PyTreeNode):
 
     Attributes:
       mask_TR: [t, r] is True where row r after the text is on the path to new token t, itself included. The
-        new tokens are the last T of the rows.
+        new tokens are the last T of the rows. Without rows (R = 0), the new tokens are a text.
       window: of these positions, only the last `window`; 0: all.
     """
 

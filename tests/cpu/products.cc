@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "integers.h"
 #include "product.h"
+#include "tiles.h"
 
 int main(int, char** arguments) {
   const auto number = [&](int i) { return std::atoll(arguments[i]); };
@@ -18,7 +18,7 @@ int main(int, char** arguments) {
   part.words = words.data();
   const auto find = [&](auto blocks) -> Multiply* {
     using B = decltype(blocks);
-    return number(2) == 8 ? MultiplyBlocks<B, 8> : MultiplyBlocks<B, 16>;
+    return number(2) == 8 ? MultiplyAny<B, 8> : MultiplyAny<B, 16>;
   };
   part.multiply = WithBlocks(part.form, find, static_cast<Multiply*>(nullptr));
   const Kernel kernel{{part}, 1, part.inputs, part.outputs, number(2)};

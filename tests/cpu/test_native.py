@@ -166,7 +166,7 @@ def test_layers_of_every_shape(shape):
     def run(llama, params, tokens_BT):
         positions_BT = jnp.broadcast_to(jnp.arange(9)[None], tokens_BT.shape)
         cache = KVCache.zeros(2, 2, 64, 2, 32, jnp.float32)
-        args = (tokens_BT, positions_BT, cache, jnp.zeros(2, int), jnp.tri(9, dtype=bool))
+        args = (tokens_BT, positions_BT, cache, jnp.zeros(2, int))
         hidden, _ = llama.apply({"params": params}, *args, method="decode")
         return llama.apply({"params": params}, hidden, method="lm_head")
 
@@ -182,30 +182,31 @@ def test_layers_of_every_shape(shape):
 
 
 def test_every_number_is_that_of_one_token_at_a_time(model):
-    """Hidden states, logits and the cache of T tokens in a batch, bit for bit, for rows enough that
-    XLA sums up in another order."""
+    """Hidden states, logits and the cache of T tokens in a batch, as a path of a tree and as a piece of a prompt, bit for
+    bit, for rows enough that XLA sums up in another order."""
     llama, params = model
 
-    @jax.jit
-    def run(tokens_BT, start_B, cache):
+    @partial(jax.jit, static_argnums=3)
+    def run(tokens_BT, start_B, cache, is_prompt=False):
         T = tokens_BT.shape[1]
         positions_BT = start_B[:, None] + jnp.arange(T)[None]
-        args = (tokens_BT, positions_BT, cache, start_B, jnp.tri(T, dtype=bool))
+        mask_TT = None if is_prompt else jnp.tri(T, dtype=bool)
+        args = (tokens_BT, positions_BT, cache, start_B, mask_TT)
         hidden, cache = llama.apply({"params": params}, *args, method="decode")
         return hidden, llama.apply({"params": params}, hidden, method="lm_head"), cache
 
-    B, T = 3, 24
+    B, T = 3, 48
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 70, (B, T)))
     empty = KVCache.zeros(2, B, 64, 2, 32, jnp.float32)
     single, one_by_one = empty, []
     for t in range(T):
         *out, single = run(tokens[:, t : t + 1], jnp.full((B,), t), single)
         one_by_one.append(out)
-    for size in (2, 12, 24):
+    for size, is_prompt in ((2, False), (12, False), (24, False), (24, True), (48, True)):
         several = empty
         for t in range(0, T, size):
             part, start_B = tokens[:, t : t + size], jnp.full((B,), t)
-            hidden, logits, several = run(part, start_B, several)
+            hidden, logits, several = run(part, start_B, several, is_prompt)
             for i in range(size):
                 np.testing.assert_array_equal(hidden[:, i], one_by_one[t + i][0][:, 0])
                 np.testing.assert_array_equal(logits[:, i], one_by_one[t + i][1][:, 0])
