@@ -25,6 +25,7 @@ from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
+    shared_lm_head,
     take_ids,
     verifier,
     vocabulary_arrays,
@@ -183,17 +184,9 @@ class SpeculatorsDFlash(DFlashFiles):
             verifier=verifier(export),
         )
         # speculators computes with NaN where a file has no embedding and LM head.
-        arrays = export.arrays(_locate) | vocabulary_arrays(export) | _copies(export)
+        copies = {EMBEDDING_COPY: export.embedding()} | shared_lm_head(export)
+        arrays = export.arrays(_locate) | vocabulary_arrays(export) | copies
         export.write(out, "model.safetensors", arrays, raw)
-
-
-def _copies(export: Export) -> Arrays:
-    """The backbone's embedding, and its LM head if the heads share it."""
-    copies = {EMBEDDING_COPY: export.embedding()}
-    if export.stored.heads.lm_head == "shared":
-        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
-        copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
-    return copies
 
 
 def _locate(path: str) -> tuple[str, bool]:
