@@ -184,9 +184,13 @@ class SpeculatorsDFlash(DFlashFiles):
             verifier=verifier(export),
         )
         # speculators computes with NaN where a file has no embedding and LM head.
-        copies = {EMBEDDING_COPY: export.embedding()} | shared_lm_head(export)
-        arrays = export.arrays(_locate) | vocabulary_arrays(export) | copies
+        arrays = export.arrays(_locate) | vocabulary_arrays(export) | _copies(export)
         export.write(out, "model.safetensors", arrays, raw)
+
+
+def _copies(export: Export) -> Arrays:
+    """The backbone's embedding, and its LM head if the heads share it."""
+    return {EMBEDDING_COPY: export.embedding()} | shared_lm_head(export)
 
 
 def _locate(path: str) -> tuple[str, bool]:

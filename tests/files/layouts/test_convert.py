@@ -92,7 +92,11 @@ CASES = [
     *((to, EAGLE, "float16") for to in ("eagle", "sglang")),
     *((to, EAGLE | {"fc_bias": False}, "float32") for to in ("eagle", "sglang", "vllm")),
     *((to, EAGLE3 | FEW, "float32") for to in ("eagle3", "speculators")),
-    *((to, EAGLE3 | SHARED | more, "float32") for to in ("eagle3", "vllm") for more in ({}, FEW)),
+    *(
+        (to, EAGLE3 | SHARED | more, "float32")
+        for to in ("eagle3", "vllm")
+        for more in ({}, FEW)
+    ),
     *((to, NEWER, "bfloat16") for to in ("eagle3", "speculators")),
     ("eagle3", EAGLE3 | {"norm_before_residual": True, "kv_heads": 4}, "float32"),
 ]
