@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from medusa_jax.errors import UserError
 
+# Tokens that peers draft with heads in a step, in a chain.
+DRAFTED = 4
+
 
 class NotInstalled(UserError):
     """The package of a peer is missing; the others are compared."""
@@ -20,6 +23,7 @@ class Setting:
     Attributes:
       model: as for `--model`.
       context: tokens of the longest text.
+      heads: of a peer, EAGLE-3 heads in the form that its engine loads, or "".
     """
 
     model: str | None
@@ -28,6 +32,7 @@ class Setting:
     threads: int
     no_repeat_ngram_size: int
     repetition_penalty: float
+    heads: str = ""
 
     def refuse_adjusted(self, engine: str) -> None:
         """Refuse a setting whose text depends on more than the logits."""
