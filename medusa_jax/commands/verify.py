@@ -49,11 +49,7 @@ def run(flags: Flags) -> int:
 
 
 def certify(model: str | None, drafter: str, out: str, dtype: str = "") -> None:
-    """Record heads in a directory, their own or, rounded to `dtype`, of their export.
-
-    Raises:
-      UserError: it has a certificate already.
-    """
+    """Record heads in their directory or, rounded to `dtype`, their export's; a `UserError` if it has a certificate."""
     from medusa_jax.evaluate import certificate
 
     if os.path.exists(file := os.path.join(out, certificate.FILE)):

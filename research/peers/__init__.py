@@ -16,6 +16,11 @@ class NotInstalled(UserError):
     """The package of a peer is missing; the others are compared."""
 
 
+def counted(n_tokens: int, accepted: int) -> dict[str, int]:
+    """Counts of a `Run` of these tokens, of which engines tell the accepted drafts."""
+    return {"steps": n_tokens - 1 - accepted, "appended": n_tokens - 1}
+
+
 @dataclass(frozen=True)
 class Setting:
     """Prompts and limits that peers decode with.

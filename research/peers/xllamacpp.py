@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import DRAFTED, NotInstalled, Setting
+from research.peers import DRAFTED, NotInstalled, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Its drafts that need no second file.
@@ -65,9 +65,8 @@ def _contender(
             answer = json.load(response)
         times = answer["timings"]
         seconds = times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3
-        appended = setting.new_tokens - 1
-        steps = appended - times.get("draft_n_accepted", 0)
-        return Run([answer["tokens"]], *seconds, steps=steps, appended=appended)
+        counts = counted(len(answer["tokens"]), times.get("draft_n_accepted", 0))
+        return Run([answer["tokens"]], *seconds, **counts)
 
     label = f"llama.cpp (xllamacpp {xllamacpp.__version__}){drafts}"
     facts = {} if drafts else {"bytes": os.path.getsize(path)}
