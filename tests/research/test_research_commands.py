@@ -25,7 +25,7 @@ COMMANDS = {
     against: (
         f"{ASKED} --drafters={{t}}/model/heads --peers=transformers,llama.cpp,xllamacpp --trees=chain:2 "
         "--max_new_tokens=6 --repeats=1 --limit=2 --threads=3",
-        ["against.json", "against.md"], "| transformers | F32 | 10.0 |",
+        ["against.json", "against.md"], "| 1.00 | 0.0% | 2 of 2 |",
     ),
     family: (
         f"{ASKED} --data={{t}}/data --eval_data={{t}}/data --calibration={{t}}/prompts.jsonl "

@@ -25,6 +25,7 @@ from medusa_jax.files.layouts.layout import Export, HeadFiles, Layout
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
+    shared_lm_head,
     take_ids,
     verifier,
     vocabulary_arrays,
@@ -189,11 +190,7 @@ class SpeculatorsDFlash(DFlashFiles):
 
 def _copies(export: Export) -> Arrays:
     """The backbone's embedding, and its LM head if the heads share it."""
-    copies = {EMBEDDING_COPY: export.embedding()}
-    if export.stored.heads.lm_head == "shared":
-        lm_head_VD, ids = export.base.lm_head().T.astype(export.kind), export.stored.ids
-        copies[LM_HEAD] = lm_head_VD if ids is None else lm_head_VD[ids]
-    return copies
+    return {EMBEDDING_COPY: export.embedding()} | shared_lm_head(export)
 
 
 def _locate(path: str) -> tuple[str, bool]:

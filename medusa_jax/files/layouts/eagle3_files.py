@@ -30,6 +30,7 @@ from medusa_jax.files.layouts.other_fields import check_others
 from medusa_jax.files.layouts.stored_heads import Arrays, StoredHeads
 from medusa_jax.files.layouts.tapped_files import (
     shape_of,
+    shared_lm_head,
     take_ids,
     verifier,
     vocabulary_arrays,
@@ -167,6 +168,8 @@ class SpeculatorsEagle3(Eagle3Files):
         drafter = _drafter(export)
         layers, fields = _config(export, drafter)
         flags = dict.fromkeys(sorted(SPECULATORS_FIELDS - {"embed_requires_grad"}), False)
+        if (n_taps := len(drafter.taps)) != 3:  # vLLM does not count `TAPS`
+            layers["num_aux_hidden_states"] = n_taps
         config = speculators_config.write(
             kind="eagle3",
             architecture="Eagle3DraftModel",
@@ -214,7 +217,8 @@ def _drafter(export: Export) -> Eagle3:
 
 
 def _arrays(export: Export, stem: str) -> Arrays:
-    return export.arrays(partial(_locate, stem=stem)) | vocabulary_arrays(export)
+    added = vocabulary_arrays(export) | shared_lm_head(export)
+    return export.arrays(partial(_locate, stem=stem)) | added
 
 
 def _config(export: Export, drafter: Eagle3) -> tuple[Json, Json]:

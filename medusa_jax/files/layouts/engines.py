@@ -22,6 +22,7 @@ ENGINES: dict[str, Mapping[str, tuple[str, ...]]] = {
     "TGI": {"medusa": ("tgi",)},
     "TensorRT-LLM": {"eagle3": ("eagle3",)},
     "llama.cpp": {"eagle3": ("eagle3",)},
+    "OpenVINO": {"eagle3": ("eagle3",)},
     "the authors' code": {"eagle": ("eagle",), "eagle3": ("eagle3",)} | _HYDRA | _BLOCKS,
 }
 

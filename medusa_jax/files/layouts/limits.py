@@ -82,10 +82,18 @@ def _unknown_layers(engine: str, llama: LlamaConfig | None) -> str:
 
 
 def eagle3_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
-    """Any layers, with a separate LM head."""
-    if heads.lm_head == "own":
+    """Any layers that read streams in order, with one LM head."""
+    if heads.lm_head == "low_rank":
+        return "EAGLE-3 files cannot store low-rank LM heads"
+    return _out_of_order(heads)
+
+
+def _out_of_order(heads: Any) -> str:
+    """Whether vLLM, which sorts tapped layers, misreads these."""
+    taps = [int(tap) for tap in heads.tap_layers.split(",") if tap]
+    if taps == sorted({*taps}):
         return ""
-    return f"EAGLE-3 heads have a separate LM head, these have LM head {heads.lm_head!r}"
+    return f"vLLM reads each tapped layer once, in order, not {heads.tap_layers}"
 
 
 def eagle3(heads: Any, llama: LlamaConfig | None) -> str:
@@ -118,7 +126,7 @@ def dflash(heads: Any, llama: LlamaConfig | None) -> str:
         return "--to dflash cannot say that DSpark's root does not guess: --to speculators"
     if heads.window and heads.window_at_root:
         return "--to dflash counts windows from each slot, these are from the root: --to speculators"
-    return ""
+    return _out_of_order(heads)
 
 
 def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
@@ -129,4 +137,4 @@ def dflash_in_speculators(heads: Any, llama: LlamaConfig | None) -> str:
         return (
             "in speculators only layers with a window from the root are causal: --to dflash"
         )
-    return ""
+    return _out_of_order(heads)

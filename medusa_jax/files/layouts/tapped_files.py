@@ -11,6 +11,7 @@ import numpy as np
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.errors import UserError
 from medusa_jax.files.hf_config import ROPE
+from medusa_jax.files.hf_keys import LM_HEAD
 from medusa_jax.files.hf_writer import config_to_hf
 from medusa_jax.files.layouts.layout import Export
 from medusa_jax.files.layouts.stored_heads import Arrays
@@ -86,6 +87,17 @@ def vocabulary_arrays(export: Export) -> Arrays:
         return {}
     member_V = np.isin(np.arange(export.base.config.vocab_size), ids)
     return {_D2T: ids.astype(np.int64) - np.arange(len(ids)), _T2D: member_V}
+
+
+def shared_lm_head(export: Export) -> Arrays:
+    """The backbone's LM head [O, D] for heads that share it, since engines look for their own."""
+    if export.stored.heads.lm_head != "shared":
+        return {}
+    base, ids = export.base, export.stored.ids
+    lm_head_DO = base.lm_head() if ids is None else base.lm_head_columns(ids)
+    if (divisor := base.config.logit_divisor) != 1:
+        lm_head_DO = lm_head_DO.astype(np.float32) / divisor
+    return {LM_HEAD: lm_head_DO.T.astype(export.kind)}
 
 
 def verifier(export: Export) -> Json:

@@ -21,6 +21,8 @@ from medusa_jax.api.bundles import DEMO, bundled_heads
 from medusa_jax.commands import convert, verify
 from medusa_jax.evaluate import certificate
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.layouts import layout
+from medusa_jax.files.tensors import save_safetensors
 from medusa_jax.heads.dflash import DFlashConfig
 from medusa_jax.heads.eagle3 import Eagle3Config
 
@@ -189,6 +191,34 @@ def test_convert_writes_one_that_numpy_replays(tmp_path, capsys, monkeypatch):
     )
     assert verify_heads.main(str(out)) == 1
     assert "level 1" in capsys.readouterr().out
+
+
+EXPORTS = [("eagle3", "float32"), ("vllm", "bfloat16"), ("native", "int8")]
+
+
+@pytest.mark.parametrize(("to", "dtype"), EXPORTS)
+def test_a_wrong_writer_does_not_certify_itself(
+    to, dtype, made, tmp_path, monkeypatch, capsys
+):
+    """The certificate has the heads before they were written, as the file's type has them."""
+    heads = dataclasses.replace(HEADS["eagle3"], lm_head="shared", draft_vocab=0)
+    write_heads(tmp_path / "heads", BaseFiles.open(str(made / "base")), heads)
+    flags = [f"--model={made / 'base'}", f"--dtype={dtype}", f"--to={to}"]
+    flags.append(f"--drafter={tmp_path / 'heads'}")
+    assert convert.main([*flags, f"--out={tmp_path / 'right'}"]) == 0
+    assert verify.main([flags[0], f"--drafter={tmp_path / 'right'}"]) == 0
+
+    def turned(path, arrays, meta):
+        save_safetensors(
+            path,
+            {k: transposed(x) if "o_proj" in k else x for k, x in arrays.items()},
+            meta,
+        )
+
+    monkeypatch.setattr(layout, "save_safetensors", turned)
+    assert convert.main([*flags, f"--out={tmp_path / 'wrong'}"]) == 0
+    found = verify.main([flags[0], f"--drafter={tmp_path / 'wrong'}"])
+    assert found == (to != "native")
 
 
 def test_a_missing_certificate_is_one_sentence(made, tmp_path):

@@ -63,7 +63,7 @@ def engines_that_read(target, drafter, path, facts):
         engine = "" if target == "eagle" else target
         yield engines.eagle(path, config, HIDDEN, FOLLOWING, lm_head, engine)[:3]
     elif drafter == "eagle3":
-        read = engines.speculators if target == "speculators" else engines.eagle3
+        read = engines.eagle3 if target == "eagle3" else engines.speculators
         yield read(path, config, STREAMS, FOLLOWING)[:3]
     elif target == "tgi":
         yield engines.tgi(path, config, 3, one)
@@ -92,6 +92,11 @@ CASES = [
     *((to, EAGLE, "float16") for to in ("eagle", "sglang")),
     *((to, EAGLE | {"fc_bias": False}, "float32") for to in ("eagle", "sglang", "vllm")),
     *((to, EAGLE3 | FEW, "float32") for to in ("eagle3", "speculators")),
+    *(
+        (to, EAGLE3 | SHARED | more, "float32")
+        for to in ("eagle3", "vllm")
+        for more in ({}, FEW)
+    ),
     *((to, NEWER, "bfloat16") for to in ("eagle3", "speculators")),
     ("eagle3", EAGLE3 | {"norm_before_residual": True, "kv_heads": 4}, "float32"),
 ]
@@ -132,12 +137,14 @@ def same_bits(folder, stored, base, out):
 
 def test_what_only_speculators_can_say(base, tmp_path):
     """Two layers and other tapped layers, there and back."""
-    heads = heads_of("eagle3", n_layers=2, tap_layers="1,0")
+    heads = heads_of("eagle3", n_layers=2, tap_layers="0,1")
     stored = write_heads(tmp_path / "heads", base, heads)
     out = exported(stored, base, "vllm", tmp_path / "out")
-    assert engines.config_of(out)["eagle_aux_hidden_state_layer_ids"] == [1, 0]
+    config = engines.config_of(out)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 2
     again = open_heads(str(out))
-    assert (again.heads.n_layers, again.heads.tap_layers) == (2, "1,0")
+    assert (again.heads.n_layers, again.heads.tap_layers) == (2, "0,1")
     same_bits(tmp_path / "heads", again, base, tmp_path / "back")
 
 
@@ -174,9 +181,11 @@ def test_links_that_leave_the_directory_are_not_copied(target, base, tmp_path, c
         ("hydra", {"drafter": "hydra"} | SHARED, "separate LM heads with biases"),
         ("eagle", {"drafter": "eagle", "lm_head": "own"}, "these have LM head 'own'"),
         ("vllm", {"drafter": "eagle"} | SHARED, "heads.fc_bias=False"),
-        ("eagle3", {"drafter": "eagle3"} | SHARED, "these have LM head 'shared'"),
+        ("eagle3", EAGLE3 | LOW_RANK | {"rank": 5}, "low-rank LM heads"),
+        ("vllm", EAGLE3 | {"tap_layers": "1,0"}, "in order, not 1,0"),
+        ("dflash", {"drafter": "dflash", "tap_layers": "1,0"}, "in order, not 1,0"),
         ("sglang", {"drafter": "eagle3", "n_layers": 2}, "one layer, not 2"),
-        ("eagle3", {"drafter": "eagle3", "tap_layers": "1,0"}, r"not \(1, 0\), since"),
+        ("eagle3", {"drafter": "eagle3", "tap_layers": "0,1"}, r"not \(0, 1\), since"),
         ("dflash", {"drafter": "dspark", "draft_vocab": 9}, "and draft_vocab 9"),
         ("dflash", {"drafter": "dspark", "root_guesses": False}, "root does not guess"),
     ],
@@ -192,7 +201,7 @@ def test_engines_for_agrees_with_convert(base, tmp_path):
         [{}, SHARED, {"draft_vocab": 9}, {"draft_vocab": 9} | SHARED, {"drafter": "hydra"}]
         + [{"drafter": "amphista"}, {"drafter": "eagle", "fc_bias": False} | SHARED]
         + [{"drafter": "eagle"} | SHARED, {"drafter": "eagle3", "draft_vocab": 9}]
-        + [{"drafter": "eagle3", "tap_layers": "1,0"}, {"drafter": "hydra"} | SHARED]
+        + [{"drafter": "eagle3", "tap_layers": "0,1"}, {"drafter": "hydra"} | SHARED]
         + [{"drafter": "dflash", "tap_layers": "1"}, NARROW_BLOCK]
     ):
         stored = write_heads(tmp_path / f"{n}", base, heads_of(**fields), n)

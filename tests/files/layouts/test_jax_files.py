@@ -80,7 +80,7 @@ BOTH = [
     (EAGLE3, {"tap_layers": "1,3,5"}, {}, r"reads the layers (2, 3, 4), whatever a file says, not (1, 3, 5)"),
     (EAGLE3, {}, {"n_layers": 6}, "of which a model of 6 has fewer"),
     (EAGLE3, {"rope_theta": 0.0}, {"rope_scaling": "linear", "rope_factor": 2.0}, "misreads the rotation's"),
-    (EAGLE3, {"lm_head": "shared"}, {}, "separate LM head"),
+    (EAGLE3, {"lm_head": "low_rank", "rank": 5}, {}, "low-rank LM heads"),
     (EAGLE3, {}, {"sliding_window": 8}, "inner streams of LlamaForCausalLM"),
     (DFLASH, {"window": 4, "sliding_layers": "0"}, {}, "ignores windows"),
     (DFLASH, {"causal": "all"}, {}, "lets a slot see all others"),
@@ -99,7 +99,7 @@ def test_heads_that_they_would_misread(target, heads, fields, shape, reason):
     assert not why_not(heads, target, LLAMA)
     name = target.replace("_", "-")
     said = why_not(replace(heads, **fields), target, replace(LLAMA, **shape))
-    assert reason in said and (name in said or "EAGLE-3 heads" in said)
+    assert reason in said and (name in said or "EAGLE-3 files" in said)
 
 
 def test_models_of_the_same_shape(tmp_path):
