@@ -33,6 +33,9 @@ class Guide(Protocol):
           UserError: a limit was reached before the set was complete.
         """
 
+    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
+        """Fill a chain after the root with the tokens that follow; return how many are forced."""
+
     def replace_forbidden(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
     ) -> None:
@@ -52,11 +55,13 @@ class RowWork:
       tokens: new tokens of its text.
       nodes_M: the drafted tree, the root first.
       children: of each node.
+      chain_C: nodes of the chain for forced tokens.
       guesses_MK: tokens that are likely after each node; None replaces no drafts.
       allowed_MW: bits of the tokens that may follow each node, to be written.
 
     Attributes:
       stuck: no token may follow the text, or the guide failed.
+      forced: number of tokens of the chain that are forced.
     """
 
     def __init__(
@@ -65,18 +70,21 @@ class RowWork:
         tokens: Sequence[int],
         nodes_M: np.ndarray,
         children: Sequence[Sequence[int]],
+        chain_C: np.ndarray,
         guesses_MK: np.ndarray | None,
         allowed_MW: np.ndarray,
     ) -> None:
         self.guide, self.nodes_M, self.allowed_MW = guide, nodes_M, allowed_MW
         self._tokens, self._drafted_M = tokens, nodes_M.copy()
-        self._children, self._guesses_MK = children, guesses_MK
-        self.stuck = False
+        self._children, self._chain_C, self._guesses_MK = children, chain_C, guesses_MK
+        self.stuck, self.forced = False, 0
 
     def replace(self) -> None:
         """Advance the guide and replace the drafts that it forbids."""
         self.guide.advance(self._tokens)
         if self._guesses_MK is not None:
+            if self._chain_C.size:
+                self.forced = self.guide.fill_chain(self.nodes_M, self._chain_C)
             self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
 
     def fill(self) -> None:

@@ -2,17 +2,18 @@
 
 A constraint is part of the verifier: the target token after a node is chosen among the
 tokens that the constraint allows after the node's path, so drafted text equals plain
-decoding's with the same constraint. The host, which has the constraints (`Guide`), replaces
-forbidden drafts before the backbone's pass, and computes the allowed tokens of all nodes,
-as bits, while the pass runs:
+decoding's with the same constraint. The host, which has the constraints (`Guide`), fills a chain of the tree with
+the tokens that are forced, replaces forbidden drafts, and computes the allowed tokens of all nodes, as bits.
+Of a large tree it does so while the backbone's pass runs:
 
     host    replace drafts | dispatch | bits of every node | dispatch | wait
     device                 | verify                        | accept and draft the next tree |
 
-Accept and draft are one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model.
+A small one takes one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model.
 """
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
+from medusa_jax.heads.optional import CopiesText
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, on_all, pin_state
@@ -42,6 +45,28 @@ from medusa_jax.tree.tree import Tree
 
 # Guesses after each node, from which the host replaces forbidden drafts.
 GUESSES = 16
+# Nodes of the chain for forced tokens, if few are forced and if many are: on a CPU three tokens cost hardly more than one.
+FEW, MANY = 2, 7
+# Most nodes of a step that is one program: their bits take less time than a dispatch.
+SMALL = 16
+
+
+def with_runs(engine: Engine, heads: bool) -> Engine:
+    """The engine for constraints: its tree has a chain for forced tokens, which are copied from the text if none is.
+
+    Args:
+      heads: whether the engine's drafter fills the rest of the tree; False drafts without it.
+    """
+    drafter, tree = engine.drafter, engine.tree.drafted
+    if not tree.depth or engine.rule.by_drafts or drafter.own_step:
+        return engine
+    few, many = FEW, MANY
+    if isinstance(drafter, CopiesText):  # its chain
+        heads, few, many = False, tree.depth, max(tree.depth, MANY)
+    if not heads:
+        drafter, tree = no_drafter(engine.llama.config), Tree.none()
+    short, tree = tree.with_copies(few), tree.with_copies(many)
+    return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 
 
 class HostInputs(NamedTuple):
@@ -152,6 +177,22 @@ def accept_nodes(
     return state, next_inputs(engine, variables, state)
 
 
+@program(each_step=True, static_argnums=0, donate_argnums=2)
+def whole_step(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    drafts: Drafts,
+    allowed_BMW: jax.Array,
+    status_B: jax.Array,
+) -> tuple[DecodeState, HostInputs]:
+    """`verify_nodes` and `accept_nodes` as one program."""
+    cache, state = state.cache, state.replace(cache=None)
+    *verified, cache = verify_nodes(engine, variables, cache, state, drafts)
+    rest = cache, state, tuple(verified), drafts, allowed_BMW, status_B
+    return accept_nodes(engine, variables, *rest)
+
+
 def step(
     engine: Engine,
     variables: Params,
@@ -159,6 +200,7 @@ def step(
     guides: Mapping[int, Guide],
     inputs: HostInputs,
     workers: Workers | None = None,
+    size: Tree | None = None,
 ) -> tuple[DecodeState, HostInputs]:
     """One decode step; also drafts for the next one. Consumes the state.
 
@@ -166,6 +208,7 @@ def step(
       guides: by row; any token may follow in rows without one.
       inputs: the drafts for this state, of the last step or of `host_inputs`.
       workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
+      size: the tree of a small step, by default the engine's or its short one, by what is forced.
 
     Raises:
       UserError: a guide reached a limit (without `workers`).
@@ -186,31 +229,31 @@ def step(
             new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
             nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
             works[row] = RowWork(
-                guide, new, nodes_M, _children(tree), guesses_MK, allowed_MW
+                guide, new, nodes_M, _children(tree), tree.copied_C, guesses_MK, allowed_MW
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
-    masks = workers.replaced(works)
-    for row, work in masks.items():
-        nodes_BM[row] = work.nodes_M
-    cache, uncached = state.cache, state.replace(cache=None)
-    copy = drafts._replace(nodes_BM=nodes_BM.copy())
-    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, uncached, copy)
-    masks = workers.filled(masks)
-    for row, work in masks.items():
+    ready, is_small = workers.replaced(works), M <= SMALL
+    if not is_small:
+        for row, work in ready.items():
+            nodes_BM[row] = work.nodes_M
+        cache, uncached = state.cache, state.replace(cache=None)
+        copy = drafts._replace(nodes_BM=nodes_BM.copy())
+        *verified, cache = verify_nodes(engine, variables, cache, uncached, copy)
+    ready = workers.filled(ready)
+    for row, work in ready.items():
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     drafts = drafts._replace(nodes_BM=nodes_BM)
-    return accept_nodes(
-        engine,
-        variables,
-        cache,
-        uncached,
-        (hidden_BME, logits_BMV),
-        drafts,
-        allowed_BMW,
-        next_B,
-    )
+    if not is_small:
+        rest = uncached, tuple(verified), drafts, allowed_BMW, next_B
+        return accept_nodes(engine, variables, cache, *rest)
+    if not size:
+        few = all(work.forced <= FEW for work in ready.values())
+        size = engine.short if few and engine.short else tree
+    kept_N = _places(size, tree)
+    drafts = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
+    return whole_step(engine, variables, state, drafts, allowed_BMW[:, kept_N], next_B)
 
 
 def stream(
@@ -221,7 +264,7 @@ def stream(
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode like `generate.stream`, one step at a time, for requests with guides.
 
-    The caller reads a step's text while the device runs the next accept and draft.
+    The caller reads a step's text while the device runs the next step.
     """
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
@@ -252,9 +295,23 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        inputs = host_inputs(engine, variables, state)
-        state, _ = step(engine, variables, state, {}, inputs)
+        state = step_sizes(engine, variables, state)
     jax.block_until_ready(state)
+
+
+def step_sizes(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+    """Take a step of each size, to compile them."""
+    inputs = host_inputs(engine, variables, state)
+    for size in {engine.short or engine.tree.in_every_step, engine.tree.in_every_step}:
+        state, inputs = step(engine, variables, state, {}, inputs, size=size)
+    return state
+
+
+@lru_cache(maxsize=64)
+def _places(some: Tree, tree: Tree) -> list[int]:
+    """The nodes of a tree that are also in a smaller one."""
+    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
+    return [nodes[choice] for choice in ((), *some.choices)]
 
 
 @lru_cache(maxsize=64)
