@@ -47,7 +47,7 @@ from medusa_jax.tree.tree import Tree
 GUESSES = 16
 # Nodes of the chain for forced tokens, if few are forced and if many are: on a CPU three tokens cost hardly more than one.
 FEW, MANY = 2, 7
-# Most nodes of a step that is one program: their bits take less time than a dispatch.
+# Most nodes of a step that is one program, in all rows: their bits take less time than a dispatch.
 SMALL = 16
 
 
@@ -233,7 +233,7 @@ def step(
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
-    ready, is_small = workers.replaced(works), M <= SMALL
+    ready, is_small = workers.replaced(works), B * M <= SMALL
     if not is_small:
         for row, work in ready.items():
             nodes_BM[row] = work.nodes_M
@@ -295,16 +295,18 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        state = step_sizes(engine, variables, state)
+        state, _ = step_sizes(engine, variables, state)
     jax.block_until_ready(state)
 
 
-def step_sizes(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+def step_sizes(
+    engine: Engine, variables: Params, state: DecodeState
+) -> tuple[DecodeState, Progress]:
     """Take a step of each size, to compile them."""
-    inputs = host_inputs(engine, variables, state)
-    for size in {engine.short or engine.tree.in_every_step, engine.tree.in_every_step}:
+    tree, inputs = engine.tree.in_every_step, host_inputs(engine, variables, state)
+    for size in {engine.short or tree, tree}:
         state, inputs = step(engine, variables, state, {}, inputs, size=size)
-    return state
+    return state, inputs.progress
 
 
 @lru_cache(maxsize=64)
