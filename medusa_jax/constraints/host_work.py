@@ -79,16 +79,13 @@ class RowWork:
         self._children, self._chain_C, self._guesses_MK = children, chain_C, guesses_MK
         self.stuck, self.forced = False, 0
 
-    def replace(self) -> None:
-        """Advance the guide and replace the drafts that it forbids."""
+    def fill(self) -> None:
+        """Advance the guide, draft by it, and compute the bits after the root and after each node."""
         self.guide.advance(self._tokens)
         if self._guesses_MK is not None:
             if self._chain_C.size:
                 self.forced = self.guide.fill_chain(self.nodes_M, self._chain_C)
             self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
-
-    def fill(self) -> None:
-        """Compute the bits after the root and after each node."""
         self.stuck = not self.guide.fill(self.allowed_MW[0])
         if not self.stuck:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
@@ -103,16 +100,10 @@ Works = Mapping[int, RowWork]
 
 
 class Workers:
-    """Do the work of rows, by default in the calling thread; `replaced` comes before `filled`."""
-
-    def replaced(self, works: Works) -> Works:
-        """Replace drafts; return the rows whose nodes are ready in time."""
-        for work in works.values():
-            work.replace()
-        return works
+    """Do the work of rows, by default in the calling thread."""
 
     def filled(self, works: Works) -> Works:
-        """Write the bits; return the rows whose bits are ready in time."""
+        """Do the work; return the rows whose work is ready in time."""
         for work in works.values():
             work.fill()
         return works

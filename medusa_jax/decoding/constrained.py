@@ -2,14 +2,14 @@
 
 A constraint is part of the verifier: the target token after a node is chosen among the
 tokens that the constraint allows after the node's path, so drafted text equals plain
-decoding's with the same constraint. The host, which has the constraints (`Guide`), fills a chain of the tree with
-the tokens that are forced, replaces forbidden drafts, and computes the allowed tokens of all nodes, as bits.
-Of a large tree it does so while the backbone's pass runs:
+decoding's with the same constraint. Before a step the host, which has the constraints (`Guide`), fills a chain of the
+tree with the tokens that are forced, replaces forbidden drafts, and computes the allowed tokens after all nodes, as bits:
 
-    host    replace drafts | dispatch | bits of every node | dispatch | wait
-    device                 | verify                        | accept and draft the next tree |
+    host    forced tokens, bits of every node | dispatch | text of the last step | wait
+    device                                               | verify, accept, draft the next tree  |
 
-A small one takes one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model.
+The step is one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model, and bits
+0.04 ms a node.
 """
 
 from collections.abc import Generator, Mapping
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
-from medusa_jax.decoding.acceptance import Drafts, Verified
+from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.generate import (
     DecodeRequest,
     RowCache,
@@ -38,7 +38,6 @@ from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
@@ -47,8 +46,6 @@ from medusa_jax.tree.tree import Tree
 GUESSES = 16
 # Nodes of the chain for forced tokens, if few are forced and if many are: on a CPU three tokens cost hardly more than one.
 FEW, MANY = 2, 7
-# Most nodes of a step that is one program, in all rows: their bits take less time than a dispatch.
-SMALL = 16
 
 
 def with_runs(engine: Engine, heads: bool) -> Engine:
@@ -137,60 +134,26 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
 
 
 @program(each_step=True, static_argnums=0, donate_argnums=2)
-def verify_nodes(
-    engine: Engine, variables: Params, cache: KVCache, state: DecodeState, drafts: Drafts
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Run the backbone: hidden states and logits of all nodes, and the cache after the pass.
-
-    Donates the cache, which is separate from the state.
-    """
-    verified = verify(engine, variables, state.replace(cache=cache), drafts)
-    return verified.hidden_BME, verified.logits_BMV, verified.cache
-
-
-@program(each_step=True, static_argnums=0, donate_argnums=(2, 3))
-def accept_nodes(
+def step_nodes(
     engine: Engine,
     variables: Params,
-    cache: KVCache,
     state: DecodeState,
-    verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
     status_B: jax.Array,
 ) -> tuple[DecodeState, HostInputs]:
-    """Accept, commit and append, given the tokens that may follow each node, and draft the next tree.
-
-    JAX matches donated arrays with results of their shape in order: the cache comes before the drafter's, as in the
-    result. Otherwise every step would copy them.
+    """One step, given the tokens that may follow each node; also drafts the next tree.
 
     Args:
-      verified: hidden states and logits of `verify_nodes`.
       status_B: the new status of running rows; only those with RUNNING take the step.
     """
     status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
-    state = state.replace(cache=cache, status_B=status_B)
-    tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
-    outcome = accept(engine, variables, state, tree, allowed_BMW)
-    state = commit(engine, variables, state, tree, outcome)
+    state = state.replace(status_B=status_B)
+    verified = verify(engine, variables, state, drafts)
+    outcome = accept(engine, variables, state, verified, allowed_BMW)
+    state = commit(engine, variables, state, verified, outcome)
     state = pin_state(engine.llama.mesh, append(engine, state, outcome))
     return state, next_inputs(engine, variables, state)
-
-
-@program(each_step=True, static_argnums=0, donate_argnums=2)
-def whole_step(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    drafts: Drafts,
-    allowed_BMW: jax.Array,
-    status_B: jax.Array,
-) -> tuple[DecodeState, HostInputs]:
-    """`verify_nodes` and `accept_nodes` as one program."""
-    cache, state = state.cache, state.replace(cache=None)
-    *verified, cache = verify_nodes(engine, variables, cache, state, drafts)
-    rest = cache, state, tuple(verified), drafts, allowed_BMW, status_B
-    return accept_nodes(engine, variables, *rest)
 
 
 def step(
@@ -208,7 +171,7 @@ def step(
       guides: by row; any token may follow in rows without one.
       inputs: the drafts for this state, of the last step or of `host_inputs`.
       workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
-      size: the tree of a small step, by default the engine's or its short one, by what is forced.
+      size: the step's tree, by default the engine's or its short one, by what is forced.
 
     Raises:
       UserError: a guide reached a limit (without `workers`).
@@ -233,27 +196,16 @@ def step(
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
-    ready, is_small = workers.replaced(works), B * M <= SMALL
-    if not is_small:
-        for row, work in ready.items():
-            nodes_BM[row] = work.nodes_M
-        cache, uncached = state.cache, state.replace(cache=None)
-        copy = drafts._replace(nodes_BM=nodes_BM.copy())
-        *verified, cache = verify_nodes(engine, variables, cache, uncached, copy)
-    ready = workers.filled(ready)
+    ready = workers.filled(works)
     for row, work in ready.items():
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
-    drafts = drafts._replace(nodes_BM=nodes_BM)
-    if not is_small:
-        rest = uncached, tuple(verified), drafts, allowed_BMW, next_B
-        return accept_nodes(engine, variables, cache, *rest)
     if not size:
         few = all(work.forced <= FEW for work in ready.values())
         size = engine.short if few and engine.short else tree
     kept_N = _places(size, tree)
     drafts = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
-    return whole_step(engine, variables, state, drafts, allowed_BMW[:, kept_N], next_B)
+    return step_nodes(engine, variables, state, drafts, allowed_BMW[:, kept_N], next_B)
 
 
 def stream(
