@@ -44,8 +44,8 @@ from medusa_jax.tree.tree import Tree
 
 # Guesses after each node, from which the host replaces forbidden drafts.
 GUESSES = 16
-# Nodes of the chain for forced tokens, if few are forced and if many are: on a CPU three tokens cost hardly more than one.
-FEW, MANY = 2, 7
+# Nodes of the chain for forced tokens, if few and if many are forced. With the root, products on a CPU take them by four.
+FEW, MANY = 3, 7
 
 
 def with_runs(engine: Engine, heads: bool) -> Engine:
