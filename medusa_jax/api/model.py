@@ -277,6 +277,11 @@ class Model(LoadedModel):
             engine = sampled if shapes == [False, True] else engine
         if self.drafts and tree in (None, "auto"):
             request.sizes = [one.n_nodes for one in engine.gated or (engine.tree,)]
+        if request.guides is not None:
+            from medusa_jax.decoding.constrained import with_runs
+
+            # Where steps may be plain, heads cost more than they give in constrained text.
+            engine = with_runs(engine, not (self.chooses and tree in (None, "auto")))
         if engine.gated:
             request.gate = self.step_sizes.gate(engine, len(rows))
             request.costs = self.step_sizes.costs(engine, len(rows))

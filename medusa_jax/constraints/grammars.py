@@ -76,7 +76,7 @@ class Grammars:
         matcher, allowed_W = self._compiled(constraint, ends)  # others do not wait for it
         with self._lock:
             matcher = matcher.deep_copy()
-        return MatcherGuide(matcher, allowed_W, ends)
+        return MatcherGuide(matcher, allowed_W, self._vocabulary(ends)[0], ends)
 
     def _make_vocabulary(self, ends: tuple[int, ...]) -> tuple["Vocabulary", Any]:
         guidance = _llguidance()
@@ -123,7 +123,7 @@ class Grammars:
             for token in map(int, re.findall(r"<\[(\d+)\]>", reply["grammar"])):
                 allowed_W[token >> 5] |= np.uint32(1 << (token & 31))
         for order in (vocabulary.single_bytes, vocabulary.single_bytes[::-1]):
-            guide = MatcherGuide(matcher.deep_copy(), allowed_W, ends)
+            guide = MatcherGuide(matcher.deep_copy(), allowed_W, vocabulary, ends)
             if not guide.possible:
                 raise UserError(
                     f"the {kind} cannot be met: no token of the model may come first"
@@ -189,7 +189,8 @@ class Vocabulary:
 
     Attributes:
       ordinary_W: bits of the tokens that a text may hold: all but special ones that do not end it.
-      single_bytes: the tokens of one byte that is no blank, ascending.
+      byte_ids: the tokens of one byte.
+      single_bytes: those of bytes that are no blank, ascending.
     """
 
     def __init__(
@@ -205,8 +206,9 @@ class Vocabulary:
         self._id_of = {
             text: i for i, text in enumerate(self.tokens) if text and i not in special
         }
-        singles = (text for text in self._id_of if len(text) == 1 and not text.isspace())
-        self.single_bytes = [self._id_of[text] for text in sorted(singles)]
+        singles = sorted(text for text in self._id_of if len(text) == 1)
+        self.byte_ids = {text[0]: self._id_of[text] for text in singles}
+        self.single_bytes = [self._id_of[text] for text in singles if not text.isspace()]
         self._longest = max(map(len, self._id_of), default=0)
         allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
         allowed[:vocab_size] = 1

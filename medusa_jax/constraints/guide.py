@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from medusa_jax.constraints.runs import DIGITS, QUOTE, Layout, forced
 from medusa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class MatcherGuide:
     Args:
       matcher: llguidance's, of an empty text.
       ordinary_W: bits of the tokens that a text may hold, whatever its grammar says.
+      vocabulary: the tokens and their bytes.
       ends: the tokens that end a text.
 
     Attributes:
@@ -72,7 +74,10 @@ class MatcherGuide:
       error: as in `Guide`.
     """
 
-    def __init__(self, matcher: Any, ordinary_W: np.ndarray, ends: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: Any, ordinary_W: np.ndarray, vocabulary: Any, ends: Sequence[int]
+    ) -> None:
+        self._vocabulary, self._layout = vocabulary, Layout()
         self._start, self._matcher = matcher, matcher.deep_copy()
         self._text: list[int] = []
         self._ends = frozenset(ends)
@@ -129,8 +134,31 @@ class MatcherGuide:
             if token in self._ends:
                 return
             self._text.append(token)
+            self._layout.read(self._vocabulary.tokens[token])
             self._consume(token)
         self._check()
+
+    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
+        """Fill a chain after the root with the tokens that follow; return how many are forced.
+
+        If none is, the chain keeps tokens that are copied from the text, or ends the value that the text is in.
+
+        Args:
+          nodes_M: tokens of the nodes, the root first; the root is consumed already.
+          chain_C: the chain's nodes.
+        """
+        layout, byte_ids = self._layout, self._vocabulary.byte_ids
+        run = self.patience.call(forced, self._matcher, layout, byte_ids)
+        is_forced = run and layout.last not in DIGITS  # a number may go on
+        if not is_forced and nodes_M[chain_C[0]] != nodes_M[0]:
+            return 0  # without a match, the root's token is copied
+        if layout.in_string and not run:
+            matcher, end = self._matcher.deep_copy(), bytes([QUOTE])
+            if matcher.try_consume_tokens([byte_ids.get(QUOTE, 0)]):
+                run = end + forced(matcher, layout.after(end), byte_ids)
+        tokens = self._vocabulary(run)[: len(chain_C)] if run else []
+        nodes_M[chain_C[: len(tokens)]] = tokens
+        return len(tokens) if is_forced else 0
 
     def replace_forbidden(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray

@@ -33,6 +33,9 @@ class Guide(Protocol):
           UserError: a limit was reached before the set was complete.
         """
 
+    def fill_chain(self, nodes_M: np.ndarray, chain_C: np.ndarray) -> int:
+        """Fill a chain after the root with the tokens that follow; return how many are forced."""
+
     def replace_forbidden(
         self, nodes_M: np.ndarray, children: Sequence[Sequence[int]], guesses_MK: np.ndarray
     ) -> None:
@@ -52,11 +55,13 @@ class RowWork:
       tokens: new tokens of its text.
       nodes_M: the drafted tree, the root first.
       children: of each node.
+      chain_C: nodes of the chain for forced tokens.
       guesses_MK: tokens that are likely after each node; None replaces no drafts.
       allowed_MW: bits of the tokens that may follow each node, to be written.
 
     Attributes:
       stuck: no token may follow the text, or the guide failed.
+      forced: number of tokens of the chain that are forced.
     """
 
     def __init__(
@@ -65,22 +70,22 @@ class RowWork:
         tokens: Sequence[int],
         nodes_M: np.ndarray,
         children: Sequence[Sequence[int]],
+        chain_C: np.ndarray,
         guesses_MK: np.ndarray | None,
         allowed_MW: np.ndarray,
     ) -> None:
         self.guide, self.nodes_M, self.allowed_MW = guide, nodes_M, allowed_MW
         self._tokens, self._drafted_M = tokens, nodes_M.copy()
-        self._children, self._guesses_MK = children, guesses_MK
-        self.stuck = False
-
-    def replace(self) -> None:
-        """Advance the guide and replace the drafts that it forbids."""
-        self.guide.advance(self._tokens)
-        if self._guesses_MK is not None:
-            self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
+        self._children, self._chain_C, self._guesses_MK = children, chain_C, guesses_MK
+        self.stuck, self.forced = False, 0
 
     def fill(self) -> None:
-        """Compute the bits after the root and after each node."""
+        """Advance the guide, draft by it, and compute the bits after the root and after each node."""
+        self.guide.advance(self._tokens)
+        if self._guesses_MK is not None:
+            if self._chain_C.size:
+                self.forced = self.guide.fill_chain(self.nodes_M, self._chain_C)
+            self.guide.replace_forbidden(self.nodes_M, self._children, self._guesses_MK)
         self.stuck = not self.guide.fill(self.allowed_MW[0])
         if not self.stuck:
             self.guide.fill_tree(self.nodes_M, self._children, self.allowed_MW)
@@ -95,16 +100,10 @@ Works = Mapping[int, RowWork]
 
 
 class Workers:
-    """Do the work of rows, by default in the calling thread; `replaced` comes before `filled`."""
-
-    def replaced(self, works: Works) -> Works:
-        """Replace drafts; return the rows whose nodes are ready in time."""
-        for work in works.values():
-            work.replace()
-        return works
+    """Do the work of rows, by default in the calling thread."""
 
     def filled(self, works: Works) -> Works:
-        """Write the bits; return the rows whose bits are ready in time."""
+        """Do the work; return the rows whose work is ready in time."""
         for work in works.values():
             work.fill()
         return works

@@ -2,17 +2,18 @@
 
 A constraint is part of the verifier: the target token after a node is chosen among the
 tokens that the constraint allows after the node's path, so drafted text equals plain
-decoding's with the same constraint. The host, which has the constraints (`Guide`), replaces
-forbidden drafts before the backbone's pass, and computes the allowed tokens of all nodes,
-as bits, while the pass runs:
+decoding's with the same constraint. Before a step the host, which has the constraints (`Guide`), fills a chain of the
+tree with the tokens that are forced, replaces forbidden drafts, and computes the allowed tokens after all nodes, as bits:
 
-    host    replace drafts | dispatch | bits of every node | dispatch | wait
-    device                 | verify                        | accept and draft the next tree |
+    host    forced tokens, bits of every node | dispatch | text of the last step | wait
+    device                                               | verify, accept, draft the next tree  |
 
-Accept and draft are one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model.
+The step is one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model, and bits
+0.04 ms a node.
 """
 
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
-from medusa_jax.decoding.acceptance import Drafts, Verified
+from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.generate import (
     DecodeRequest,
     RowCache,
@@ -35,13 +36,34 @@ from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import accept, append, commit, draft, verify
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
-from medusa_jax.model.cache import KVCache
+from medusa_jax.heads.optional import CopiesText
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.sharding import Params, on_all, pin_state
 from medusa_jax.tree.tree import Tree
 
 # Guesses after each node, from which the host replaces forbidden drafts.
 GUESSES = 16
+# Nodes of the chain for forced tokens, if few and if many are forced. With the root, products on a CPU take them by four.
+FEW, MANY = 3, 7
+
+
+def with_runs(engine: Engine, heads: bool) -> Engine:
+    """The engine for constraints: its tree has a chain for forced tokens, which are copied from the text if none is.
+
+    Args:
+      heads: whether the engine's drafter fills the rest of the tree; False drafts without it.
+    """
+    drafter, tree = engine.drafter, engine.tree.drafted
+    if not tree.depth or engine.rule.by_drafts or drafter.own_step:
+        return engine
+    few, many = FEW, MANY
+    if isinstance(drafter, CopiesText):  # its chain
+        heads, few, many = False, tree.depth, max(tree.depth, MANY)
+    if not heads:
+        drafter, tree = no_drafter(engine.llama.config), Tree.none()
+    short, tree = tree.with_copies(few), tree.with_copies(many)
+    return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 
 
 class HostInputs(NamedTuple):
@@ -112,42 +134,24 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
 
 
 @program(each_step=True, static_argnums=0, donate_argnums=2)
-def verify_nodes(
-    engine: Engine, variables: Params, cache: KVCache, state: DecodeState, drafts: Drafts
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Run the backbone: hidden states and logits of all nodes, and the cache after the pass.
-
-    Donates the cache, which is separate from the state.
-    """
-    verified = verify(engine, variables, state.replace(cache=cache), drafts)
-    return verified.hidden_BME, verified.logits_BMV, verified.cache
-
-
-@program(each_step=True, static_argnums=0, donate_argnums=(2, 3))
-def accept_nodes(
+def step_nodes(
     engine: Engine,
     variables: Params,
-    cache: KVCache,
     state: DecodeState,
-    verified: tuple[jax.Array, jax.Array],
     drafts: Drafts,
     allowed_BMW: jax.Array,
     status_B: jax.Array,
 ) -> tuple[DecodeState, HostInputs]:
-    """Accept, commit and append, given the tokens that may follow each node, and draft the next tree.
-
-    JAX matches donated arrays with results of their shape in order: the cache comes before the drafter's, as in the
-    result. Otherwise every step would copy them.
+    """One step, given the tokens that may follow each node; also drafts the next tree.
 
     Args:
-      verified: hidden states and logits of `verify_nodes`.
       status_B: the new status of running rows; only those with RUNNING take the step.
     """
     status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
-    state = state.replace(cache=cache, status_B=status_B)
-    tree = Verified(drafts, *verified, cache, state.sampling, state.length_B)
-    outcome = accept(engine, variables, state, tree, allowed_BMW)
-    state = commit(engine, variables, state, tree, outcome)
+    state = state.replace(status_B=status_B)
+    verified = verify(engine, variables, state, drafts)
+    outcome = accept(engine, variables, state, verified, allowed_BMW)
+    state = commit(engine, variables, state, verified, outcome)
     state = pin_state(engine.llama.mesh, append(engine, state, outcome))
     return state, next_inputs(engine, variables, state)
 
@@ -159,6 +163,7 @@ def step(
     guides: Mapping[int, Guide],
     inputs: HostInputs,
     workers: Workers | None = None,
+    size: Tree | None = None,
 ) -> tuple[DecodeState, HostInputs]:
     """One decode step; also drafts for the next one. Consumes the state.
 
@@ -166,6 +171,7 @@ def step(
       guides: by row; any token may follow in rows without one.
       inputs: the drafts for this state, of the last step or of `host_inputs`.
       workers: do the host's work; rows that are late are PAUSED. By default this thread does it.
+      size: the step's tree, by default the engine's or its short one, by what is forced.
 
     Raises:
       UserError: a guide reached a limit (without `workers`).
@@ -186,31 +192,20 @@ def step(
             new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
             nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
             works[row] = RowWork(
-                guide, new, nodes_M, _children(tree), guesses_MK, allowed_MW
+                guide, new, nodes_M, _children(tree), tree.copied_C, guesses_MK, allowed_MW
             )
     next_B = np.full(B, RUNNING, np.int32)
     next_B[list(works)] = PAUSED
-    masks = workers.replaced(works)
-    for row, work in masks.items():
-        nodes_BM[row] = work.nodes_M
-    cache, uncached = state.cache, state.replace(cache=None)
-    copy = drafts._replace(nodes_BM=nodes_BM.copy())
-    hidden_BME, logits_BMV, cache = verify_nodes(engine, variables, cache, uncached, copy)
-    masks = workers.filled(masks)
-    for row, work in masks.items():
+    ready = workers.filled(works)
+    for row, work in ready.items():
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
-    drafts = drafts._replace(nodes_BM=nodes_BM)
-    return accept_nodes(
-        engine,
-        variables,
-        cache,
-        uncached,
-        (hidden_BME, logits_BMV),
-        drafts,
-        allowed_BMW,
-        next_B,
-    )
+    if not size:
+        few = all(work.forced <= FEW for work in ready.values())
+        size = engine.short if few and engine.short else tree
+    kept_N = _places(size, tree)
+    drafts = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
+    return step_nodes(engine, variables, state, drafts, allowed_BMW[:, kept_N], next_B)
 
 
 def stream(
@@ -221,7 +216,7 @@ def stream(
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode like `generate.stream`, one step at a time, for requests with guides.
 
-    The caller reads a step's text while the device runs the next accept and draft.
+    The caller reads a step's text while the device runs the next step.
     """
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
@@ -252,9 +247,25 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     for slots in ladder:
         if slots > ladder[0]:
             state = grow(engine.depth_only, slots, state)
-        inputs = host_inputs(engine, variables, state)
-        state, _ = step(engine, variables, state, {}, inputs)
+        state, _ = step_sizes(engine, variables, state)
     jax.block_until_ready(state)
+
+
+def step_sizes(
+    engine: Engine, variables: Params, state: DecodeState
+) -> tuple[DecodeState, Progress]:
+    """Take a step of each size, to compile them."""
+    tree, inputs = engine.tree.in_every_step, host_inputs(engine, variables, state)
+    for size in {engine.short or tree, tree}:
+        state, inputs = step(engine, variables, state, {}, inputs, size=size)
+    return state, inputs.progress
+
+
+@lru_cache(maxsize=64)
+def _places(some: Tree, tree: Tree) -> list[int]:
+    """The nodes of a tree that are also in a smaller one."""
+    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
+    return [nodes[choice] for choice in ((), *some.choices)]
 
 
 @lru_cache(maxsize=64)

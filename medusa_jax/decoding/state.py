@@ -40,6 +40,7 @@ class Engine:
         log-probabilities.
       gated: sizes of `tree` that steps choose from (`gate.py`), plain decoding first and `tree` last; () if
         all steps take `tree`.
+      short: tree of the steps with constraints in which little is forced; None: `tree`.
     """
 
     llama: Llama
@@ -49,6 +50,7 @@ class Engine:
     no_repeat_ngram_size: int = 0
     logprobs: int | None = None
     gated: tuple[Tree, ...] = ()
+    short: Tree | None = None
 
     def __post_init__(self) -> None:
         if self.rule.dense:
@@ -83,7 +85,7 @@ class Engine:
         It keeps only the tree's depth and whether it has copied nodes, so trees of equal depth share
         these compiled programs.
         """
-        return replace(self, tree=stand_in([self.tree]), gated=())
+        return replace(self, tree=stand_in([self.tree]), gated=(), short=None)
 
     @property
     def keeps_text(self) -> bool:

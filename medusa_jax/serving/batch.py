@@ -76,7 +76,7 @@ class Batch:
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
       widest: most rows of a pass; a text needs this many free slots after it.
-      longest: most tokens that a step appends.
+      longest: most tokens that a step without constraints appends.
     """
 
     _state: DecodeState
@@ -89,7 +89,9 @@ class Batch:
         # A tree with copies, so that all states have the text; but some drafters have their own step.
         can_copy = engine.drafter.own_step is None
         copies = Tree.copies(deepest.depth if can_copy else 0)
-        self._engine = replace(engine, tree=stand_in([*trees.values(), copies]))
+        self.longest = stand_in([*trees.values(), copies]).path_length
+        chain = Tree.copies(constrained.MANY if can_copy else 0)
+        self._engine = replace(engine, tree=stand_in([*trees.values(), copies, chain]))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
@@ -99,12 +101,14 @@ class Batch:
         self._pieces = piece_sizes(piece)
         self.trees = dict(trees)
         extra = self._engine.n_rows - self._engine.tree.n_nodes
-        self.longest = self._engine.tree.path_length
         self._copying = {
             n: tree.with_copies(self.longest - 1) if can_copy else tree
             for n, tree in trees.items()
         }
-        self.widest = max(tree.n_nodes for tree in self._copying.values()) + extra
+        sizes = [tree.n_nodes for tree in self._copying.values()]
+        if can_copy:  # of rows with constraints
+            sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
+        self.widest = max(sizes) + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -278,6 +282,7 @@ class Batch:
         state = rows.with_extras(state, self._extras.of_group(group))
         variables = self._variables_by(engine.acceptance)
         if group.constrained:
+            engine = constrained.with_runs(engine, not self._model.chooses)
             steps = 1 if (running_B == PAUSED).any() else few_steps
             state, progress = self._guided(engine, variables, state, guides or {}, steps)
         else:
@@ -291,20 +296,20 @@ class Batch:
     ) -> tuple[DecodeState, Progress]:
         """Take steps of rows with constraints until a row ends or lacks room.
 
-        Without guides, runs one step, to compile its programs.
+        Without guides, runs a step of each size, to compile their programs.
         """
+        if not guides:
+            return constrained.step_sizes(engine, variables, state)
         inputs = constrained.host_inputs(engine, variables, state)
         for n in range(max(1, steps)):
-            if n or guides:
-                status_B, length_B = (
-                    np.asarray(x)
-                    for x in (inputs.progress.status_B, inputs.progress.length_B)
-                )
-                alive_B = (status_B == RUNNING) | (status_B == PAUSED)
-                longest = length_B[alive_B].max(initial=0)
-                ended = any(status_B[row] != RUNNING for row in guides)
-                if (n and ended) or longest + engine.n_rows > state.cache.slots:
-                    break
+            status_B, length_B = (
+                np.asarray(x) for x in (inputs.progress.status_B, inputs.progress.length_B)
+            )
+            alive_B = (status_B == RUNNING) | (status_B == PAUSED)
+            longest = length_B[alive_B].max(initial=0)
+            ended = any(status_B[row] != RUNNING for row in guides)
+            if (n and ended) or longest + engine.n_rows > state.cache.slots:
+                break
             state, inputs = constrained.step(
                 engine, variables, state, guides, inputs, self.threads
             )

@@ -15,22 +15,19 @@ PATIENCE = 0.02
 
 
 class WorkCall:
-    """A row's work in a thread, with events for its two results."""
+    """A row's work in a thread, with an event for its end."""
 
     def __init__(self, work: RowWork) -> None:
-        self.work, self.replaced, self.filled = work, Event(), Event()
+        self.work, self.filled = work, Event()
 
     def run(self) -> None:
         """Do the work; an error is stored in the guide."""
         try:
-            self.work.replace()
-            self.replaced.set()
             self.work.fill()
         # A panic of the grammar engine is not an `Exception`.
         except BaseException as error:
             prefix = "" if isinstance(error, UserError) else "the grammar engine failed: "
             self.work.stuck, self.work.guide.error = True, f"{prefix}{first_line(error)}"
-        self.replaced.set()
         self.filled.set()
 
 
@@ -48,28 +45,19 @@ class GuideThreads(Workers):
         self._pool, self._wake = ThreadPoolExecutor(threads, "guides"), wake
         self._calls: WeakKeyDictionary[Guide, WorkCall] = WeakKeyDictionary()
 
-    def replaced(self, works: Works) -> Works:
+    def filled(self, works: Works) -> Works:
         for work in works.values():
             call = self._calls.get(work.guide)
             if not call or not work.repeats(call.work):
                 self._calls[work.guide] = call = WorkCall(work)
                 self._pool.submit(call.run).add_done_callback(lambda _: self._wake())
-        return self._in_time(works, "replaced")
-
-    def filled(self, works: Works) -> Works:
-        finished = self._in_time(works, "filled")
-        for work in finished.values():
-            del self._calls[work.guide]
-        return finished
-
-    def _in_time(self, works: Works, event: str) -> Works:
-        end = time.monotonic() + PATIENCE
-        calls = {row: self._calls[work.guide] for row, work in works.items()}
-        return {
-            row: call.work
-            for row, call in calls.items()
-            if getattr(call, event).wait(max(0.0, end - time.monotonic()))
-        }
+        end, ready = time.monotonic() + PATIENCE, {}
+        for row, work in works.items():
+            call = self._calls[work.guide]
+            if call.filled.wait(max(0.0, end - time.monotonic())):
+                ready[row] = call.work
+                del self._calls[work.guide]
+        return ready
 
     def late(self, guide: Guide) -> bool:
         """Whether a row's work is unfinished, so that it cannot take a step yet."""

@@ -149,7 +149,9 @@ class Job:
     def cached(self, limit: int) -> tuple[np.ndarray, int]:
         """Return up to `limit` cached tokens (all except the root), and the number the drafter has read."""
         text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
-        return text[:limit], len(text) if self.request.drafts else self.drafted
+        return text[:limit], len(
+            text
+        ) if self.request.drafts and not self.guide else self.drafted
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.

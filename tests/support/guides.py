@@ -62,6 +62,13 @@ class Rule:
         self.text += tokens
         self.consumed += len(tokens)
 
+    def fill_chain(self, nodes_M, chain_C):
+        text, forced = list(self.text), []
+        while len(forced) < len(chain_C) and len(self.tokens(text + forced)) == 1:
+            forced += self.tokens(text + forced)
+        nodes_M[chain_C[: len(forced)]] = forced
+        return len(forced)
+
     def replace_forbidden(self, nodes_M, children, guesses_MK):
         def visit(node, text):
             allowed = self.tokens(text)
