@@ -107,8 +107,9 @@ class Model(LoadedModel):
         rows, engine, request = self.plan(prompts, options, ids, tree, acceptance)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
-        host_takes_part = watch or ended or request.guides or any(o.stop for o in rows)
-        if host_takes_part or engine.gated:  # whose steps are timed
+        if (
+            watch or ended or request.guides or any(o.stop for o in rows)
+        ):  # the host takes part in every step
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
@@ -116,7 +117,11 @@ class Model(LoadedModel):
         start = time.perf_counter()
         state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
-        progress = loop.finish(engine, variables, request, state, ladder)
+        if engine.gated:  # its steps are timed
+            parts = engine, variables, request, state, ladder
+            *_, progress = loop.chunks(*parts, pace=1.0)  # nobody reads along
+        else:
+            progress = loop.finish(engine, variables, request, state, ladder)
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from medusa_jax.constraints.host_work import Guide
 
 MIN_PROMPT = 16
-# A stream's chunks grow between these numbers of steps while they take less than these seconds: the host, which
-# shows their text, takes a core from the steps.
-CHUNK_STEPS, PACE = (8, 32), 0.05
+# A stream's chunks grow between these numbers of steps while they take less than these seconds: the host takes a core
+# from the steps when it sends a chunk and shows its text.
+CHUNK_STEPS, PACE = (8, 32), 0.1
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
 
@@ -271,8 +271,13 @@ def chunks(
     ladder: list[int],
     chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
+    pace: float = PACE,
 ) -> Generator[Progress, np.ndarray | None]:
-    """Stream a request that `begin` has prefilled. Consumes the state."""
+    """Stream a request that `begin` has prefilled. Consumes the state.
+
+    Args:
+      pace: chunks grow while they take less than these seconds.
+    """
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size, steps, ready = 0, chunk_steps or CHUNK_STEPS[0], 0.0
@@ -288,10 +293,10 @@ def chunks(
         state, next_progress = decode_loop(engine, variables, state, np.int32(n_steps))
         if row_cache:
             row_cache.state = state
-        stop_B = yield progress
-        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         if clock:
             clock.see(progress)
+        stop_B = yield progress
+        state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         began, ready = ready, time.perf_counter()
         if not running_B.any():
@@ -301,7 +306,7 @@ def chunks(
             size += 1
             state = grow(engine.depth_only, ladder[size], state)
         progress = next_progress
-        if may_grow and ready - began < PACE:
+        if may_grow and ready - began < pace:
             steps = min(2 * steps, CHUNK_STEPS[1])
 
 

@@ -6,6 +6,7 @@ timed lately is taken for one short chunk.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from medusa_jax.decoding.state import Progress
 # Steps of a chunk that times a size, and seconds from which the host has waited.
 FEW, WAITED = 8, 1e-4
 # Weight of older chunks for each new one, of the ratios so far, and recent steps of a size that are enough.
-KEEP, PRIOR, ENOUGH = 0.95, 0.1, 8.0
+KEEP, PRIOR, ENOUGH = 0.9, 0.1, 4.0
 
 
 class StepCosts:
@@ -29,6 +30,7 @@ class StepCosts:
     def __init__(self, ratio_N: Sequence[float]) -> None:
         self.ratio_N = np.array(ratio_N, np.float32)
         self._timed_N = np.zeros(len(ratio_N))
+        self._seen_N = np.zeros(len(ratio_N), bool)
         self._squares_NN, self._sums_N = np.diag(self._timed_N), self._timed_N.copy()
 
     def to_time(self) -> int | None:
@@ -41,6 +43,10 @@ class StepCosts:
 
         Minimises the squares of (sum n_i c_i) / seconds - 1, and of what c_i differs from its ratio so far.
         """
+        are_new = (steps_N > 0) & ~self._seen_N
+        self._seen_N |= are_new
+        if are_new.any():
+            return  # it also waited for memory
         self._timed_N = KEEP * self._timed_N + steps_N
         if np.isnan(seconds):
             return
@@ -71,15 +77,19 @@ class ChunkClock:
         self.steps: int | None = None
         self._ended: float = np.nan
         self._steps_N: np.ndarray | None = None
+        # Whether each chunk that was sent and not seen was timed; the choice after the last one that was not.
+        self._timed = deque([False])
+        self._choice: dict[str, np.ndarray] = {"rest_1": np.zeros(1, np.int32)}
 
     def gate_of_next(self, gate: Gate) -> Gate:
         """The gate of the next chunk: with the times so far, or with the size that has to be timed."""
-        was_timed, size = self.steps is not None, self.costs.to_time()
+        was_timed, size = self._timed[-1], self.costs.to_time()
         self.steps = None if size is None else FEW
+        self._timed.append(size is not None)
         if size is not None:
             return gate.always(size)
-        rest_1 = np.zeros(1, np.int32) if was_timed else gate.rest_1
-        return gate.replace(ratio_N=self.costs.ratio_N, rest_1=rest_1)
+        choice = self._choice if was_timed else {}
+        return gate.replace(ratio_N=self.costs.ratio_N, **choice)
 
     def see(self, progress: Progress) -> None:
         """Wait for the end of the chunk before the last one that was sent, and learn from it."""
@@ -90,3 +100,6 @@ class ChunkClock:
         if self._steps_N is not None and (steps_N > self._steps_N).any():
             self.costs.add(steps_N - self._steps_N, ended - self._ended)
         self._ended, self._steps_N = ended, steps_N
+        if not self._timed.popleft():
+            choice = {name: getattr(progress.gate, name) for name in ("index_1", "rest_1")}
+            self._choice = {name: np.asarray(x) for name, x in choice.items()}
