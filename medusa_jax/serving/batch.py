@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from medusa_jax.api import Model
+from medusa_jax.api import Model, Options
+from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import rule_named
@@ -75,21 +76,31 @@ class Batch:
       threads: run the host's work for rows with constraints.
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
+      sizes: by their nodes, the trees that chunks may take instead (`ladder.py`).
       widest: most rows of a pass; a text needs this many free slots after it.
       longest: most tokens that a step appends.
     """
 
     _state: DecodeState
 
-    def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
+    def __init__(
+        self,
+        model: Model,
+        trees: Mapping[int, Tree],
+        most_new: int,
+        piece: int,
+        sizes: Sequence[Tree] = (),
+    ):
         self.threads: GuideThreads | None = None
-        deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
+        self.sizes = {tree.n_nodes: tree for tree in sizes}
+        all_trees = [*trees.values(), *sizes]
+        deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
         # A tree with copies, so that all states have the text; but some drafters have their own step.
         can_copy = engine.drafter.own_step is None
         copies = Tree.copies(deepest.depth if can_copy else 0)
-        self._engine = replace(engine, tree=stand_in([*trees.values(), copies]))
+        self._engine = replace(engine, tree=stand_in([*all_trees, copies]))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
@@ -104,7 +115,8 @@ class Batch:
             n: tree.with_copies(self.longest - 1) if can_copy else tree
             for n, tree in trees.items()
         }
-        self.widest = max(tree.n_nodes for tree in self._copying.values()) + extra
+        widest = max([*self._copying.values(), *sizes], key=lambda tree: tree.n_nodes)
+        self.widest = widest.n_nodes + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -228,6 +240,11 @@ class Batch:
             engine = replace(engine, no_repeat_ngram_size=0)
         return replace(engine, acceptance=_rule(group))
 
+    def text_is_free(self, group: Group, options: Sequence[Options]) -> bool:
+        """Whether these requests' texts cannot depend on the trees of their steps."""
+        engine, dtype = self._engine_of(group), self._model.dtype
+        return not group.predicted and text_is_free(engine, options, dtype)
+
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
         row, extras = rows.split_extras(self._resized(reading.row, self.slots))
@@ -249,22 +266,24 @@ class Batch:
         steps: int,
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
+        nodes: int = 0,
     ) -> tuple[Progress, int]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
           running_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
-          group: the group of these rows. Steps without drafts do not update the drafter's state, so such
-            a row cannot draft again.
+          group: the group of these rows. Steps without drafts do not update the drafter's state: it then lacks
+            this part of the text.
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
+          nodes: of the tree, if it is one of `sizes`; 1: no drafts; 0: the tree for the batch's rows.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
         trees = self._copying if group.predicted else self.trees
-        tree, drafter = trees[self.rows], self._engine.drafter
-        if not group.drafts:
+        tree, drafter = self.sizes.get(nodes, trees[self.rows]), self._engine.drafter
+        if not group.drafts or nodes == 1:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
@@ -310,8 +329,12 @@ class Batch:
             )
         return state, inputs.progress
 
-    def compile(self, group: Group, n_rows: int, slots: int) -> None:
-        """Run once all programs that a group needs at this size; the rows' texts are lost."""
+    def compile(self, group: Group, n_rows: int, slots: int, nodes: int = 0) -> None:
+        """Run once all programs that a group needs at this size; the rows' texts are lost.
+
+        Args:
+          nodes: as for `run`; other programs than its loop are compiled already.
+        """
         if group == SCORING:
             piece = self._pieces[-1]  # the second may find the cache placed differently
             echo_of(self._model, "", [0] * min(piece + 2, slots), 0, piece, slots)
@@ -319,7 +342,7 @@ class Batch:
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
-        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1])]
+        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1] if not nodes)]
         for length in (n for n in lengths if self.slots_for(n) <= slots):
             reading = self.begin(_placeholder(length, group), 0, 0, group)
             while not reading.done:
@@ -327,7 +350,7 @@ class Batch:
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
         for _ in range(2):  # the first run's result may be placed differently
-            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
+            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0, None, nodes)
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)

@@ -14,6 +14,7 @@ from medusa_jax.serving.batch import Batch, Reading
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
+from medusa_jax.serving.ladder import Ladder, Times
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
@@ -50,6 +51,7 @@ class Chunks:
 
     Args:
       most_steps: of a chunk.
+      ladder: chooses the size of the tree where the text cannot depend on it; None: one tree.
       threads: run the host's work on constraints; by default the caller's thread does.
 
     Attributes:
@@ -63,6 +65,8 @@ class Chunks:
         jobs: Jobs,
         room: Room,
         most_steps: int,
+        times: Times,
+        ladder: Ladder | None,
         threads: GuideThreads | None,
     ) -> None:
         self._batch, self._jobs, self._room = batch, jobs, room
@@ -70,7 +74,8 @@ class Chunks:
         self.pending: deque[Pending] = deque()
         self.finished = 0
         self._group = Group(False, "")
-        self._seconds: dict[tuple[Group, int], float] = {}  # of a step, by group and rows
+        self._times, self._ladder = times, ladder
+        self._wanted: set[Programs] = set()  # programs of sizes that were faster
         self._ended_at = 0.0  # when the last chunk was seen to end
 
     @property
@@ -100,14 +105,50 @@ class Chunks:
         status_B = np.full(self._batch.rows, STOPPED, np.int32)
         status_B[list(self._jobs.running)] = PAUSED
         status_B[list(jobs)] = RUNNING
-        kind = self._group, self._batch.rows
-        seconds, start = self._seconds.get(kind, PACE / FEW_STEPS), time.perf_counter()
+        kind, start = (self._group, self._batch.rows), time.perf_counter()
+        size = self._size(list(jobs.values()), start)
+        seconds = self._times.measured(*kind, size or self._tree_nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
-        short_steps = min(FEW_STEPS, steps)
-        progress, nodes = self._batch.run(status_B, self._group, steps, short_steps, guides)
+        chunk = status_B, self._group, steps, min(FEW_STEPS, steps), guides, size
+        progress, nodes = self._batch.run(*chunk)
+        if size == 1:
+            for job in jobs.values():
+                job.note_plain_steps()
         self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
         return True
+
+    @property
+    def _tree_nodes(self) -> int:
+        """Nodes of the tree for the batch's rows."""
+        return self._batch.trees[self._batch.rows].n_nodes if self._group.drafts else 1
+
+    def _size(self, jobs: list[Job], now: float) -> int:
+        """Return the nodes of the tree that the ladder chooses for these requests; 0 for the batch's tree."""
+        ladder, batch, group = self._ladder, self._batch, self._group
+        options = [job.options for job in jobs]
+        if not (ladder and group.drafts and batch.text_is_free(group, options)):
+            return 0
+        for job in jobs:
+            job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
+        counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
+
+        def programs(nodes: int) -> Programs:
+            if nodes == self._tree_nodes:
+                return Programs(group, batch.rows, batch.slots)
+            of_group, other = group._replace(drafts=nodes > 1), nodes if nodes > 1 else 0
+            return Programs(of_group, batch.rows, batch.slots, other)
+
+        def is_ready(nodes: int) -> bool:
+            return self._room.programs.known(programs(nodes))
+
+        kind = group, batch.rows, counts_R3L, self._tree_nodes
+        size, fastest = ladder.choose(*kind, is_ready, now)
+        wanted = programs(fastest)
+        if not is_ready(fastest) and wanted not in self._wanted:
+            self._wanted.add(wanted)
+            self._room.programs.want(wanted)
+        return 0 if size == self._tree_nodes else size
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))
@@ -131,9 +172,9 @@ class Chunks:
         for at, job in pending.jobs.items():
             if job.row is None:
                 continue  # it ended before
-            job.tree_nodes = pending.tree_nodes or job.tree_nodes
-            job.length = int(pending.progress.length_B[at])
-            job.steps_seen = int(pending.progress.steps_B[at])
+            steps_L = job.see(pending.progress, at, pending.tree_nodes)
+            if self._ladder and job.counts_3L is not None:
+                self._ladder.count(job.counts_3L, steps_L, pending.tree_nodes, job.has_gap)
             is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
             if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
                 self._deliver(job, pending, at)
@@ -144,9 +185,8 @@ class Chunks:
         steps_B, running = pending.progress.steps_B, pending.jobs.items()
         steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
         if pending.group and steps > 0:
-            kind = pending.group, pending.rows
-            seconds = max(1e-6, now - max(pending.dispatched, self._ended_at)) / steps
-            self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
+            seconds = (now - max(pending.dispatched, self._ended_at)) / steps
+            self._times.note(pending.group, pending.rows, pending.tree_nodes, seconds)
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:

@@ -85,7 +85,11 @@ class Job:
       delivered_at: when its last part was delivered.
       row: number of its row in the batch; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
-      drafted: number of its prompt's tokens that the drafter has read.
+      draft_steps, draft_tokens: as in `Ending`.
+      drafted: number of its prompt's tokens that the drafter has read, or of its text's tokens if there is a gap.
+      has_gap: steps without drafts have left a gap in the drafter's state.
+      counts_3L: drafts accepted and tested (`ladder.py`); None before the first step.
+      histogram_L: steps by appended tokens, as far as the host has read.
     """
 
     request: Request
@@ -100,7 +104,12 @@ class Job:
     delivered_at: float = 0.0
     row: int | None = None
     reused: int = 0
+    draft_steps: int = 0
+    draft_tokens: int = 0
     drafted: int = 0
+    has_gap: bool = False
+    counts_3L: np.ndarray | None = None
+    histogram_L: np.ndarray | int = 0
     tree_nodes: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -149,7 +158,32 @@ class Job:
     def cached(self, limit: int) -> tuple[np.ndarray, int]:
         """Return up to `limit` cached tokens (all except the root), and the number the drafter has read."""
         text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
-        return text[:limit], len(text) if self.request.drafts else self.drafted
+        is_whole = self.request.drafts and not self.has_gap
+        return text[:limit], len(text) if is_whole else self.drafted
+
+    def note_plain_steps(self) -> None:
+        """Record that steps without drafts leave a gap in the drafter's state from here on."""
+        if self.request.drafts and not self.has_gap:
+            self.drafted, self.has_gap = self.length, True
+
+    def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
+        """Record what a chunk of steps did; returns the number of its steps that appended 1, 2, ... tokens.
+
+        Args:
+          progress: numpy arrays.
+          row: its row in `progress`.
+          nodes: of the steps' tree.
+        """
+        self.tree_nodes = nodes or self.tree_nodes
+        self.length = int(progress.length_B[row])
+        steps = int(progress.steps_B[row]) - self.steps_seen
+        self.steps_seen += steps
+        if nodes > 1:
+            self.draft_steps += steps
+            self.draft_tokens += steps * (nodes - 1)
+        new_L = progress.histogram_BL[row] - self.histogram_L
+        self.histogram_L = progress.histogram_BL[row]
+        return new_L
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.
@@ -186,7 +220,8 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        return Ending(result, queue_seconds, self.reused, self.tree_nodes)
+        drafts = self.tree_nodes, self.draft_steps, self.draft_tokens
+        return Ending(result, queue_seconds, self.reused, *drafts)
 
 
 def make_job(
