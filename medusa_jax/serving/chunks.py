@@ -173,7 +173,7 @@ class Chunks:
             if job.row is None:
                 continue  # it ended before
             steps_L = job.see(pending.progress, at, pending.tree_nodes)
-            if self._ladder and job.counts_3L is not None:
+            if self._ladder and pending.tree_nodes and job.counts_3L is not None:
                 self._ladder.count(job.counts_3L, steps_L, pending.tree_nodes, job.has_gap)
             is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
             if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
