@@ -17,7 +17,7 @@ from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import inform
 from medusa_jax.decoding.gate import rate_of
 from medusa_jax.evaluate.tables import markdown_table
-from medusa_jax.serving.ladder import Ladder, Times
+from medusa_jax.serving.ladder import Ladder
 from medusa_jax.tree.tree import Tree
 
 # Nodes, depth and tokens per step of sizes of a tree: Hydra++ heads of SmolLM2 with copies, its tree file.
@@ -147,8 +147,9 @@ class Clients:
 
 def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> float:
     """Tokens per second with one fixed size, or with the ladder's choices."""
-    clients, times, noise = Clients(rows, answers), Times(), np.random.default_rng(1)
-    ladder, now = Ladder(TREES, TOKENS, times, PACE), 0.0
+    clients, noise = Clients(rows, answers), np.random.default_rng(1)
+    ladder, now = Ladder(TREES, TOKENS, PACE), 0.0
+    times = ladder.times
     counts_R3L = [ladder.begin() for _ in range(rows)]
     while True:
         for row in np.flatnonzero(clients.ended_R):
@@ -157,11 +158,10 @@ def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> floa
             return clients.tokens / now
         nodes = NODES[index or 0]
         if index is None:
-            nodes, _ = ladder.choose("", rows, counts_R3L, FIRST, lambda _: True, now)
+            nodes, _ = ladder.choose("", rows, FIRST, counts_R3L, NODES, now)
         seconds = cost(rows, nodes)
-        steps = max(
-            1, min(STEPS, int(PACE / (times.estimate("", rows, nodes) or PACE / 2)))
-        )
+        expected_seconds = times.measured("", rows, nodes) or PACE / 2
+        steps = max(1, min(STEPS, int(PACE / expected_seconds)))
         steps_RL, taken = np.zeros((rows, max(DEPTHS) + 1), int), 0
         while taken < steps and (taken == 0 or not clients.ended_R.any()):
             taken += 1

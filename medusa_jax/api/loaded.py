@@ -1,6 +1,6 @@
 """A loaded backbone with its draft heads: parameters, default trees, engines, requests."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import numpy as np
 from medusa_jax.api.prompts import Prompt, ends_of, prompt_ids, read_arguments, request_of
 from medusa_jax.api.results import Options
 from medusa_jax.api.step_sizes import StepSizes
-from medusa_jax.api.tree_choice import sizes_under_load
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.acceptance import RULES, rule_named
@@ -165,12 +164,6 @@ class LoadedModel:
     def tree_at(self, rows: int) -> Tree:
         """The default tree for this number of rows."""
         return tree_at(self.ladder, rows) if self.ladder else self.tree
-
-    def sizes_under_load(self, trees: Iterable[Tree]) -> tuple[Tree, ...]:
-        """Sizes of these trees to choose from while serving; () if there is no choice."""
-        if not (self.chooses and self.drafts) or self.drafter.own_step is not None:
-            return ()
-        return sizes_under_load(trees, self.calibrated, self.drafter)
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the loaded heads."""

@@ -1,7 +1,7 @@
 """The trees of a model: the default one, one for each number of rows, and the sizes of `--tree auto`."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from medusa_jax.measured import device_mark
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import (
-    ACCELERATOR_NODES,
     auto_tree,
     file_ladder,
     load_tree_file,
@@ -31,8 +30,6 @@ from medusa_jax.whole_files import Json
 VARIABLE = "MEDUSA_JAX_TREES"
 # Nodes of the smallest size with drafts; of the only one for narrow weights if `calibrate` did not run here.
 SMALL = 3
-# Nodes of the largest size while serving on a CPU.
-CPU_NODES = 16
 
 
 @dataclass(frozen=True)
@@ -128,16 +125,15 @@ def is_narrow(storage: Storage) -> bool:
 
 
 def small_tree(tree: Tree, calibrated: Json | None) -> Tree:
-    """The first `SMALL` nodes of a tree, in its order."""
-    return tree if tree.n_nodes <= SMALL else _order(tree, calibrated).tree(SMALL)
+    """The first `SMALL` nodes of a tree."""
+    return order_with(tree, calibrated).tree(min(SMALL, tree.n_nodes))
 
 
-def _order(tree: Tree, calibrated: Json | None) -> Order:
-    """The order of a tree's nodes: the tree file's if the tree is its, else that of its choices."""
-    if calibrated is not None and len(order_of(calibrated).growth) + 1 >= tree.n_nodes:
-        order = order_of(calibrated)
-        if tree == order.tree(tree.n_nodes):
-            return order
+def order_with(tree: Tree, calibrated: Json | None) -> Order:
+    """The order that a tree has the first nodes of: the tree file's, else that of its choices."""
+    order = order_of(calibrated) if calibrated is not None else Order(())
+    if len(order.growth) + 1 >= tree.n_nodes and tree == order.tree(tree.n_nodes):
+        return order
     return Order(tree.choices, tree.spares)
 
 
@@ -148,27 +144,6 @@ def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:
     """
     sizes = Tree.none(), small_tree(tree, calibrated), tree
     return tuple(dict.fromkeys(sizes))
-
-
-def sizes_under_load(
-    trees: Iterable[Tree], calibrated: Json | None, drafter: Drafter
-) -> tuple[Tree, ...]:
-    """Sizes to choose from while serving, ascending: plain decoding, 2, 4, 8, ... nodes of an order, and `trees`.
-
-    Args:
-      trees: for the numbers of rows.
-    """
-    trees = list(trees)
-    order = _order(max(trees, key=lambda tree: tree.n_nodes), calibrated)
-    most = ACCELERATOR_NODES if jax.default_backend() != "cpu" else CPU_NODES
-    sizes = {tree.n_nodes: tree for tree in (Tree.none(), *trees)}
-    n_nodes = 2
-    while n_nodes <= min(most, len(order.growth) + 1):
-        tree = order.tree(n_nodes)
-        if tree.drafted.depth <= drafter.n_heads:
-            sizes.setdefault(n_nodes, tree)
-        n_nodes *= 2
-    return tuple(sizes[n] for n in sorted(sizes)) if len(sizes) > 1 else ()
 
 
 def tokens_of(sizes: tuple[Tree, ...], calibrated: Json | None) -> list[float] | None:

@@ -55,11 +55,6 @@ def rate_of(tokens_per_step: float, depth: int) -> float:
     return low
 
 
-def usual_tokens(depths: Sequence[int]) -> list[float]:
-    """Tokens per step to expect with sizes of these depths without evidence."""
-    return [sum(UNKNOWN**level for level in range(depth + 1)) for depth in depths]
-
-
 def tokens_by_size(counts_3L: Any, rate_N: Any, depths: Sequence[int], xp: Any) -> Any:
     """Tokens per step to expect with each size [..., N], by the formula of this file.
 
@@ -125,7 +120,8 @@ class Gate(struct.PyTreeNode):
           tokens: tokens per step with each, from a tree file's evidence.
         """
         depths = [tree.depth for tree in trees]
-        tokens = tokens or usual_tokens(depths)
+        if tokens is None:
+            tokens = [sum(UNKNOWN**level for level in range(d + 1)) for d in depths]
         rates = [rate_of(n, depth) for n, depth in zip(tokens, depths)]
         first_L = PRIOR * (np.arange(max(depths)) == 0)
         index = int(np.argmax(np.array(tokens) / ratios))

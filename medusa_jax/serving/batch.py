@@ -37,6 +37,7 @@ from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.extras import BatchExtras, parts_of
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
+from medusa_jax.serving.ladder import ladder_sizes
 from medusa_jax.sharding import placed
 from medusa_jax.tree.tree import Tree, stand_in
 
@@ -76,24 +77,17 @@ class Batch:
       threads: run the host's work for rows with constraints.
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
-      sizes: by their nodes, the trees that chunks may take instead (`ladder.py`).
+      sizes: trees that chunks may take instead.
       widest: most rows of a pass; a text needs this many free slots after it.
       longest: most tokens that a step appends.
     """
 
     _state: DecodeState
 
-    def __init__(
-        self,
-        model: Model,
-        trees: Mapping[int, Tree],
-        most_new: int,
-        piece: int,
-        sizes: Sequence[Tree] = (),
-    ):
+    def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
         self.threads: GuideThreads | None = None
-        self.sizes = {tree.n_nodes: tree for tree in sizes}
-        all_trees = [*trees.values(), *sizes]
+        self.sizes = ladder_sizes(model, list(trees.values()))
+        all_trees = [*trees.values(), *self.sizes]
         deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
@@ -115,8 +109,8 @@ class Batch:
             n: tree.with_copies(self.longest - 1) if can_copy else tree
             for n, tree in trees.items()
         }
-        widest = max([*self._copying.values(), *sizes], key=lambda tree: tree.n_nodes)
-        self.widest = widest.n_nodes + extra
+        all_trees += self._copying.values()
+        self.widest = max(tree.n_nodes for tree in all_trees) + extra
         self._sizes = rows.Sizes(output_slots(self._engine, most_new), STOPS)
         self.restart()
 
@@ -266,24 +260,22 @@ class Batch:
         steps: int,
         few_steps: int,
         guides: Mapping[int, Guide] | None = None,
-        nodes: int = 0,
     ) -> tuple[Progress, int]:
         """Dispatch a chunk of steps, which ends as soon as a row ends.
 
         Args:
           running_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
-          group: the group of these rows. Steps without drafts do not update the drafter's state: it then lacks
-            this part of the text.
+          group: the group of these rows. Steps without drafts leave a gap in the drafter's state.
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
-          nodes: of the tree, if it is one of `sizes`; 1: no drafts; 0: the tree for the batch's rows.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
         trees = self._copying if group.predicted else self.trees
-        tree, drafter = self.sizes.get(nodes, trees[self.rows]), self._engine.drafter
-        if not group.drafts or nodes == 1:
+        sizes = {tree.n_nodes: tree for tree in self.sizes} | {0: trees[self.rows]}
+        tree, drafter = sizes[group.nodes], self._engine.drafter
+        if not group.drafts:
             tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
@@ -329,12 +321,8 @@ class Batch:
             )
         return state, inputs.progress
 
-    def compile(self, group: Group, n_rows: int, slots: int, nodes: int = 0) -> None:
-        """Run once all programs that a group needs at this size; the rows' texts are lost.
-
-        Args:
-          nodes: as for `run`; other programs than its loop are compiled already.
-        """
+    def compile(self, group: Group, n_rows: int, slots: int) -> None:
+        """Run once all programs that a group needs at this size; the rows' texts are lost."""
         if group == SCORING:
             piece = self._pieces[-1]  # the second may find the cache placed differently
             echo_of(self._model, "", [0] * min(piece + 2, slots), 0, piece, slots)
@@ -342,7 +330,7 @@ class Batch:
         self.restart()
         self.fit(n_rows, slots)
         # The shortest prompts that begin with a piece of each size.
-        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1] if not nodes)]
+        lengths = [1, *(4 * size + 1 for size in self._pieces[:-1])]
         for length in (n for n in lengths if self.slots_for(n) <= slots):
             reading = self.begin(_placeholder(length, group), 0, 0, group)
             while not reading.done:
@@ -350,7 +338,7 @@ class Batch:
             self.insert(reading, 0)
             self.insert(self.take(0, group), 0)
         for _ in range(2):  # the first run's result may be placed differently
-            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0, None, nodes)
+            self.run(np.full(n_rows, STOPPED, np.int32), group, 0, 0)
         if slots > LEAST_SLOTS:  # grow to this size and back
             row = self._resized(self._row(0), slots // 2)
             self._put(self._resized(row, slots), 0)

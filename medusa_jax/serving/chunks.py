@@ -14,7 +14,7 @@ from medusa_jax.serving.batch import Batch, Reading
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.ladder import Ladder, Times
+from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
@@ -51,7 +51,7 @@ class Chunks:
 
     Args:
       most_steps: of a chunk.
-      ladder: chooses the size of the tree where the text cannot depend on it; None: one tree.
+      ladder: chooses the size of its tree.
       threads: run the host's work on constraints; by default the caller's thread does.
 
     Attributes:
@@ -65,8 +65,7 @@ class Chunks:
         jobs: Jobs,
         room: Room,
         most_steps: int,
-        times: Times,
-        ladder: Ladder | None,
+        ladder: Ladder,
         threads: GuideThreads | None,
     ) -> None:
         self._batch, self._jobs, self._room = batch, jobs, room
@@ -74,8 +73,8 @@ class Chunks:
         self.pending: deque[Pending] = deque()
         self.finished = 0
         self._group = Group(False, "")
-        self._times, self._ladder = times, ladder
-        self._wanted: set[Programs] = set()  # programs of sizes that were faster
+        self._ladder = ladder
+        self._wanted: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
 
     @property
@@ -105,50 +104,48 @@ class Chunks:
         status_B = np.full(self._batch.rows, STOPPED, np.int32)
         status_B[list(self._jobs.running)] = PAUSED
         status_B[list(jobs)] = RUNNING
-        kind, start = (self._group, self._batch.rows), time.perf_counter()
-        size = self._size(list(jobs.values()), start)
-        seconds = self._times.measured(*kind, size or self._tree_nodes) or PACE / FEW_STEPS
+        group, start = self._sized(list(jobs.values())), time.perf_counter()
+        for job in jobs.values():
+            if not (group.drafts or job.has_gap):
+                job.note_gap()
+        kind, nodes = (self._group, self._batch.rows), self._nodes(group)
+        seconds = self._ladder.times.measured(*kind, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
-        chunk = status_B, self._group, steps, min(FEW_STEPS, steps), guides, size
-        progress, nodes = self._batch.run(*chunk)
-        if size == 1:
-            for job in jobs.values():
-                job.note_plain_steps()
+        short_steps = min(FEW_STEPS, steps)
+        progress, nodes = self._batch.run(status_B, group, steps, short_steps, guides)
         self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
         return True
 
-    @property
-    def _tree_nodes(self) -> int:
-        """Nodes of the tree for the batch's rows."""
-        return self._batch.trees[self._batch.rows].n_nodes if self._group.drafts else 1
+    def _nodes(self, group: Group) -> int:
+        """Return the nodes of the tree that a group's chunk takes now."""
+        own = self._batch.trees[self._batch.rows].n_nodes
+        return (group.nodes or own) if group.drafts else 1
 
-    def _size(self, jobs: list[Job], now: float) -> int:
-        """Return the nodes of the tree that the ladder chooses for these requests; 0 for the batch's tree."""
-        ladder, batch, group = self._ladder, self._batch, self._group
-        options = [job.options for job in jobs]
-        if not (ladder and group.drafts and batch.text_is_free(group, options)):
-            return 0
+    def _sized(self, jobs: list[Job]) -> Group:
+        """Return the group of these requests with the size of tree that the ladder chooses."""
+        batch, group, ladder = self._batch, self._group, self._ladder
+        is_free = batch.text_is_free(group, [job.options for job in jobs])
+        if not (group.drafts and is_free and len(batch.sizes) > 1):
+            return group
+        of_nodes = {
+            tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes
+        }
+        of_nodes |= {1: group._replace(drafts=False), self._nodes(group): group}
+        programs = {
+            nodes: Programs(sized, batch.rows, batch.slots)
+            for nodes, sized in of_nodes.items()
+        }
+        ready = [n for n in sorted(programs) if self._room.programs.known(programs[n])]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
-        counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
-
-        def programs(nodes: int) -> Programs:
-            if nodes == self._tree_nodes:
-                return Programs(group, batch.rows, batch.slots)
-            of_group, other = group._replace(drafts=nodes > 1), nodes if nodes > 1 else 0
-            return Programs(of_group, batch.rows, batch.slots, other)
-
-        def is_ready(nodes: int) -> bool:
-            return self._room.programs.known(programs(nodes))
-
-        kind = group, batch.rows, counts_R3L, self._tree_nodes
-        size, fastest = ladder.choose(*kind, is_ready, now)
-        wanted = programs(fastest)
-        if not is_ready(fastest) and wanted not in self._wanted:
-            self._wanted.add(wanted)
-            self._room.programs.want(wanted)
-        return 0 if size == self._tree_nodes else size
+        counts_R3L = [job.counts_3L for job in jobs]
+        kind, now = (group, batch.rows, self._nodes(group)), time.perf_counter()
+        nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
+        if fastest not in ready and programs[fastest] not in self._wanted:
+            self._wanted.add(programs[fastest])
+            self._room.programs.want(programs[fastest])
+        return of_nodes[nodes]
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))
@@ -173,7 +170,7 @@ class Chunks:
             if job.row is None:
                 continue  # it ended before
             steps_L = job.see(pending.progress, at, pending.tree_nodes)
-            if self._ladder and pending.tree_nodes and job.counts_3L is not None:
+            if pending.tree_nodes and job.counts_3L is not None:
                 self._ladder.count(job.counts_3L, steps_L, pending.tree_nodes, job.has_gap)
             is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
             if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
@@ -186,7 +183,9 @@ class Chunks:
         steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
         if pending.group and steps > 0:
             seconds = (now - max(pending.dispatched, self._ended_at)) / steps
-            self._times.note(pending.group, pending.rows, pending.tree_nodes, seconds)
+            self._ladder.times.note(
+                pending.group, pending.rows, pending.tree_nodes, seconds
+            )
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:

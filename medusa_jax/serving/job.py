@@ -36,6 +36,7 @@ class Group(NamedTuple):
       penalties: whether they have biases or penalties.
       constrained: whether they have constraints, so that the host takes part in every step.
       predicted: whether they have tokens to copy drafts from (`Request.predicted`).
+      nodes: of the tree, if a chunk takes another one than the batch's; else 0.
     """
 
     drafts: bool
@@ -44,6 +45,7 @@ class Group(NamedTuple):
     penalties: bool = False
     constrained: bool = False
     predicted: bool = False
+    nodes: int = 0
 
     def __str__(self) -> str:
         names = {
@@ -52,6 +54,7 @@ class Group(NamedTuple):
             "penalties": self.penalties,
             "constraints": self.constrained,
             "a prediction": self.predicted,
+            f"{self.nodes} nodes": self.nodes > 0,
             self.rule: self.rule != "auto",
         }
         return ", ".join(name for name, is_set in names.items() if is_set)
@@ -85,11 +88,11 @@ class Job:
       delivered_at: when its last part was delivered.
       row: number of its row in the batch; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
-      draft_steps, draft_tokens: as in `Ending`.
-      drafted: number of its prompt's tokens that the drafter has read, or of its text's tokens if there is a gap.
+      drafted: number of its prompt's tokens that the drafter has read; of its text's up to a gap.
       has_gap: steps without drafts have left a gap in the drafter's state.
-      counts_3L: drafts accepted and tested (`ladder.py`); None before the first step.
-      histogram_L: steps by appended tokens, as far as the host has read.
+      verified: number of drafts.
+      histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.
+      counts_3L: accepted and tested drafts (`Ladder`).
     """
 
     request: Request
@@ -104,12 +107,11 @@ class Job:
     delivered_at: float = 0.0
     row: int | None = None
     reused: int = 0
-    draft_steps: int = 0
-    draft_tokens: int = 0
     drafted: int = 0
     has_gap: bool = False
-    counts_3L: np.ndarray | None = None
+    verified: int = 0
     histogram_L: np.ndarray | int = 0
+    counts_3L: np.ndarray | None = None
     tree_nodes: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -161,29 +163,26 @@ class Job:
         is_whole = self.request.drafts and not self.has_gap
         return text[:limit], len(text) if is_whole else self.drafted
 
-    def note_plain_steps(self) -> None:
-        """Record that steps without drafts leave a gap in the drafter's state from here on."""
-        if self.request.drafts and not self.has_gap:
+    def note_gap(self) -> None:
+        """Record that the drafter does not read the text from here on."""
+        if self.request.drafts:
             self.drafted, self.has_gap = self.length, True
 
     def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
-        """Record what a chunk of steps did; returns the number of its steps that appended 1, 2, ... tokens.
+        """Record a chunk of steps; returns how many of them appended 1, 2, ... tokens.
 
         Args:
           progress: numpy arrays.
           row: its row in `progress`.
-          nodes: of the steps' tree.
+          nodes: of the steps' tree; 0 if there were none.
         """
-        self.tree_nodes = nodes or self.tree_nodes
-        self.length = int(progress.length_B[row])
         steps = int(progress.steps_B[row]) - self.steps_seen
+        self.tree_nodes = nodes or self.tree_nodes
+        self.verified += steps * max(0, nodes - 1)
+        self.length = int(progress.length_B[row])
         self.steps_seen += steps
-        if nodes > 1:
-            self.draft_steps += steps
-            self.draft_tokens += steps * (nodes - 1)
-        new_L = progress.histogram_BL[row] - self.histogram_L
-        self.histogram_L = progress.histogram_BL[row]
-        return new_L
+        before_L, self.histogram_L = self.histogram_L, progress.histogram_BL[row]
+        return self.histogram_L - before_L
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.
@@ -220,7 +219,7 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        drafts = self.tree_nodes, self.draft_steps, self.draft_tokens
+        drafts = self.tree_nodes, self.verified
         return Ending(result, queue_seconds, self.reused, *drafts)
 
 

@@ -27,20 +27,14 @@ NICE = 10
 
 
 class Programs(NamedTuple):
-    """The programs of a group of requests at one size of the batch.
-
-    Attributes:
-      nodes: of another tree than this number of rows has; its loop is added to the group's programs. 0: the tree.
-    """
+    """The programs of a group of requests at one size of the batch."""
 
     group: Group
     rows: int
     slots: int
-    nodes: int = 0
 
     def __str__(self) -> str:
-        tree = f", {self.nodes} nodes" if self.nodes else ""
-        return f"{self.group}{tree}; {self.rows} x {self.slots} tokens"
+        return f"{self.group}; {self.rows} x {self.slots} tokens"
 
 
 class NotCompiled(Exception):
@@ -92,12 +86,12 @@ class Compiler:
             if programs not in self._wanted:
                 log(f"compiling, a call waits: {programs}")
                 self._wanted.append(programs)
-                self._wanted.sort(key=lambda key: (key.nodes > 0, key.group != BASE))
+                self._wanted.sort(key=lambda key: key.group != BASE)
                 self._wake.notify_all()
         return programs in self._ready
 
     def want(self, programs: Programs) -> None:
-        """Compile these before planned ones, and after those that requests wait for."""
+        """Compile these before planned ones."""
         with self._wake:
             self._wanted.append(programs)
             self._wake.notify_all()
@@ -160,7 +154,7 @@ class Compiler:
             if not programs:
                 continue  # a request has come
             start = time.monotonic()
-            if is_planned or programs.nodes:
+            if is_planned:
                 with ThreadPoolExecutor(1, "compiling", lower_priority) as pool:
                     reason = pool.submit(self._compile, programs).result()
             else:

@@ -58,14 +58,13 @@ class Ending:
       waited_seconds: from `submit` until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
       tree_nodes: nodes of the last step's tree; 1 is plain decoding.
-      draft_steps, drafted: steps that verified drafts, and number of these drafts.
+      drafted: number of verified drafts.
     """
 
     result: Result
     waited_seconds: float
     reused_tokens: int
     tree_nodes: int
-    draft_steps: int = 0
     drafted: int = 0
 
     @property

@@ -10,11 +10,10 @@ lets later ones go first. If a text outgrows the slots for which programs are re
 until larger programs exist, since no row can step next to a full one.
 
 The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompts.py` (reading prompts),
-`preemption.py` (texts that outgrow the slots), `chunks.py` (steps and their results), `ladder.py` (the size of their
-tree).
+`preemption.py` (texts that outgrow the slots), `chunks.py` (steps and their results), `ladder.py` (sizes of trees).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import tokens_of
@@ -24,7 +23,7 @@ from medusa_jax.serving.echo import PIECE
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
-from medusa_jax.serving.ladder import Ladder, Times
+from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.preemption import Preemption
 from medusa_jax.serving.programs import Compiler
 from medusa_jax.serving.prompts import PromptReader
@@ -41,7 +40,6 @@ class Scheduler:
         requests answered at a time.
       most_new: most tokens of an answer.
       programs: tells which programs are compiled.
-      sizes: trees that a chunk may take instead, where texts cannot depend on it; see `Ladder`.
       chunk_steps: most steps of a chunk.
       piece: most tokens of a piece of a prompt, a power of two.
       threads: run the host's work on constraints; by default the caller's thread does.
@@ -54,19 +52,16 @@ class Scheduler:
         trees: Mapping[int, Tree],
         most_new: int,
         programs: Compiler,
-        sizes: Sequence[Tree] = (),
         chunk_steps: int = 8,
         piece: int = PIECE,
         threads: GuideThreads | None = None,
     ) -> None:
-        self._batch = batch = Batch(model, trees, most_new, piece, sizes)
+        self._batch = batch = Batch(model, trees, most_new, piece)
         batch.threads = threads
         self._jobs = jobs = Jobs(batch, max(trees))
         self._room = room = Room(batch, jobs, sorted(trees), programs)
-        times, tokens = Times(), tokens_of(tuple(sizes), model.calibrated)
-        ladder = Ladder(sizes, tokens, times, PACE) if sizes else None
-        chunked = chunk_steps, times, ladder, threads
-        self._chunks = chunks = Chunks(batch, jobs, room, *chunked)
+        ladder = Ladder(batch.sizes, tokens_of(batch.sizes, model.calibrated), PACE)
+        self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, ladder, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
         self._preemption = Preemption(batch, jobs, room, chunks)
 

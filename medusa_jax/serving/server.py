@@ -34,7 +34,7 @@ class Server:
     Args:
       slots: requests answered at a time.
       trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree for each;
-        by default `row_sizes` and the model's own trees, and chunks may take other sizes of these (`ladder.py`).
+        by default `row_sizes` and the model's own trees. Chunks may take other sizes of these (`ladder.py`).
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
@@ -68,13 +68,12 @@ class Server:
         self.most_prompt = min(max_prompt_tokens or context, context - 1)
         self.most_new = min(max_new_tokens or context, context)
         self._trees = trees or {rows: model.tree_at(rows) for rows in row_sizes(slots)}
-        sizes = () if trees else model.sizes_under_load(self._trees.values())
         usual = BASE._replace(penalties=model.repetition_penalty != 1)
         self._first = Programs(usual, min(self._trees), LEAST_SLOTS)
         self._wake = threading.Condition()
         piece = more.setdefault("piece", piece_for(model))
         self._compiler = Compiler(
-            lambda: Batch(model, self._trees, self.most_new, piece, sizes),
+            lambda: Batch(model, self._trees, self.most_new, piece),
             self._notify,
             lambda: not (self.busy or self.waiting),
         )
@@ -84,7 +83,6 @@ class Server:
             trees=self._trees,
             most_new=self.most_new,
             programs=self._compiler,
-            sizes=sizes,
             threads=self._threads,
             **more,
         )
