@@ -68,7 +68,7 @@ class Flags:
     """What load does to drafts, simulated: a shared budget of nodes, and the rule that `serve` takes sizes by."""
 
     rows: tuple[int, ...] = flag("rows", "1,2,4,8,16,32", type=numbers(least=1))
-    answers: int = flag("answers per client", 40, type=at_least(1))
+    answers: int = flag("answers of all clients", 800, type=at_least(1))
     batches: int = flag("batches to share budgets in", 100, type=at_least(1))
 
 
@@ -104,14 +104,14 @@ class Clients:
     """Clients of a server with as many rows, that each ask again once they are answered.
 
     Args:
-      answers: of each.
+      answers: of all.
     """
 
     def __init__(self, rows: int, answers: int) -> None:
         texts, self.rng = np.random.default_rng(0), np.random.default_rng(1)
         # The same texts for every choice of sizes; the exponents of both halves.
-        self.limit_A = texts.integers(16, 129, rows * answers)
-        self.exponent_A2 = np.exp(SPREAD * texts.standard_normal((rows * answers, 2)))
+        self.limit_A = texts.integers(16, 129, answers)
+        self.exponent_A2 = np.exp(SPREAD * texts.standard_normal((answers, 2)))
         self.next, self.answer_R = 0, np.zeros(rows, int)
         self.tokens, self.length_R = 0, np.zeros(rows, int)
         self.has_gap_R, self.stale_R = np.zeros(rows, bool), np.zeros(rows, bool)
@@ -176,7 +176,9 @@ def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> floa
 
 def regret(rows: int, cost: Cost, answers: int) -> tuple[float, int]:
     """How much longer the ladder takes than the best fixed size, and the nodes of that one."""
-    fixed = [speed(rows, cost, answers, index) for index in range(len(NODES))]
+    # A pass of more tokens is never the best.
+    n_sizes = sum(rows * nodes <= 256 for nodes in NODES)
+    fixed = [speed(rows, cost, answers, index) for index in range(n_sizes)]
     best = int(np.argmax(fixed))
     return fixed[best] / speed(rows, cost, answers) - 1, NODES[best]
 

@@ -106,8 +106,7 @@ class Chunks:
         status_B[list(jobs)] = RUNNING
         group, start = self._sized(list(jobs.values())), time.perf_counter()
         for job in jobs.values():
-            if not (group.drafts or job.has_gap):
-                job.note_gap()
+            job.note_gap(is_plain=not group.drafts)
         kind, nodes = (self._group, self._batch.rows), self._nodes(group)
         seconds = self._ladder.times.measured(*kind, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
@@ -128,24 +127,20 @@ class Chunks:
         is_free = batch.text_is_free(group, [job.options for job in jobs])
         if not (group.drafts and is_free and len(batch.sizes) > 1):
             return group
-        of_nodes = {
-            tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes
-        }
-        of_nodes |= {1: group._replace(drafts=False), self._nodes(group): group}
-        programs = {
-            nodes: Programs(sized, batch.rows, batch.slots)
-            for nodes, sized in of_nodes.items()
-        }
-        ready = [n for n in sorted(programs) if self._room.programs.known(programs[n])]
+        sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
+        sized |= {1: group._replace(drafts=False), self._nodes(group): group}
+        size = batch.rows, batch.slots
+        ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs]
         kind, now = (group, batch.rows, self._nodes(group)), time.perf_counter()
         nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
-        if fastest not in ready and programs[fastest] not in self._wanted:
-            self._wanted.add(programs[fastest])
-            self._room.programs.want(programs[fastest])
-        return of_nodes[nodes]
+        wanted = Programs(sized[fastest], *size)
+        if fastest not in ready and wanted not in self._wanted:
+            self._wanted.add(wanted)
+            self._room.programs.want(wanted)
+        return sized[nodes]
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))

@@ -163,24 +163,17 @@ class Job:
         is_whole = self.request.drafts and not self.has_gap
         return text[:limit], len(text) if is_whole else self.drafted
 
-    def note_gap(self) -> None:
-        """Record that the drafter does not read the text from here on."""
-        if self.request.drafts:
+    def note_gap(self, is_plain: bool) -> None:
+        """Record that the drafter misses the text from here on, if a request with drafts takes plain steps."""
+        if is_plain and self.request.drafts and not self.has_gap:
             self.drafted, self.has_gap = self.length, True
 
     def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
-        """Record a chunk of steps; returns how many of them appended 1, 2, ... tokens.
-
-        Args:
-          progress: numpy arrays.
-          row: its row in `progress`.
-          nodes: of the steps' tree; 0 if there were none.
-        """
-        steps = int(progress.steps_B[row]) - self.steps_seen
+        """Record steps with a tree of these nodes (0: none); returns how many appended 1, 2, ... tokens."""
+        before, self.steps_seen = self.steps_seen, int(progress.steps_B[row])
+        self.verified += (self.steps_seen - before) * max(0, nodes - 1)
         self.tree_nodes = nodes or self.tree_nodes
-        self.verified += steps * max(0, nodes - 1)
         self.length = int(progress.length_B[row])
-        self.steps_seen += steps
         before_L, self.histogram_L = self.histogram_L, progress.histogram_BL[row]
         return self.histogram_L - before_L
 
@@ -219,8 +212,8 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        drafts = self.tree_nodes, self.verified
-        return Ending(result, queue_seconds, self.reused, *drafts)
+        trees = self.tree_nodes, self.verified
+        return Ending(result, queue_seconds, self.reused, *trees)
 
 
 def make_job(

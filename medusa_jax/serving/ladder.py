@@ -58,12 +58,12 @@ class Times:
         timed = self._seconds.setdefault((kind, rows, nodes), deque(maxlen=TIMED))
         timed.append(max(1e-6, seconds))
 
-    def chunks(self, kind: Hashable, rows: int, nodes: int) -> int:
-        """The number of chunks that were timed, up to `TIMED`."""
-        return len(self._seconds.get((kind, rows, nodes), ()))
+    def of(self, kind: Hashable, rows: int, nodes: int) -> list[float]:
+        """Times of the latest chunks, ascending."""
+        return sorted(self._seconds.get((kind, rows, nodes), ()))
 
     def measured(self, kind: Hashable, rows: int, nodes: int) -> float | None:
-        timed = sorted(self._seconds.get((kind, rows, nodes), ()))
+        timed = self.of(kind, rows, nodes)
         return timed[len(timed) // 4] if timed else None
 
     def estimate(self, kind: Hashable, rows: int, nodes: int) -> float:
@@ -112,11 +112,9 @@ class Ladder:
     def count(
         self, counts_3L: np.ndarray, steps_L: np.ndarray, nodes: int, has_gap: bool
     ) -> None:
-        """Add a request's steps to its counts, in place, and to those of all.
+        """Add a request's steps that appended 1, 2, ... tokens to its counts, in place, and to those of all.
 
         Args:
-          steps_L: steps that appended 1, 2, ... tokens.
-          nodes: of their tree.
           has_gap: its drafter has not read all of the text, so it is no example for others.
         """
         index = self._nodes.index(nodes)
@@ -143,13 +141,11 @@ class Ladder:
         """Return the nodes of the next chunk's tree, and of the fastest one, which may lack programs.
 
         Args:
-          kind, rows: as for `Times`.
           first: nodes to begin with.
           counts_R3L: of the requests that step.
           ready: nodes of the sizes that have programs, `first` among them.
-          now: seconds of a clock.
         """
-        if not self.times.chunks(kind, rows, first):
+        if not self.times.of(kind, rows, first):
             return first, first
         seconds_N = [self.times.estimate(kind, rows, nodes) for nodes in self._nodes]
         counts_3RL = np.stack(counts_R3L, axis=1)
@@ -168,8 +164,7 @@ class Ladder:
             nodes = self._nodes[other]
             lost = 1 - speed_N[other] / speed_N[best] + GAP * (nodes == 1)
             pause = max(PAUSE, self._pace * lost / OVERHEAD)
-            # Few chunks were timed: another one says more.
-            pause *= self.times.chunks(kind, rows, nodes) / TIMED
+            pause *= len(self.times.of(kind, rows, nodes)) / TIMED
             if now - self._used.get((kind, rows, nodes), -np.inf) > pause:
                 best = other
                 break

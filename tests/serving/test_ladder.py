@@ -86,6 +86,7 @@ class Wanting(InPlace):
         self.wanted.append(programs)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("x64")
 def test_no_text_depends_on_the_sizes(model, monkeypatch):
     """A random one for each chunk, plain steps among them; a prompt is read again where the drafter has a gap."""
