@@ -234,6 +234,14 @@ class Batch:
             engine = replace(engine, no_repeat_ngram_size=0)
         return replace(engine, acceptance=_rule(group))
 
+    def tree_of(self, group: Group) -> Tree:
+        """The tree of a group's steps with the present rows."""
+        if not group.drafts:
+            return Tree.none()
+        trees = self._copying if group.predicted else self.trees
+        sizes = {tree.n_nodes: tree for tree in self.sizes}
+        return sizes.get(group.nodes, trees[self.rows])
+
     def text_is_free(self, group: Group, options: Sequence[Options]) -> bool:
         """Whether these requests' texts cannot depend on the trees of their steps."""
         engine, dtype = self._engine_of(group), self._model.dtype
@@ -272,11 +280,9 @@ class Batch:
 
         Returns: the progress after the chunk, and the tree's node count.
         """
-        trees = self._copying if group.predicted else self.trees
-        sizes = {tree.n_nodes: tree for tree in self.sizes} | {0: trees[self.rows]}
-        tree, drafter = sizes[group.nodes], self._engine.drafter
+        tree, drafter = self.tree_of(group), self._engine.drafter
         if not group.drafts:
-            tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
+            drafter = no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
             self._engine,

@@ -107,7 +107,7 @@ class Chunks:
         group, start = self._sized(list(jobs.values())), time.perf_counter()
         for job in jobs.values():
             job.note_gap(is_plain=not group.drafts)
-        kind, nodes = (self._group, self._batch.rows), self._nodes(group)
+        kind, nodes = (self._group, self._batch.rows), self._batch.tree_of(group).n_nodes
         seconds = self._ladder.times.measured(*kind, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
@@ -116,11 +116,6 @@ class Chunks:
         self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
         return True
 
-    def _nodes(self, group: Group) -> int:
-        """Return the nodes of the tree that a group's chunk takes now."""
-        own = self._batch.trees[self._batch.rows].n_nodes
-        return (group.nodes or own) if group.drafts else 1
-
     def _sized(self, jobs: list[Job]) -> Group:
         """Return the group of these requests with the size of tree that the ladder chooses."""
         batch, group, ladder = self._batch, self._group, self._ladder
@@ -128,13 +123,14 @@ class Chunks:
         if not (group.drafts and is_free and len(batch.sizes) > 1):
             return group
         sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
-        sized |= {1: group._replace(drafts=False), self._nodes(group): group}
+        first = batch.tree_of(group).n_nodes
+        sized |= {1: group._replace(drafts=False), first: group}
         size = batch.rows, batch.slots
         ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs]
-        kind, now = (group, batch.rows, self._nodes(group)), time.perf_counter()
+        kind, now = (group, batch.rows, first), time.perf_counter()
         nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
         wanted = Programs(sized[fastest], *size)
         if fastest not in ready and wanted not in self._wanted:
