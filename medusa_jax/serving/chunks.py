@@ -129,7 +129,7 @@ class Chunks:
         ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
-        counts_R3L = [job.counts_3L for job in jobs]
+        counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
         kind, now = (group, batch.rows, first), time.perf_counter()
         nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
         wanted = Programs(sized[fastest], *size)

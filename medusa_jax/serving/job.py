@@ -110,7 +110,7 @@ class Job:
     drafted: int = 0
     has_gap: bool = False
     verified: int = 0
-    histogram_L: np.ndarray | int = 0
+    histogram_L: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
     counts_3L: np.ndarray | None = None
     tree_nodes: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)
@@ -174,8 +174,9 @@ class Job:
         self.verified += (self.steps_seen - before) * max(0, nodes - 1)
         self.tree_nodes = nodes or self.tree_nodes
         self.length = int(progress.length_B[row])
-        before_L, self.histogram_L = self.histogram_L, progress.histogram_BL[row]
-        return self.histogram_L - before_L
+        new_L = np.asarray(progress.histogram_BL[row]) - self.histogram_L
+        self.histogram_L = self.histogram_L + new_L
+        return new_L
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.
