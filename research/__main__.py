@@ -25,6 +25,9 @@ COMMANDS = {
         "research.compiled.command",
         "a compiler's estimates and defects of a step on TPUs and GPUs",
     ),
+    "load": Command(
+        "costs", "research.load", "drafts under load, simulated: what sizes of trees give"
+    ),
     "chart": Command(
         "costs", "research.chart", "the bars beside llama.cpp in README and site"
     ),

@@ -125,13 +125,16 @@ def is_narrow(storage: Storage) -> bool:
 
 
 def small_tree(tree: Tree, calibrated: Json | None) -> Tree:
-    """The first `SMALL` nodes of a tree, in the tree file's order if the tree is its."""
-    if tree.n_nodes <= SMALL:
-        return tree
-    order = Order(tree.choices, tree.spares)
-    if calibrated is not None and tree == order_of(calibrated).tree(tree.n_nodes):
-        order = order_of(calibrated)
-    return order.tree(SMALL)
+    """The first `SMALL` nodes of a tree."""
+    return order_with(tree, calibrated).tree(min(SMALL, tree.n_nodes))
+
+
+def order_with(tree: Tree, calibrated: Json | None) -> Order:
+    """The order that a tree has the first nodes of: the tree file's, else that of its choices."""
+    order = order_of(calibrated) if calibrated is not None else Order(())
+    if len(order.growth) + 1 >= tree.n_nodes and tree == order.tree(tree.n_nodes):
+        return order
+    return Order(tree.choices, tree.spares)
 
 
 def sizes_of(tree: Tree, calibrated: Json | None) -> tuple[Tree, ...]:

@@ -55,6 +55,30 @@ def rate_of(tokens_per_step: float, depth: int) -> float:
     return low
 
 
+def tokens_by_size(counts_3L: Any, rate_N: Any, depths: Sequence[int], xp: Any) -> Any:
+    """Tokens per step to expect with each size [..., N], by the formula of this file.
+
+    Args:
+      counts_3L: `accepted_L`, `tested_L` and `expected_L` of a gate, [3, ..., L].
+      xp: the module of arrays, jax.numpy or numpy.
+    """
+    rate, (accepted_L, tested_L, expected_L) = rate_N[-1], counts_3L
+    exponent, total, totals = 1.0, 0.0, []
+    for level in range(tested_L.shape[-1]):
+        weight = ABOVE if level else 0.0
+        tests = tested_L[..., level] + weight
+        accepted = (accepted_L[..., level] + weight * rate**exponent) / tests
+        expected = (expected_L[..., level] + weight * rate) / tests
+        accepted = xp.clip(accepted, LEAST_RATE, MOST_RATE)
+        expected = xp.clip(expected, LEAST_RATE, MOST_RATE)
+        exponent = xp.log(accepted) / xp.log(expected)
+        total = total + exponent
+        totals.append(total)
+    reached_NL = rate_N[:, None] ** xp.stack(totals, axis=-1)[..., None, :]
+    has_NL = np.arange(1, len(totals) + 1) <= np.array(depths)[:, None]
+    return 1 + xp.sum(xp.where(has_NL, reached_NL, 0.0), axis=-1)
+
+
 class Gate(struct.PyTreeNode):
     """State of the choice among N sizes; one for all rows of a batch. Arrays of one number have shape [1].
 
@@ -143,21 +167,8 @@ class Gate(struct.PyTreeNode):
 
     def tokens(self) -> jax.Array:
         """Tokens per step to expect with each size [N], by the formula of this file."""
-        rate = self.rate_N[-1]
-        exponent, total, totals = jnp.float32(1.0), jnp.float32(0.0), []
-        for level in range(self.tested_L.shape[0]):
-            weight = ABOVE if level else 0.0
-            tests = self.tested_L[level] + weight
-            accepted = (self.accepted_L[level] + weight * rate**exponent) / tests
-            expected = (self.expected_L[level] + weight * rate) / tests
-            accepted = jnp.clip(accepted, LEAST_RATE, MOST_RATE)
-            expected = jnp.clip(expected, LEAST_RATE, MOST_RATE)
-            exponent = jnp.log(accepted) / jnp.log(expected)
-            total += exponent
-            totals.append(total)
-        reached_NL = self.rate_N[:, None] ** jnp.stack(totals)[None, :]
-        has_NL = np.arange(1, len(totals) + 1) <= np.array(self.depths)[:, None]
-        return 1 + jnp.sum(jnp.where(has_NL, reached_NL, 0.0), axis=1)
+        counts_3L = jnp.stack([self.accepted_L, self.tested_L, self.expected_L])
+        return tokens_by_size(counts_3L, self.rate_N, self.depths, jnp)
 
     def fastest(self, favoured_N: jax.Array | float) -> jax.Array:
         """Index [1] of the size with the most tokens per time.

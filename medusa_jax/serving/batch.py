@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from medusa_jax.api import Model
+from medusa_jax.api import Model, Options
+from medusa_jax.api.step_sizes import text_is_free
 from medusa_jax.constraints.host_work import Guide
 from medusa_jax.decoding import constrained, rows
 from medusa_jax.decoding.acceptance import rule_named
@@ -36,6 +37,7 @@ from medusa_jax.serving.echo import LEAST_SLOTS, MOST_BEST, echo_of
 from medusa_jax.serving.extras import BatchExtras, parts_of
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import SCORING, STOPS, Group
+from medusa_jax.serving.ladder import ladder_sizes
 from medusa_jax.sharding import placed
 from medusa_jax.tree.tree import Tree, stand_in
 
@@ -75,6 +77,7 @@ class Batch:
       threads: run the host's work for rows with constraints.
       rows, slots: current size; each pair has its own programs.
       trees: the tree for each number of rows.
+      sizes: trees that chunks may take instead.
       widest: most rows of a pass; a text needs this many free slots after it.
       longest: most tokens that a step without constraints appends.
     """
@@ -83,15 +86,17 @@ class Batch:
 
     def __init__(self, model: Model, trees: Mapping[int, Tree], most_new: int, piece: int):
         self.threads: GuideThreads | None = None
-        deepest = max(trees.values(), key=lambda tree: tree.drafted.depth)
+        self.sizes = ladder_sizes(model, list(trees.values()))
+        all_trees = [*trees.values(), *self.sizes]
+        deepest = max(all_trees, key=lambda tree: tree.drafted.depth)
         engine = model.engine(deepest, "sampled", sampled=True)
         # Depends only on the tree's depth (`Engine.depth_only`), so all trees share all programs except the step.
         # A tree with copies, so that all states have the text; but some drafters have their own step.
         can_copy = engine.drafter.own_step is None
         copies = Tree.copies(deepest.depth if can_copy else 0)
-        self.longest = stand_in([*trees.values(), copies]).path_length
+        self.longest = stand_in([*all_trees, copies]).path_length
         chain = Tree.copies(constrained.MANY if can_copy else 0)
-        self._engine = replace(engine, tree=stand_in([*trees.values(), copies, chain]))
+        self._engine = replace(engine, tree=stand_in([*all_trees, copies, chain]))
         self._vocab_size = engine.llama.config.vocab_size
         n = min(MOST_BEST, self._vocab_size)
         self._with_logprobs = replace(self._engine, logprobs=n)
@@ -105,7 +110,7 @@ class Batch:
             n: tree.with_copies(self.longest - 1) if can_copy else tree
             for n, tree in trees.items()
         }
-        sizes = [tree.n_nodes for tree in self._copying.values()]
+        sizes = [tree.n_nodes for tree in (*all_trees, *self._copying.values())]
         if can_copy:  # of rows with constraints
             sizes += [tree.drafted.n_nodes + constrained.MANY for tree in trees.values()]
         self.widest = max(sizes) + extra
@@ -232,6 +237,19 @@ class Batch:
             engine = replace(engine, no_repeat_ngram_size=0)
         return replace(engine, acceptance=_rule(group))
 
+    def tree_of(self, group: Group) -> Tree:
+        """The tree of a group's steps with the present rows."""
+        if not group.drafts:
+            return Tree.none()
+        trees = self._copying if group.predicted else self.trees
+        sizes = {tree.n_nodes: tree for tree in self.sizes}
+        return sizes.get(group.nodes, trees[self.rows])
+
+    def text_is_free(self, group: Group, options: Sequence[Options]) -> bool:
+        """Whether these requests' texts cannot depend on the trees of their steps."""
+        engine, dtype = self._engine_of(group), self._model.dtype
+        return not group.predicted and text_is_free(engine, options, dtype)
+
     def insert(self, reading: Reading, at: int) -> Progress:
         """Overwrite row `at` of the batch with a row that was read; return its progress."""
         row, extras = rows.split_extras(self._resized(reading.row, self.slots))
@@ -258,18 +276,16 @@ class Batch:
 
         Args:
           running_B: RUNNING for the rows to step, PAUSED for other texts, else STOPPED.
-          group: the group of these rows. Steps without drafts do not update the drafter's state, so such
-            a row cannot draft again.
+          group: the group of these rows. Steps without drafts leave a gap in the drafter's state.
           steps: maximum number of steps.
           few_steps: maximum if one of the rows has already ended, since its row may soon be needed.
           guides: by row. A group with constraints takes `few_steps` steps, or one if other rows wait.
 
         Returns: the progress after the chunk, and the tree's node count.
         """
-        trees = self._copying if group.predicted else self.trees
-        tree, drafter = trees[self.rows], self._engine.drafter
+        tree, drafter = self.tree_of(group), self._engine.drafter
         if not group.drafts:
-            tree, drafter = Tree.none(), no_drafter(self._engine.llama.config)
+            drafter = no_drafter(self._engine.llama.config)
         engine = replace(self._engine_of(group), tree=tree, drafter=drafter)
         status_B, max_steps = rows.run_only(
             self._engine,

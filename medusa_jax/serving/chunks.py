@@ -14,6 +14,7 @@ from medusa_jax.serving.batch import Batch, Reading
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Group, Job
 from medusa_jax.serving.jobs import Jobs, tell
+from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.programs import NotCompiled, Programs
 from medusa_jax.serving.request import NoScores, Stopped, TooCostly
 from medusa_jax.serving.room import Room
@@ -50,6 +51,7 @@ class Chunks:
 
     Args:
       most_steps: of a chunk.
+      ladder: chooses the size of its tree.
       threads: run the host's work on constraints; by default the caller's thread does.
 
     Attributes:
@@ -63,6 +65,7 @@ class Chunks:
         jobs: Jobs,
         room: Room,
         most_steps: int,
+        ladder: Ladder,
         threads: GuideThreads | None,
     ) -> None:
         self._batch, self._jobs, self._room = batch, jobs, room
@@ -70,7 +73,8 @@ class Chunks:
         self.pending: deque[Pending] = deque()
         self.finished = 0
         self._group = Group(False, "")
-        self._seconds: dict[tuple[Group, int], float] = {}  # of a step, by group and rows
+        self._ladder = ladder
+        self._wanted: set[Programs] = set()  # of faster sizes
         self._ended_at = 0.0  # when the last chunk was seen to end
 
     @property
@@ -100,14 +104,39 @@ class Chunks:
         status_B = np.full(self._batch.rows, STOPPED, np.int32)
         status_B[list(self._jobs.running)] = PAUSED
         status_B[list(jobs)] = RUNNING
-        kind = self._group, self._batch.rows
-        seconds, start = self._seconds.get(kind, PACE / FEW_STEPS), time.perf_counter()
+        group, start = self._sized(list(jobs.values())), time.perf_counter()
+        for job in jobs.values():
+            job.note_gap(is_plain=not group.drafts)
+        kind, nodes = (self._group, self._batch.rows), self._batch.tree_of(group).n_nodes
+        seconds = self._ladder.times.measured(*kind, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         short_steps = min(FEW_STEPS, steps)
-        progress, nodes = self._batch.run(status_B, self._group, steps, short_steps, guides)
+        progress, nodes = self._batch.run(status_B, group, steps, short_steps, guides)
         self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
         return True
+
+    def _sized(self, jobs: list[Job]) -> Group:
+        """Return the group of these requests with the size of tree that the ladder chooses."""
+        batch, group, ladder = self._batch, self._group, self._ladder
+        is_free = batch.text_is_free(group, [job.options for job in jobs])
+        if not (group.drafts and is_free and len(batch.sizes) > 1):
+            return group
+        sized = {tree.n_nodes: group._replace(nodes=tree.n_nodes) for tree in batch.sizes}
+        first = batch.tree_of(group).n_nodes
+        sized |= {1: group._replace(drafts=False), first: group}
+        size = batch.rows, batch.slots
+        ready = [nodes for nodes in sized if self._room.known(sized[nodes], *size)]
+        for job in jobs:
+            job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
+        counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
+        kind, now = (group, batch.rows, first), time.perf_counter()
+        nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
+        wanted = Programs(sized[fastest], *size)
+        if fastest not in ready and wanted not in self._wanted:
+            self._wanted.add(wanted)
+            self._room.programs.want(wanted)
+        return sized[nodes]
 
     def _is_late(self, job: Job) -> bool:
         return bool(job.guide and self._threads and self._threads.late(job.guide))
@@ -131,9 +160,9 @@ class Chunks:
         for at, job in pending.jobs.items():
             if job.row is None:
                 continue  # it ended before
-            job.tree_nodes = pending.tree_nodes or job.tree_nodes
-            job.length = int(pending.progress.length_B[at])
-            job.steps_seen = int(pending.progress.steps_B[at])
+            steps_L = job.see(pending.progress, at, pending.tree_nodes)
+            if pending.tree_nodes and job.counts_3L is not None:
+                self._ladder.count(job.counts_3L, steps_L, pending.tree_nodes, job.has_gap)
             is_last = pending.progress.status_B[at] not in (RUNNING, PAUSED)
             if is_last or time.perf_counter() - job.delivered_at > PACE / 2:
                 self._deliver(job, pending, at)
@@ -144,9 +173,10 @@ class Chunks:
         steps_B, running = pending.progress.steps_B, pending.jobs.items()
         steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
         if pending.group and steps > 0:
-            kind = pending.group, pending.rows
-            seconds = max(1e-6, now - max(pending.dispatched, self._ended_at)) / steps
-            self._seconds[kind] = (self._seconds.get(kind, seconds) + seconds) / 2
+            seconds = (now - max(pending.dispatched, self._ended_at)) / steps
+            self._ladder.times.note(
+                pending.group, pending.rows, pending.tree_nodes, seconds
+            )
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:

@@ -36,6 +36,7 @@ class Group(NamedTuple):
       penalties: whether they have biases or penalties.
       constrained: whether they have constraints, so that the host takes part in every step.
       predicted: whether they have tokens to copy drafts from (`Request.predicted`).
+      nodes: of the tree, if a chunk takes another one than the batch's; else 0.
     """
 
     drafts: bool
@@ -44,6 +45,7 @@ class Group(NamedTuple):
     penalties: bool = False
     constrained: bool = False
     predicted: bool = False
+    nodes: int = 0
 
     def __str__(self) -> str:
         names = {
@@ -52,6 +54,7 @@ class Group(NamedTuple):
             "penalties": self.penalties,
             "constraints": self.constrained,
             "a prediction": self.predicted,
+            f"{self.nodes} nodes": self.nodes > 0,
             self.rule: self.rule != "auto",
         }
         return ", ".join(name for name, is_set in names.items() if is_set)
@@ -85,7 +88,11 @@ class Job:
       delivered_at: when its last part was delivered.
       row: number of its row in the batch; None until its prompt has been read.
       reused, tree_nodes: as in `Ending`.
-      drafted: number of its prompt's tokens that the drafter has read.
+      drafted: number of its prompt's tokens that the drafter has read; of its text's up to a gap.
+      has_gap: steps without drafts have left a gap in the drafter's state.
+      verified: number of drafts.
+      histogram_L: steps that appended 1, 2, ... tokens, as far as the host has read.
+      counts_3L: accepted and tested drafts (`Ladder`).
     """
 
     request: Request
@@ -101,6 +108,10 @@ class Job:
     row: int | None = None
     reused: int = 0
     drafted: int = 0
+    has_gap: bool = False
+    verified: int = 0
+    histogram_L: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
+    counts_3L: np.ndarray | None = None
     tree_nodes: int = 1
     submitted_at: float = field(default_factory=time.perf_counter)
     started_at: float = 0.0
@@ -149,9 +160,23 @@ class Job:
     def cached(self, limit: int) -> tuple[np.ndarray, int]:
         """Return up to `limit` cached tokens (all except the root), and the number the drafter has read."""
         text: np.ndarray = np.array([*self.prompt, *self.token_ids[:-1]], np.int32)
-        return text[:limit], len(
-            text
-        ) if self.request.drafts and not self.guide else self.drafted
+        is_whole = self.request.drafts and not (self.has_gap or self.guide)
+        return text[:limit], len(text) if is_whole else self.drafted
+
+    def note_gap(self, is_plain: bool) -> None:
+        """Record that the drafter misses the text from here on, if a request with drafts takes plain steps."""
+        if is_plain and self.request.drafts and not self.has_gap:
+            self.drafted, self.has_gap = self.length, True
+
+    def see(self, progress: Progress, row: int, nodes: int) -> np.ndarray:
+        """Record steps with a tree of these nodes (0: none); returns how many appended 1, 2, ... tokens."""
+        before, self.steps_seen = self.steps_seen, int(progress.steps_B[row])
+        self.verified += (self.steps_seen - before) * max(0, nodes - 1)
+        self.tree_nodes = nodes or self.tree_nodes
+        self.length = int(progress.length_B[row])
+        new_L = np.asarray(progress.histogram_BL[row]) - self.histogram_L
+        self.histogram_L = self.histogram_L + new_L
+        return new_L
 
     def take(self, progress: Progress, row: int) -> Delta:
         """Return the new part of its answer, up to a stop string.
@@ -188,7 +213,8 @@ class Job:
             result.cut(len(self.token_ids), self.text.text)
             result.finish_reason = self.text.stop_reason
         queue_seconds = self.started_at - self.submitted_at
-        return Ending(result, queue_seconds, self.reused, self.tree_nodes)
+        trees = self.tree_nodes, self.verified
+        return Ending(result, queue_seconds, self.reused, *trees)
 
 
 def make_job(

@@ -58,12 +58,14 @@ class Ending:
       waited_seconds: from `submit` until reading its prompt began.
       reused_tokens: prompt tokens taken from a row's cache.
       tree_nodes: nodes of the last step's tree; 1 is plain decoding.
+      drafted: number of verified drafts.
     """
 
     result: Result
     waited_seconds: float
     reused_tokens: int
     tree_nodes: int
+    drafted: int = 0
 
     @property
     def accepted_drafts(self) -> int:
@@ -78,11 +80,6 @@ class Ending:
         if accepted and depths[-1]:
             accepted[-1] += 1
         return accepted
-
-    @property
-    def drafted(self) -> int:
-        """Number of tokens drafted for it, as if every step had used the last step's tree."""
-        return self.result.steps * (self.tree_nodes - 1)
 
 
 @dataclass(frozen=True)

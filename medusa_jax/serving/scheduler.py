@@ -10,18 +10,20 @@ lets later ones go first. If a text outgrows the slots for which programs are re
 until larger programs exist, since no row can step next to a full one.
 
 The parts: `jobs.py` (where each request is), `room.py` (the batch's size), `prompts.py` (reading prompts),
-`parking.py` (texts that outgrow the slots), `chunks.py` (steps and their results).
+`preemption.py` (texts that outgrow the slots), `chunks.py` (steps and their results), `ladder.py` (sizes of trees).
 """
 
 from collections.abc import Mapping
 
 from medusa_jax.api import Model
+from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.serving.batch import Batch
-from medusa_jax.serving.chunks import Chunks
+from medusa_jax.serving.chunks import PACE, Chunks
 from medusa_jax.serving.echo import PIECE
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import Job
 from medusa_jax.serving.jobs import Jobs, tell
+from medusa_jax.serving.ladder import Ladder
 from medusa_jax.serving.preemption import Preemption
 from medusa_jax.serving.programs import Compiler
 from medusa_jax.serving.prompts import PromptReader
@@ -58,7 +60,8 @@ class Scheduler:
         batch.threads = threads
         self._jobs = jobs = Jobs(batch, max(trees))
         self._room = room = Room(batch, jobs, sorted(trees), programs)
-        self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, threads)
+        ladder = Ladder(batch.sizes, tokens_of(batch.sizes, model.calibrated), PACE)
+        self._chunks = chunks = Chunks(batch, jobs, room, chunk_steps, ladder, threads)
         self._reader = PromptReader(batch, jobs, room, chunks, piece)
         self._preemption = Preemption(batch, jobs, room, chunks)
 

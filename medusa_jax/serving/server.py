@@ -34,7 +34,7 @@ class Server:
     Args:
       slots: requests answered at a time.
       trees: the numbers of rows to compile programs for, the largest is `slots`, and the tree for each;
-        by default `row_sizes` and the model's own trees.
+        by default `row_sizes` and the model's own trees. Chunks may take other sizes of these (`ladder.py`).
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.

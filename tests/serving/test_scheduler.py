@@ -243,7 +243,7 @@ def test_a_step_has_room_for_the_tree_and_for_the_drafters_own_rows(monkeypatch)
 
     monkeypatch.setattr(batch, "LEAST_SLOTS", 128)
     monkeypatch.setattr(rows, "idle", idle)
-    model = SimpleNamespace(engine=engine, variables_by=None)
+    model = SimpleNamespace(engine=engine, variables_by=None, chooses=False)
     tree, extra = drafter.default_tree, len(drafter.window[0])
     made = batch.Batch(model, {1: Tree.none(), 2: tree}, 100, 32)
     assert made.widest == tree.n_nodes + extra > tree.n_nodes

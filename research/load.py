@@ -1,0 +1,202 @@
+"""`python -m research load`: drafts under load, simulated.
+
+Clients in a closed loop, texts whose drafts hold more or less, and three curves of what a pass costs:
+
+- What a budget that the rows of a batch share would gain, more nodes for rows whose drafts hold, over the best
+  size common to all. Every row's rates are known, so this is an upper bound.
+- How much longer `serving/ladder.py` takes than the best fixed size in hindsight. Rates change in the middle of each
+  text, times are noisy, and after plain steps a row's first drafts are wrong.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from medusa_jax.commands.flags import Program, at_least, flag, numbers
+from medusa_jax.console import inform
+from medusa_jax.decoding.gate import rate_of
+from medusa_jax.evaluate.tables import markdown_table
+from medusa_jax.serving.ladder import Ladder
+from medusa_jax.tree.tree import Tree
+
+# Nodes, depth and tokens per step of sizes of a tree: Hydra++ heads of SmolLM2 with copies, its tree file.
+NODES, DEPTHS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 3, 7, 10, 10, 10)
+TOKENS = (1.0, 1.6709, 2.3778, 3.0252, 3.5571, 3.8763, 4.0566)
+RATES = np.array([rate_of(*pair) for pair in zip(TOKENS, DEPTHS)])
+TREES = [
+    Tree.from_choices([*Tree.chain(d).choices, *([i] for i in range(1, n - d))])
+    for n, d in zip(NODES, DEPTHS)
+]
+# Nodes to begin with.
+FIRST = 8
+# Standard deviation of the logarithm of a text's exponent: 8 nodes then give 1.9 to 4.5 tokens for most texts.
+SPREAD = 0.5
+# Seconds and most steps of a chunk.
+PACE, STEPS = 0.04, 8
+
+Cost = Callable[[int, int], float]
+
+
+def cpu(first: float, knee: int, then: float) -> Cost:
+    """Seconds of a pass of rows x nodes tokens: each costs a share of one row's, more after the knee."""
+
+    def cost(rows: int, nodes: int) -> float:
+        n = rows * nodes
+        share = 1 + first * (min(n, knee) - 1) + then * max(0, n - knee)
+        return 0.004 * (share + 0.1 * (nodes > 1))
+
+    return cost
+
+
+def accelerator(rows: int, nodes: int) -> float:
+    """Seconds of a pass that is bound by reading weights up to 128 tokens."""
+    return 0.008 * (max(1.0, rows * nodes / 128) + 0.08 * (nodes > 1))
+
+
+# The first is close to SmolLM2's measured steps (weights as stored, 1 to 64 tokens), the second reckons with half as
+# wide arithmetic.
+CURVES: dict[str, Cost] = {
+    "AVX-512": cpu(0.04, 12, 0.068),
+    "AVX2": cpu(0.12, 12, 0.14),
+    "accelerator": accelerator,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flags:
+    """What load does to drafts, simulated: a shared budget of nodes, and the rule that `serve` takes sizes by."""
+
+    rows: tuple[int, ...] = flag("rows", "1,2,4,8,16,32", type=numbers(least=1))
+    answers: int = flag("answers of all clients", 800, type=at_least(1))
+    batches: int = flag("batches to share budgets in", 100, type=at_least(1))
+
+
+def expected(exponent_R: np.ndarray) -> np.ndarray:
+    """Tokens per step of texts with each of 1 to 64 nodes [R, 64], by the formula of `decoding/gate.py`."""
+    at_size = [
+        sum(rate ** (exponent_R * level) for level in range(depth + 1))
+        for rate, depth in zip(RATES, DEPTHS)
+    ]
+    curve_RN = np.maximum.accumulate(np.stack(at_size, axis=1), axis=1)
+    nodes = np.log(np.arange(1, NODES[-1] + 1))
+    return np.stack([np.interp(nodes, np.log(NODES), row) for row in curve_RN])
+
+
+def shared_gain(rows: int, cost: Cost, batches: int, rng: np.random.Generator) -> float:
+    """Tokens per time of the best shared budgets over those of the best common size, minus 1; the mean of batches."""
+    common = shared = 0.0
+    for _ in range(batches):
+        tokens_RN = expected(np.exp(SPREAD * rng.standard_normal(rows)))
+        nodes = range(1, tokens_RN.shape[1] + 1)
+        common += max(tokens_RN[:, n - 1].sum() / cost(rows, n) for n in nodes)
+        # One node at a time to the row that gains most.
+        best = rows / cost(rows, 1)
+        gain_RN = np.diff(tokens_RN, axis=1)
+        sums = rows + np.cumsum(np.sort(gain_RN.ravel())[::-1])
+        for extra, tokens in enumerate(sums, 1):
+            best = max(best, tokens / cost(1, rows + extra))
+        shared += best
+    return shared / common - 1
+
+
+class Clients:
+    """Clients of a server with as many rows, that each ask again once they are answered.
+
+    Args:
+      answers: of all.
+    """
+
+    def __init__(self, rows: int, answers: int) -> None:
+        texts, self.rng = np.random.default_rng(0), np.random.default_rng(1)
+        # The same texts for every choice of sizes; the exponents of both halves.
+        self.limit_A = texts.integers(16, 129, answers)
+        self.exponent_A2 = np.exp(SPREAD * texts.standard_normal((answers, 2)))
+        self.next, self.answer_R = 0, np.zeros(rows, int)
+        self.tokens, self.length_R = 0, np.zeros(rows, int)
+        self.has_gap_R, self.stale_R = np.zeros(rows, bool), np.zeros(rows, bool)
+        self.ended_R = np.ones(rows, bool)
+
+    def ask(self) -> bool:
+        """Clients whose answers have ended ask again; returns whether there are answers left for all."""
+        rows = np.flatnonzero(self.ended_R)
+        self.answer_R[rows] = self.next + np.arange(len(rows))
+        self.next += len(rows)
+        self.length_R[rows] = 0
+        self.has_gap_R[rows] = self.stale_R[rows] = False
+        return self.next < len(self.limit_A)
+
+    def step(self, index: int) -> np.ndarray:
+        """Take a step with one size; returns the tokens of each row."""
+        depth, limit_R = DEPTHS[index], self.limit_A[self.answer_R]
+        half_R = (self.length_R >= limit_R // 2).astype(int)
+        tokens_R = np.ones_like(self.length_R)
+        if depth:
+            exponent_R = self.exponent_A2[self.answer_R, half_R]
+            right_RL = self.rng.random((len(half_R), depth)) < (
+                RATES[index] ** exponent_R[:, None]
+            )
+            tokens_R += np.cumprod(right_RL, axis=1).sum(1) * ~self.stale_R
+        self.stale_R[:] = depth == 0
+        self.has_gap_R |= depth == 0
+        self.length_R = self.length_R + tokens_R
+        self.tokens += int(tokens_R.sum())
+        self.ended_R = self.length_R >= limit_R
+        return tokens_R
+
+
+def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> float:
+    """Tokens per second with one fixed size, or with the ladder's choices."""
+    clients, noise = Clients(rows, answers), np.random.default_rng(1)
+    ladder, now = Ladder(TREES, TOKENS, PACE), 0.0
+    times = ladder.times
+    counts_R3L = [ladder.begin() for _ in range(rows)]
+    while True:
+        for row in np.flatnonzero(clients.ended_R):
+            counts_R3L[row] = ladder.begin()
+        if not clients.ask():
+            return clients.tokens / now
+        nodes = NODES[index or 0]
+        if index is None:
+            nodes, _ = ladder.choose("", rows, FIRST, counts_R3L, NODES, now)
+        seconds = cost(rows, nodes)
+        expected_seconds = times.measured("", rows, nodes) or PACE / 2
+        steps = max(1, min(STEPS, int(PACE / expected_seconds)))
+        steps_RL, taken = np.zeros((rows, max(DEPTHS) + 1), int), 0
+        while taken < steps and (taken == 0 or not clients.ended_R.any()):
+            taken += 1
+            steps_RL[np.arange(rows), clients.step(NODES.index(nodes)) - 1] += 1
+        now += taken * seconds
+        # Other work only adds time.
+        noisy = seconds * (1 + noise.exponential(0.05) + (noise.random() < 0.1) * 0.5)
+        times.note("", rows, nodes, noisy)
+        for counts_3L, steps_L, has_gap in zip(counts_R3L, steps_RL, clients.has_gap_R):
+            ladder.count(counts_3L, steps_L, nodes, bool(has_gap))
+
+
+def regret(rows: int, cost: Cost, answers: int) -> tuple[float, int]:
+    """How much longer the ladder takes than the best fixed size, and the nodes of that one."""
+    # A pass of more tokens is never the best.
+    n_sizes = sum(rows * nodes <= 256 for nodes in NODES)
+    fixed = [speed(rows, cost, answers, index) for index in range(n_sizes)]
+    best = int(np.argmax(fixed))
+    return fixed[best] / speed(rows, cost, answers) - 1, NODES[best]
+
+
+def run(flags: Flags) -> int:
+    """Print both tables."""
+    gains, regrets = [], []
+    for name, cost in CURVES.items():
+        rng = np.random.default_rng(0)
+        shared = [shared_gain(rows, cost, flags.batches, rng) for rows in flags.rows]
+        gains.append([name, *(f"{gain:.1%}" for gain in shared)])
+        found = [regret(rows, cost, flags.answers) for rows in flags.rows]
+        regrets.append([name, *(f"{more:+.1%} of {nodes}" for more, nodes in found)])
+    for first, cells in (("gain of a shared budget", gains), ("regret", regrets)):
+        inform(
+            "\n" + markdown_table([first, *(f"{rows} rows" for rows in flags.rows)], cells)
+        )
+    return 0
+
+
+main = Program("python -m research load", Flags, run)

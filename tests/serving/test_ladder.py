@@ -1,0 +1,140 @@
+"""The size of the tree that a chunk of steps takes: what is measured, what is chosen, and that no text shows it."""
+
+import random
+
+import numpy as np
+import pytest
+import turns
+from turns import TREE, InPlace, alone, check, run
+
+from medusa_jax import Options, Tree
+from medusa_jax.serving import Request
+from medusa_jax.serving.job import Group
+from medusa_jax.serving.ladder import Ladder, Times, ladder_sizes
+from medusa_jax.serving.programs import Programs
+
+SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
+TOKENS = [1.0, 1.6, 2.4]
+
+
+def test_a_time_that_was_not_measured_is_within_its_neighbours_bounds():
+    times = Times()
+    for rows, nodes, seconds in ((1, 1, 1.0), (1, 4, 1.5), (4, 1, 1.2)):
+        times.note("", rows, nodes, seconds)
+    assert times.estimate("", 1, 4) == times.measured("", 1, 4) == 1.5
+    # No less than with fewer nodes and than in proportion of more, no more than with more.
+    assert times.estimate("", 1, 2) == pytest.approx((1.0 * 1.5) ** 0.5)
+    assert times.estimate("", 4, 4) == pytest.approx((1.5 * 4.8) ** 0.5)
+    for seconds in (9.0, 1.4, 8.0, 1.4):
+        times.note("", 1, 4, seconds)
+    assert times.measured("", 1, 4) == 1.4  # other work only adds time
+
+
+def steps(*shares):
+    """Steps of which these shares appended 1, 2, ... tokens."""
+    return np.array([int(100 * share) for share in (*shares, *[0.0] * (4 - len(shares)))])
+
+
+def chosen(ladder, counts, ready=(1, 2, 4), rows=1, chunks=400, seconds=(1.0, 1.3, 1.6)):
+    """The most frequent of many choices, and the fastest size, where steps take these times."""
+    seen = []
+    for chunk in range(chunks):
+        nodes, fastest = ladder.choose("", rows, 4, [counts], ready, 0.04 * chunk)
+        ladder.times.note("", rows, nodes, 0.01 * seconds[(1, 2, 4).index(nodes)])
+        seen.append(nodes)
+    assert max(map(seen.count, seen)) > 0.9 * chunks
+    return max(seen, key=seen.count), fastest
+
+
+def test_acceptance_and_cost_choose_the_size():
+    def after(*shares, **fields):
+        ladder = Ladder(SIZES, TOKENS, 0.04)
+        counts = ladder.begin()
+        ladder.count(counts, steps(*shares), 4, False)
+        return chosen(ladder, counts, **fields)
+
+    assert after(0.1, 0.1, 0.1, 0.7) == (4, 4)
+    assert after(0.5, 0.5) == (2, 2)
+    assert after(1.0) == (1, 1)
+    dear = {"seconds": (1.0, 1.9, 3.4)}
+    assert after(0.4, 0.3, 0.2, 0.1, **dear) == (1, 1)
+    assert after(0.5, 0.5, ready=(1, 4))[1] in (2, 1)  # which has no programs yet
+
+
+def test_a_request_begins_with_what_others_accepted():
+    ladder = Ladder(SIZES, TOKENS, 0.04)
+    first, other = ladder.begin(), ladder.begin()
+    for _ in range(20):
+        ladder.count(other, steps(1.0), 4, True)  # its drafter has a gap
+    assert ladder.begin() == pytest.approx(first)
+    for _ in range(20):
+        ladder.count(other, steps(1.0), 4, False)
+    assert ladder.begin()[0, 0] < 0.1 * first[0, 0]
+    assert ladder.begin()[1, 0] == first[1, 0]
+
+
+class Wanting(InPlace):
+    """Programs of sizes are ready once they were wanted."""
+
+    def __init__(self):
+        self.wanted = []
+
+    def known(self, asked):
+        return not asked.group.nodes or asked in self.wanted
+
+    def want(self, programs):
+        self.wanted.append(programs)
+
+
+@pytest.mark.wide
+@pytest.mark.usefixtures("x64")
+def test_no_text_depends_on_the_sizes(model, monkeypatch):
+    """A random one for each chunk, plain steps among them; a prompt is read again where the drafter has a gap."""
+    monkeypatch.setattr(model, "chooses", True)
+    assert [tree.n_nodes for tree in ladder_sizes(model, [TREE])] == [1, 2, 4, 5]
+    programs, rng = Wanting(), random.Random(0)
+    taken = turns.scheduler_of(model, {2: TREE}, programs)
+    ran, true = [], taken._batch.run
+
+    def choose(kind, rows, first, counts, ready, now):
+        return rng.choice(ready), rng.choice([1, 2, 4])
+
+    def running(status_B, group, *rest):
+        assert programs.known(Programs(group, taken._batch.rows, taken._batch.slots))
+        ran.append((group.drafts, group.nodes))
+        return true(status_B, group, *rest)
+
+    monkeypatch.setattr(taken._chunks._ladder, "choose", choose)
+    monkeypatch.setattr(taken._batch, "run", running)
+    asked = [
+        Request("the cat and", Options(60, 0.9, seed=4)),
+        Request("in", Options(90)),
+        Request("abc", Options(40, 0.8)),
+        Request("the hat", Options(30, max_steps=9)),
+    ]
+    clients = run(taken, {0: asked[:2], 9: asked[2:]}, model)
+    check(model, clients[:3])
+    assert {(True, 0), (True, 2), (True, 4), (False, 0)} == set(ran)
+    prompt = [*model.encode("in"), *clients[1].result.token_ids]
+    again = run(taken, {0: [Request(prompt, Options(20))]}, model)
+    check(model, again)
+    assert again[0].deltas[-1].ending.reused_tokens < len(prompt) - 2
+    limited, plain = clients[3].result, alone(model, [Request("the hat", Options(30))])[0]
+    assert limited.token_ids == plain.token_ids[: limited.new_tokens]
+    assert clients[0].deltas[-1].ending.drafted < 4 * clients[0].result.steps
+
+
+def test_rules_that_read_drafts_keep_one_tree(model, monkeypatch):
+    monkeypatch.setattr(model, "chooses", True)
+    batch = turns.scheduler_of(model, {1: TREE})._batch
+    free = [
+        batch.text_is_free(Group(True, rule), [Options(max_steps=most)])
+        for rule, most in (
+            ("auto", None),
+            ("auto", 5),
+            ("typical", None),
+            ("rejection", None),
+        )
+    ]
+    assert free == [True, False, False, False]
+    assert not batch.text_is_free(Group(True, predicted=True), [Options()])
