@@ -112,9 +112,8 @@ def run(flags: Flags) -> int:
         options.repetition_penalty or 1.0,
     )  # fmt: skip
     heads = dict(entry.split("=", 1) for entry in entries(flags.heads))
-    groups = [0] * len(
-        contenders
-    )  # of each contender, the number of the first one of its engine
+    # Of each contender, the number of the first one of its engine.
+    groups = [0] * len(contenders)
     for name, _, place in sorted(peers):
         setting = replace(setting, heads=heads.get(name, ""))
         try:
@@ -129,9 +128,9 @@ def run(flags: Flags) -> int:
     bandwidth = read_bandwidth()
     runs = timed_runs(contenders, prompts, flags.repeats)
     rows = rows_of(contenders, runs, prompts)
-    for row, mine, first in zip(rows, runs, groups):
-        equal = sum(a.texts == b.texts for a, b in zip(mine, runs[first]))
-        row["same"] = f"{equal} of {len(mine)}"
+    for row, its_runs, first in zip(rows, runs, groups):
+        equal = sum(a.texts == b.texts for a, b in zip(its_runs, runs[first]))
+        row["same"] = f"{equal} of {len(its_runs)}"
     for row in (row for row in rows if "bytes" in row):
         steps_per_second = row["tokens_per_second"] / (row["mean_accepted_length"] or 1)
         row["read"] = row["bytes"] * steps_per_second / bandwidth

@@ -151,7 +151,8 @@ class Llama(nn.Module):
         T = positions_BT.shape[1]
         fused = self.kernels.fuses(self.config.head_dim)
         if fused and self_mask_TR is None:
-            return tuple(PathMask(jnp.ones((T, 0), bool), w) for w in (0, window))
+            text = PathMask(jnp.ones((T, 0), bool))
+            return text, text.replace(window=window)
         mask = mask_after(T, slots, start_B, self_mask_TR, fused)
         if isinstance(mask, CausalMask | PathMask):
             return mask, mask.replace(window=window)

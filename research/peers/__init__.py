@@ -4,9 +4,10 @@ A peer's file has `contenders(setting)`, which loads its models; `decode` return
 greedy tokens, and end-of-text tokens are ignored.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from medusa_jax.errors import UserError
+from medusa_jax.evaluate.race import Run
 
 # Tokens that peers draft with heads in a step, in a chain.
 DRAFTED = 4
@@ -16,9 +17,10 @@ class NotInstalled(UserError):
     """The package of a peer is missing; the others are compared."""
 
 
-def counted(n_tokens: int, accepted: int) -> dict[str, int]:
-    """Counts of a `Run` of these tokens, of which engines tell the accepted drafts."""
-    return {"steps": n_tokens - 1 - accepted, "appended": n_tokens - 1}
+def counted(run: Run, accepted: int) -> Run:
+    """A run of one prompt with its counts, of which engines tell the accepted drafts."""
+    appended = len(run.texts[0]) - 1
+    return replace(run, steps=appended - accepted, appended=appended)
 
 
 @dataclass(frozen=True)

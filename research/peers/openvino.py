@@ -60,13 +60,10 @@ def contenders(setting: Setting) -> list[Contender]:
             found = pipe.generate(openvino.Tensor(np.array([prompt], np.int64)), config)
             times = found.perf_metrics
             first, whole = times.get_ttft().mean, times.get_generate_duration().mean
-            seconds, details = (
-                (first / 1e3, (whole - first) / 1e3),
-                found.extended_perf_metrics,
-            )
-            tokens = list(found.tokens[0])
+            details = found.extended_perf_metrics
             accepted = details.get_num_accepted_tokens() if details else 0
-            return Run([tokens], *seconds, **counted(len(tokens), accepted))
+            run = Run([list(found.tokens[0])], first / 1e3, (whole - first) / 1e3)
+            return counted(run, accepted)
 
         facts = {} if drafts or folder else {"bytes": os.path.getsize(path)}
         label = f"OpenVINO GenAI {version}{drafts}"

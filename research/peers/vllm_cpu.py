@@ -63,8 +63,6 @@ def _contender(
         first, _ = seconds(1)
         before = accepted()
         whole, tokens = seconds(setting.new_tokens)
-        return Run(
-            [tokens], first, whole - first, **counted(len(tokens), accepted() - before)
-        )
+        return counted(Run([tokens], first, whole - first), accepted() - before)
 
     return Contender(f"vLLM {vllm.__version__} (CPU){drafts}", decode, "F32")

@@ -65,8 +65,8 @@ def _contender(
             answer = json.load(response)
         times = answer["timings"]
         seconds = times["prompt_ms"] / 1e3, times["predicted_ms"] / 1e3
-        counts = counted(len(answer["tokens"]), times.get("draft_n_accepted", 0))
-        return Run([answer["tokens"]], *seconds, **counts)
+        run = Run([answer["tokens"]], *seconds)
+        return counted(run, times.get("draft_n_accepted", 0))
 
     label = f"llama.cpp (xllamacpp {xllamacpp.__version__}){drafts}"
     facts = {} if drafts else {"bytes": os.path.getsize(path)}
