@@ -103,8 +103,10 @@ class BaseFiles(Source):
         return read_rows(self.tensors[self._lm_head_key], ids_O).T
 
     def has_lm_head(self, copy: Tensor) -> bool:
-        """Whether a stored matrix [V, D] is the LM head."""
-        return _are_equal(self.tensors[self._lm_head_key], copy)
+        """Whether a stored matrix [V, D] is the LM head, perhaps divided as the logits are."""
+        divisor = self.config.logit_divisor
+        head = self.tensors[self._lm_head_key]
+        return any(_are_equal(head, copy, by) for by in {1.0, divisor})
 
     @property
     def _lm_head_key(self) -> str:
@@ -148,13 +150,19 @@ def _refuse_wrapped(directory: str, tensors: Tensors) -> None:
         )
 
 
-def _are_equal(a: Tensor, b: Tensor, rows: int = 1024) -> bool:
-    """Whether two matrices are the same, read some rows at a time."""
+def _are_equal(a: Tensor, b: Tensor, divisor: float = 1.0, rows: int = 1024) -> bool:
+    """Whether a matrix over a divisor is another one, read some rows at a time."""
     if a.shape != b.shape or len(a.shape) != 2:
         return False
     V, D = a.shape
     parts = [(slice(i, min(i + rows, V)), slice(0, D)) for i in range(0, V, rows)]
-    return all(np.array_equal(a.read(part), b.read(part)) for part in parts)
+    for part in parts:
+        x, y = a.read(part), b.read(part)
+        if divisor != 1:
+            x = (x.astype(np.float32) / divisor).astype(y.dtype)
+        if not np.array_equal(x, y):
+            return False
+    return True
 
 
 def model_shape(directory: str) -> LlamaConfig:
