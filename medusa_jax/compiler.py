@@ -1,4 +1,4 @@
-"""Compiled kernels: those of a platform's wheel, or compiled for this processor and kept in the user's cache.
+"""Find compiled kernels in a platform's wheel, or compile them for this processor and keep them in the user's cache.
 
 These are `KERNELS`, and a library with the products for each form of weights, which compiles when a model first needs it.
 JAX is not imported here, so that a command can begin before it.
@@ -39,7 +39,7 @@ LIMITED = {
 V3 = "avx2 fma f16c bmi1 bmi2 movbe abm"
 V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 WIDE = "-march=x86-64-v4 -mprefer-vector-width=512"
-# Libraries of a wheel, the fastest first: the compiler's flags, and what the processor must have, by machine.
+# Libraries of a wheel by machine, the fastest first: the compiler's flags, and the processor features they need.
 VARIANTS = {
     "x86_64": {
         "x86-64-v4-vnni": (f"{WIDE} -mavx512vnni", f"{V4} avx512_vnni"),
@@ -56,7 +56,7 @@ BLOCKS = "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"
 # Forms of weights in panels; see `enum Form` in cpu/blocks.h.
 FORMS = {"float32": 1, "bfloat16": 2, "int8": 4}
 FORMS |= {name: 16 + i for i, name in enumerate(BLOCKS)}
-# The library that XLA calls, and those of the products in each form with activations of so many bits; 0: floats.
+# The library that XLA calls, and one for each form of weights and bits of activations (0: floats).
 KERNELS = "kernels"
 PARTS = {
     f"{form}_{bits}": (form, number, bits)

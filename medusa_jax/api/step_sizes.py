@@ -29,7 +29,7 @@ def text_is_free(engine: Engine, rows: Sequence[Options], dtype: np.dtype) -> bo
 class StepSizes:
     """The sizes of a model's tree, with the time of a step with each over a plain step's.
 
-    Costs begin as those of `calibrate` if it ran with this model on this machine, and are measured while streams run.
+    Costs are measured while streams run; `calibrate`'s are the first guess if it ran with this model on this machine.
 
     Attributes:
       mark: `tree_choice.step_mark`.

@@ -130,7 +130,7 @@ def small_tree(tree: Tree, calibrated: Json | None) -> Tree:
 
 
 def order_with(tree: Tree, calibrated: Json | None) -> Order:
-    """The order that a tree has the first nodes of: the tree file's, else that of its choices."""
+    """An order whose first nodes are this tree: the tree file's if it fits, else the order of its choices."""
     order = order_of(calibrated) if calibrated is not None else Order(())
     if len(order.growth) + 1 >= tree.n_nodes and tree == order.tree(tree.n_nodes):
         return order

@@ -190,7 +190,7 @@ class Vocabulary:
     Attributes:
       ordinary_W: bits of the tokens that a text may hold: all but special ones that do not end it.
       byte_ids: the tokens of one byte.
-      single_bytes: those of bytes that are no blank, ascending.
+      single_bytes: the tokens of one byte that is not a blank, ascending.
     """
 
     def __init__(

@@ -155,7 +155,8 @@ class MatcherGuide:
         if layout.in_string and not run:
             matcher, end = self._matcher.deep_copy(), bytes([QUOTE])
             if matcher.try_consume_tokens([byte_ids.get(QUOTE, 0)]):
-                run = end + forced(matcher, layout.after(end), byte_ids)
+                rest = matcher, layout.after(end), byte_ids
+                run = end + self.patience.call(forced, *rest)
         tokens = self._vocabulary(run)[: len(chain_C)] if run else []
         nodes_M[chain_C[: len(tokens)]] = tokens
         return len(tokens) if is_forced else 0

@@ -23,7 +23,7 @@ from medusa_jax.tree.tree import Tree
 
 @dataclasses.dataclass(frozen=True)
 class Deferring(NoDrafter):
-    """Stands in for the drafter in a plain step; its state afterwards is what the drafter has to read.
+    """Takes the drafter's place in a plain step, and returns the position for the drafter to read later.
 
     Attributes:
       drafter: the one that it stands in for.
