@@ -16,12 +16,14 @@ arXiv 2503.01840), with gradients through all levels.
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.bounds import AtLeast
 from medusa_jax.heads.autoregressive import Autoregressive, Stack
 from medusa_jax.heads.drafter import Backbone, Params
 from medusa_jax.model.kernels import PLAIN, Kernels
@@ -37,12 +39,14 @@ class EagleConfig(HeadsConfig):
     n_heads: int = 5
     lm_head: str = "shared"
     fc_bias: bool = True
+    # Width of the layers' MLP; 0: the backbone's.
+    d_ff: Annotated[int, AtLeast(0)] = 0
     # Epsilon of the norms; 0: the backbone's.
     rms_eps: float = 0.0
 
 
 class Layers(Stack):
-    """FC and the decoder layers, of the backbone's shape."""
+    """FC and the decoder layers."""
 
     n_layers: int
     fc_bias: bool
@@ -70,9 +74,8 @@ class Eagle(Autoregressive):
 
     @property
     def shape(self) -> LlamaConfig:
-        return dataclasses.replace(
-            self.llama, rms_eps=self.heads.rms_eps or self.llama.rms_eps
-        )
+        c, h = self.llama, self.heads
+        return dataclasses.replace(c, d_ff=h.d_ff or c.d_ff, rms_eps=h.rms_eps or c.rms_eps)
 
     def layers(self, dtype: DTypeLike, kernels: Kernels = PLAIN) -> Layers:
         h = self.heads

@@ -50,6 +50,7 @@ class EagleFiles(Layout):
             heads=EagleConfig(
                 n_layers=llama.n_layers,
                 fc_bias="fc.bias" in files.tensors,
+                d_ff=llama.d_ff,
                 rms_eps=llama.rms_eps,
             ),
             tensors=files.tensors,

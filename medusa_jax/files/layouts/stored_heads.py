@@ -46,7 +46,7 @@ class StoredHeads(Source):
     copied_lm_head: str = ""
 
     def fitted(self, base: BaseFiles) -> "StoredHeads":
-        """These heads with what equals the backbone's as the backbone's: a copy of its LM head, the norms' epsilon."""
+        """These heads with what equals the backbone's as the backbone's: a copy of its LM head, sizes, the norms' epsilon."""
         tensors = dict(self.tensors)
         fields: Json = {}
         copy = tensors.pop(self.copied_lm_head, None)
@@ -54,8 +54,9 @@ class StoredHeads(Source):
             fields["lm_head"] = "shared"
         else:
             tensors = self.tensors
-        if getattr(self.heads, "rms_eps", 0.0) == base.config.rms_eps:
-            fields["rms_eps"] = 0.0
+        for name in ("d_ff", "rms_eps"):
+            if getattr(self.heads, name, 0) == getattr(base.config, name):
+                fields[name] = 0
         return replace(self, heads=replace(self.heads, **fields), tensors=tensors)
 
     def read(self, llama: LlamaConfig) -> Arrays:

@@ -90,7 +90,10 @@ CASES = [
     ("tgi", FEW | SHARED, "float32"),
     *(("hydra", {"drafter": name} | HYDRA, "float32") for name in ("hydra", "hydrapp")),
     *((to, EAGLE, "float16") for to in ("eagle", "sglang")),
-    *((to, EAGLE | {"fc_bias": False}, "float32") for to in ("eagle", "sglang", "vllm")),
+    *(
+        (to, EAGLE | {"fc_bias": False, "d_ff": 20}, "float32")
+        for to in ("eagle", "sglang", "vllm")
+    ),
     *((to, EAGLE3 | FEW, "float32") for to in ("eagle3", "speculators")),
     *(
         (to, EAGLE3 | SHARED | more, "float32")

@@ -125,6 +125,19 @@ def eagle_files():
         for eps in (LLAMA.rms_eps, 0.3):
             want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD, eps=eps)
             yield state, name, EAGLE | {"bias": bias, "rms_norm_eps": eps}, said, want
+        few = {
+            key: x[:, :12] if "down" in key else x[:12]
+            for key, x in state.items()
+            if ".mlp." in key
+        }
+        want = eagle_logits(state | few, HIDDEN, FOLLOWING, LM_HEAD)
+        yield (
+            state | few,
+            name,
+            EAGLE | {"intermediate_size": 12},
+            said | {"d_ff": 12},
+            want,
+        )
     for narrow, flags in VERSIONS:
         state, fields = eagle3_version(narrow, flags)
         copied = {"embed_tokens.weight": normal(np.random.default_rng(0), V, D)}
