@@ -149,7 +149,7 @@ def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> floa
     """Tokens per second with one fixed size, or with the ladder's choices."""
     clients, noise = Clients(rows, answers), np.random.default_rng(1)
     ladder, now = Ladder(TREES, TOKENS, PACE), 0.0
-    times = ladder.times
+    costs = ladder.costs[""]
     counts_R3L = [ladder.begin() for _ in range(rows)]
     while True:
         for row in np.flatnonzero(clients.ended_R):
@@ -158,9 +158,9 @@ def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> floa
             return clients.tokens / now
         nodes = NODES[index or 0]
         if index is None:
-            nodes, _ = ladder.choose("", rows, FIRST, counts_R3L, NODES, now)
+            nodes, _ = ladder.choose("", rows, FIRST, counts_R3L, NODES)
         seconds = cost(rows, nodes)
-        expected_seconds = times.measured("", rows, nodes) or PACE / 2
+        expected_seconds = costs.measured(rows, nodes) or PACE / 2
         steps = max(1, min(STEPS, int(PACE / expected_seconds)))
         steps_RL, taken = np.zeros((rows, max(DEPTHS) + 1), int), 0
         while taken < steps and (taken == 0 or not clients.ended_R.any()):
@@ -169,7 +169,7 @@ def speed(rows: int, cost: Cost, answers: int, index: int | None = None) -> floa
         now += taken * seconds
         # Other work only adds time.
         noisy = seconds * (1 + noise.exponential(0.05) + (noise.random() < 0.1) * 0.5)
-        times.note("", rows, nodes, noisy)
+        costs.add(rows, nodes, taken * noisy, taken)
         for counts_3L, steps_L, has_gap in zip(counts_R3L, steps_RL, clients.has_gap_R):
             ladder.count(counts_3L, steps_L, nodes, bool(has_gap))
 

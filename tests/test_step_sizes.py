@@ -13,10 +13,10 @@ import medusa_jax
 from medusa_jax import Options, Tree, UserError
 from medusa_jax.api import tree_choice
 from medusa_jax.api.dialogue import Dialogue
-from medusa_jax.api.step_sizes import StepSizes
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
+from medusa_jax.decoding import step_costs
 from medusa_jax.decoding.gate import Gate
-from medusa_jax.decoding.step_costs import StepCosts
+from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 from medusa_jax.model.stored import Storage
 
 GROWTH = [[-1], [0], [0, 0], [1], [-1, -1], [0, 1], [2], [1, 0], [3]]
@@ -51,9 +51,8 @@ def free(monkeypatch, tmp_path):
 def costs(monkeypatch):
     """What steps of the sizes cost, instead of their times on this device; no chunk has to time one."""
     costs = []
-    monkeypatch.setattr(StepCosts, "add", lambda self, *chunk: None)
-    monkeypatch.setattr(StepCosts, "to_time", lambda self: None)
-    monkeypatch.setattr(StepSizes, "_calibrated", lambda self, *key: costs)
+    monkeypatch.setattr(StepCosts, "ratios", lambda self, *sizes: np.float32(costs))
+    monkeypatch.setattr(ChunkClock, "size_to_time", lambda self: None)
     return costs
 
 
@@ -133,21 +132,18 @@ def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_f
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
 
 
-def test_steps_are_timed_while_they_decode(directory, free):
+def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
     """Each size has been timed after some chunks, alone in its chunk; the text is that of plain decoding."""
+    monkeypatch.setattr(step_costs, "WAITED", -1.0)
     model = load(directory)
     _, engine, request = model.plan(PROMPTS[:1], OPTIONS)
     options = dataclasses.replace(OPTIONS, max_new_tokens=300)
     [result] = model.generate(PROMPTS[:1], options)
     [plain] = model.generate(PROMPTS[:1], options, tree="none")
     assert result.token_ids == plain.token_ids
-    assert (
-        request.costs.to_time() is None
-        and model.step_sizes.costs(engine, 1) is request.costs
-    )
-    assert model.step_sizes.costs(engine, 2) is not request.costs
-    ratios = request.costs.ratio_N
-    assert ratios[0] == 1 and (np.diff(ratios) >= 0).all() and len(ratios) == 3
+    costs, nodes = model.step_sizes.costs(engine), [t.n_nodes for t in engine.gated]
+    assert costs is request.costs and len(nodes) == 3
+    assert all(costs.chunks(1, n) > 1 and not costs.chunks(2, n) for n in nodes)
 
 
 def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
@@ -166,7 +162,7 @@ def test_costs_of_calibrate_if_it_ran_here(directory, tmp_path, free):
     def known(rows=1, **more):
         options = dataclasses.replace(OPTIONS, **more)
         _, engine, _ = model.plan(PROMPTS[:1] * rows, options)
-        return model.step_sizes.costs(engine, rows).ratio_N.tolist()
+        return model.step_sizes.gate(engine, rows).ratio_N.tolist()
 
     assert known() == [1.0, 1.25, 1.5]
     assert known(rows=2) == known(temperature=0.5) == [1.0, 1.0, 1.0]

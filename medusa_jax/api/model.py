@@ -289,7 +289,7 @@ class Model(LoadedModel):
             engine = with_runs(engine, not (self.chooses and tree in (None, "auto")))
         if engine.gated:
             request.gate = self.step_sizes.gate(engine, len(rows))
-            request.costs = self.step_sizes.costs(engine, len(rows))
+            request.costs = self.step_sizes.costs(engine)
         return rows, engine, request
 
     def _engine_for(

@@ -47,28 +47,27 @@ class StepSizes:
 
     def gate(self, engine: Engine, rows: int) -> Gate:
         """The gate at the start of a text."""
-        costs = self.costs(engine, rows).ratio_N.tolist()
+        costs, nodes_N = self.costs(engine), [tree.n_nodes for tree in engine.gated]
+        ratios = costs.ratios(rows, nodes_N).tolist()
+        if not costs.chunks(rows, nodes_N[-1]):
+            ratios = self._calibrated(engine, rows) or ratios
         return Gate.before_text(
-            engine.gated, costs, tokens_of(engine.gated, self.calibrated)
+            engine.gated, ratios, tokens_of(engine.gated, self.calibrated)
         )
 
-    def costs(self, engine: Engine, rows: int) -> StepCosts:
-        """The costs of the sizes with as many rows and this rule: sampling draws noise for every level."""
-        key = rows, engine.acceptance, engine.gated
-        if key not in self._costs:
-            self._costs[key] = StepCosts(self._calibrated(engine, rows))
-        return self._costs[key]
+    def costs(self, engine: Engine) -> StepCosts:
+        """The costs of the sizes with this rule: sampling draws noise for every level."""
+        return self._costs.setdefault((engine.acceptance, engine.gated), StepCosts())
 
-    def _calibrated(self, engine: Engine, rows: int) -> list[float]:
-        """The tree file's costs, if they were measured like this; else all are taken for a plain step's."""
+    def _calibrated(self, engine: Engine, rows: int) -> list[float] | None:
+        """The tree file's costs, if they were measured like this."""
         file: Mapping = self.calibrated or {}
-        unknown = [1.0] * len(engine.gated)
         if (file.get("mark"), file.get("acceptance")) != (self.mark, engine.acceptance):
-            return unknown
+            return None
         rungs = [rung for rung in file.get("batches") or () if rung["batch"] == rows]
         timed = {row["nodes"]: row for rung in rungs for row in rung.get("rows") or ()}
         ratios = [
             timed.get(tree.n_nodes, {}).get("step_latency_ratio")
             for tree in engine.gated[1:]
         ]
-        return unknown if None in ratios else [1.0, *ratios]
+        return None if None in ratios else [1.0, *ratios]

@@ -283,7 +283,9 @@ def chunks(
     size, steps, ready = 0, chunk_steps or CHUNK_STEPS[0], 0.0
     # Several processes have to agree.
     may_grow = chunk_steps is None and jax.process_count() == 1
-    clock = ChunkClock(request.costs) if request.costs and may_grow else None
+    clock = None
+    if request.costs and may_grow:
+        clock = ChunkClock(request.costs, len(request.prompts), engine.gated)
     while True:
         n_steps = steps
         if clock and state.gate:

@@ -1,8 +1,8 @@
-"""Time of a step with each size of a gated engine, measured while text is decoded.
+"""Time of a step by the number of rows and the nodes of the tree, measured while text is decoded.
 
-What a size costs depends on what else the machine does, so it is measured on the steps themselves: a chunk of n_i
-steps with size i takes sum n_i c_i seconds. Least squares over the latest chunks give the c_i; a size that was not
-timed lately is taken for one short chunk.
+What a size of the tree costs depends on what else the machine does, so it is measured on chunks of steps that all take
+one size. Streams of a gated engine (`gate.py`) and servers (`serving/ladder.py`) choose sizes by it. A size that was
+not timed lately is taken for one chunk.
 """
 
 import time
@@ -13,54 +13,70 @@ import numpy as np
 
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Progress
+from medusa_jax.tree.tree import Tree
 
-# Steps of a chunk that times a size, and seconds from which the host has waited.
+# Chunks that a time is computed from: their lower quartile, since other work only adds time.
+TIMED = 16
+# Trials of a size lose at most this share of the time, and are so many seconds apart at least.
+OVERHEAD, PAUSE = 0.004, 1.0
+# Steps of a stream's chunk that times a size, and seconds from which the host has waited.
 FEW, WAITED = 8, 1e-4
-# Weight of older chunks for each new one, of the ratios so far, and recent steps of a size that are enough.
-KEEP, PRIOR, ENOUGH = 0.9, 0.1, 4.0
 
 
 class StepCosts:
-    """Times of N sizes, plain decoding first.
+    """Seconds of a step with B rows and M nodes.
+
+    More rows or nodes never take less time, nor more than in proportion; a size that was not measured is expected in
+    the middle of the bounds that measured ones set.
 
     Attributes:
-      ratio_N: time of a step with each over a plain step's, ascending; at first a guess.
+      elapsed: seconds of all chunks.
     """
 
-    def __init__(self, ratio_N: Sequence[float]) -> None:
-        self.ratio_N = np.array(ratio_N, np.float32)
-        self._timed_N = np.zeros(len(ratio_N))
-        self._seen_N = np.zeros(len(ratio_N), bool)
-        self._squares_NN, self._sums_N = np.diag(self._timed_N), self._timed_N.copy()
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[int, int], deque[float]] = {}
+        # The value of `elapsed` when a size was last used.
+        self.elapsed, self._used = 0.0, dict[tuple[int, int], float]()
 
-    def to_time(self) -> int | None:
-        """The size that the next chunk has to take, None if it is free."""
-        index = int(np.argmin(self._timed_N))
-        return index if self._timed_N[index] < ENOUGH else None
+    def add(self, rows: int, nodes: int, seconds: float, steps: int = 1) -> None:
+        """Record the time of a chunk whose steps all had this size."""
+        timed = self._seconds.setdefault((rows, nodes), deque(maxlen=TIMED))
+        timed.append(max(1e-6, seconds / steps))
+        self.elapsed += seconds
+        self.use(rows, nodes)
 
-    def add(self, steps_N: np.ndarray, seconds: float) -> None:
-        """Learn from a chunk: its steps by size, and its time, NaN if it is not known.
+    def chunks(self, rows: int, nodes: int) -> int:
+        """Number of chunks that the time is computed from."""
+        return len(self._seconds.get((rows, nodes), ()))
 
-        Minimises the squares of (sum n_i c_i) / seconds - 1, and of what c_i differs from its ratio so far.
-        """
-        are_new = (steps_N > 0) & ~self._seen_N
-        self._seen_N |= are_new
-        if are_new.any():
-            return  # it also waited for memory
-        self._timed_N = KEEP * self._timed_N + steps_N
-        if np.isnan(seconds):
-            return
-        share_N, rate = steps_N / seconds, steps_N.sum() / seconds
-        self._squares_NN = KEEP * self._squares_NN + np.outer(share_N, share_N)
-        self._sums_N = KEEP * self._sums_N + share_N
-        known_NN = np.eye(len(steps_N))
-        known_NN[:, 0] -= self.ratio_N
-        prior_NN = PRIOR * rate**2 * known_NN.T @ known_NN
-        seconds_N = np.linalg.solve(self._squares_NN + prior_NN, self._sums_N)
-        if (seconds_N > 0).all():
-            # More nodes never take less time: else noise decided.
-            ratio_N = np.maximum.accumulate(seconds_N / seconds_N[0])
-            self.ratio_N = ratio_N.astype(np.float32)
+    def measured(self, rows: int, nodes: int) -> float | None:
+        timed = sorted(self._seconds.get((rows, nodes), ()))
+        return timed[len(timed) // 4] if timed else None
+
+    def estimate(self, rows: int, nodes: int) -> float:
+        """The measured time, else the middle of its bounds; 1 if nothing was measured."""
+        least, most = 0.0, np.inf
+        for B, M in self._seconds:
+            seconds, ratio = self.measured(B, M), rows * nodes / (B * M)
+            if (rows - B) * (nodes - M) >= 0 and seconds:
+                least = max(least, seconds * min(1.0, ratio))
+                most = min(most, seconds * max(1.0, ratio))
+        middle = float(np.sqrt(least * max(least, most))) if least else 1.0
+        return self.measured(rows, nodes) or middle
+
+    def ratios(self, rows: int, nodes_N: Sequence[int]) -> np.ndarray:
+        """Times with these numbers of nodes, ascending, over the first one's."""
+        seconds_N = [self.estimate(rows, nodes) for nodes in nodes_N]
+        return np.maximum.accumulate(seconds_N).astype(np.float32) / seconds_N[0]
+
+    def use(self, rows: int, nodes: int) -> None:
+        """Record that a chunk takes this size."""
+        self._used[rows, nodes] = self.elapsed
+
+    def is_due(self, rows: int, nodes: int, lost: float) -> bool:
+        """Whether to time this size, which loses these seconds: twice at once, then more and more seldom."""
+        pause = max(PAUSE, lost / OVERHEAD) * max(0, self.chunks(rows, nodes) - 1) / TIMED
+        return self.elapsed - self._used.get((rows, nodes), -np.inf) > pause
 
 
 class ChunkClock:
@@ -68,37 +84,55 @@ class ChunkClock:
 
     The chunk under way began when the one before it ended, so a time is known only if the host waited for both ends.
 
+    Args:
+      sizes: of the gated engine.
+
     Attributes:
       steps: of the next chunk if it takes one size, else None.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def __init__(self, costs: StepCosts, rows: int, sizes: Sequence[Tree]) -> None:
+        self._costs, self._rows = costs, rows
+        self._nodes_N = [tree.n_nodes for tree in sizes]
         self.steps: int | None = None
         self._ended: float = np.nan
-        self._steps_N: np.ndarray | None = None
+        self._steps_N = np.zeros(len(sizes), np.int32)
         # Whether each chunk that was sent and not seen was timed; the choice after the last one that was not.
         self._timed = deque([False])
         self._choice: dict[str, np.ndarray] = {"rest_1": np.zeros(1, np.int32)}
 
+    def size_to_time(self) -> int | None:
+        """The size that the next chunk has to take, None if it is free."""
+        for size, nodes in enumerate(self._nodes_N):
+            place = self._rows, nodes
+            if self._costs.is_due(*place, FEW * self._costs.estimate(*place)):
+                self._costs.use(*place)
+                return size
+        return None
+
     def gate_of_next(self, gate: Gate) -> Gate:
         """The gate of the next chunk: with the times so far, or with the size that has to be timed."""
-        was_timed, size = self._timed[-1], self.costs.to_time()
+        was_timed, size = self._timed[-1], self.size_to_time()
         self.steps = None if size is None else FEW
         self._timed.append(size is not None)
         if size is not None:
             return gate.always(size)
         choice = self._choice if was_timed else {}
-        return gate.replace(ratio_N=self.costs.ratio_N, **choice)
+        ratio_N = self._costs.ratios(self._rows, self._nodes_N)
+        return gate.replace(ratio_N=ratio_N, **choice)
 
     def see(self, progress: Progress) -> None:
         """Wait for the end of the chunk before the last one that was sent, and learn from it."""
         assert progress.gate is not None
-        began, steps_N = time.perf_counter(), np.asarray(progress.gate.steps_N)
-        now = time.perf_counter()
+        began = time.perf_counter()
+        steps_N, now = np.asarray(progress.gate.steps_N), time.perf_counter()
         ended = now if now - began > WAITED else np.nan
-        if self._steps_N is not None and (steps_N > self._steps_N).any():
-            self.costs.add(steps_N - self._steps_N, ended - self._ended)
+        taken_N, seconds = steps_N - self._steps_N, ended - self._ended
+        if np.count_nonzero(taken_N) == 1 and not np.isnan(seconds):
+            nodes = self._nodes_N[int(taken_N.argmax())]
+            self._costs.add(self._rows, nodes, seconds, int(taken_N.sum()))
+        else:
+            self._costs.elapsed += float(np.nan_to_num(seconds))
         self._ended, self._steps_N = ended, steps_N
         if not self._timed.popleft():
             choice = {name: getattr(progress.gate, name) for name in ("index_1", "rest_1")}

@@ -107,13 +107,15 @@ class Chunks:
         group, start = self._sized(list(jobs.values())), time.perf_counter()
         for job in jobs.values():
             job.note_gap(is_plain=not group.drafts)
-        kind, nodes = (self._group, self._batch.rows), self._batch.tree_of(group).n_nodes
-        seconds = self._ladder.times.measured(*kind, nodes) or PACE / FEW_STEPS
+        rows, nodes = self._batch.rows, self._batch.tree_of(group).n_nodes
+        costs = self._ladder.costs[self._group]
+        seconds = costs.measured(rows, nodes) or PACE / FEW_STEPS
         steps = max(1, min(self._most_steps, int(PACE / seconds)))
         guides = {row: job.guide for row, job in jobs.items() if job.guide}
         short_steps = min(FEW_STEPS, steps)
         progress, nodes = self._batch.run(status_B, group, steps, short_steps, guides)
-        self.pending.append(Pending(progress, jobs, self._batch.slots, nodes, *kind, start))
+        size = self._batch.slots, nodes, self._group, rows
+        self.pending.append(Pending(progress, jobs, *size, start))
         return True
 
     def _sized(self, jobs: list[Job]) -> Group:
@@ -130,8 +132,7 @@ class Chunks:
         for job in jobs:
             job.counts_3L = ladder.begin() if job.counts_3L is None else job.counts_3L
         counts_R3L = [job.counts_3L for job in jobs if job.counts_3L is not None]
-        kind, now = (group, batch.rows, first), time.perf_counter()
-        nodes, fastest = ladder.choose(*kind, counts_R3L, ready, now)
+        nodes, fastest = ladder.choose(group, batch.rows, first, counts_R3L, ready)
         wanted = Programs(sized[fastest], *size)
         if fastest not in ready and wanted not in self._wanted:
             self._wanted.add(wanted)
@@ -173,10 +174,9 @@ class Chunks:
         steps_B, running = pending.progress.steps_B, pending.jobs.items()
         steps = max(int(steps_B[at]) - job.steps_seen for at, job in running)
         if pending.group and steps > 0:
-            seconds = (now - max(pending.dispatched, self._ended_at)) / steps
-            self._ladder.times.note(
-                pending.group, pending.rows, pending.tree_nodes, seconds
-            )
+            seconds = now - max(pending.dispatched, self._ended_at)
+            costs = self._ladder.costs[pending.group]
+            costs.add(pending.rows, pending.tree_nodes, seconds, steps)
         self._ended_at = now
 
     def _deliver(self, job: Job, pending: Pending, at: int) -> None:

@@ -5,13 +5,12 @@ decoding first. A chunk takes the size with the most tokens per time for the row
 
 - Tokens per step: the formula of `decoding/gate.py` for the drafts that each request has accepted so far. A request
   begins with the shares of earlier ones, and the first one with the tree file's evidence.
-- Time of a step: measured. More rows or nodes never take less time, nor more than in proportion; a size that was not
-  measured is expected in the middle of the bounds that measured ones set.
+- Time of a step: measured (`decoding/step_costs.py`).
 
 Texts and machines change, so a chunk sometimes tries the next size.
 """
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
 import jax
@@ -20,17 +19,15 @@ import numpy as np
 from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import order_with
 from medusa_jax.decoding import gate
+from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.tree.tree import Tree
 
 # Nodes of the largest size on a CPU and elsewhere.
 LARGEST = 16, 64
 # Half-life of the shares of all requests, in steps with drafts; one request's is `gate.RECENT`.
 ALL_RECENT = 16 * gate.RECENT
-# Chunks that a time is computed from: their lower quartile, since other work only adds time.
-TIMED = 16
-# Trials of a size lose at most this share of the time, and are so many seconds apart at least. A gap in the drafter's
-# state costs about this share of a chunk.
-OVERHEAD, PAUSE, GAP = 0.004, 1.0, 0.5
+# A gap in the drafter's state costs about this share of a chunk.
+GAP = 0.5
 # A size is compiled if it is faster by this factor.
 WORTH = 1.05
 
@@ -47,38 +44,6 @@ def ladder_sizes(model: Model, trees: Sequence[Tree]) -> tuple[Tree, ...]:
     return tuple(by_nodes[n] for n in sorted(by_nodes))
 
 
-class Times:
-    """Time of a step by the kind of rows (their group), the number of rows and the nodes of the tree."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[tuple[Hashable, int, int], deque[float]] = {}
-
-    def note(self, kind: Hashable, rows: int, nodes: int, seconds: float) -> None:
-        """Record the mean time of a chunk's steps."""
-        timed = self._seconds.setdefault((kind, rows, nodes), deque(maxlen=TIMED))
-        timed.append(max(1e-6, seconds))
-
-    def of(self, kind: Hashable, rows: int, nodes: int) -> list[float]:
-        """Times of the latest chunks, ascending."""
-        return sorted(self._seconds.get((kind, rows, nodes), ()))
-
-    def measured(self, kind: Hashable, rows: int, nodes: int) -> float | None:
-        timed = self.of(kind, rows, nodes)
-        return timed[len(timed) // 4] if timed else None
-
-    def estimate(self, kind: Hashable, rows: int, nodes: int) -> float:
-        """The measured time, else the middle of its bounds."""
-        least, most = 0.0, np.inf
-        for of_kind, B, M in self._seconds:
-            is_bound = (rows - B) * (nodes - M) >= 0 and of_kind == kind
-            seconds, ratio = self.measured(of_kind, B, M), rows * nodes / (B * M)
-            if is_bound and seconds:
-                least = max(least, seconds * min(1.0, ratio))
-                most = min(most, seconds * max(1.0, ratio))
-        middle = float(np.sqrt(least * max(least, most)))
-        return self.measured(kind, rows, nodes) or middle
-
-
 class Ladder:
     """The choice among N sizes.
 
@@ -88,7 +53,7 @@ class Ladder:
       pace: seconds of a chunk.
 
     Attributes:
-      times: of steps; the caller records them.
+      costs: times of steps by the kind of rows (their group); the caller records them.
     """
 
     def __init__(
@@ -98,12 +63,12 @@ class Ladder:
         rates = [gate.UNKNOWN] * len(sizes)
         if tokens is not None:
             rates = [gate.rate_of(*pair) for pair in zip(tokens, self._depths)]
-        self._rate_N, self._pace, self.times = np.array(rates), pace, Times()
+        self._rate_N, self._pace = np.array(rates), pace
+        self.costs = defaultdict[Hashable, StepCosts](StepCosts)
         first_L = gate.PRIOR * (np.arange(max(self._depths)) == 0)
         self._all_3L = np.stack([first_L * rates[-1], first_L, first_L * rates[-1]])
-        # By kind and rows, the index of the last choice; by these and nodes, when a size was last used.
+        # By kind and rows, the index of the last choice.
         self._chosen: dict[Hashable, int] = {}
-        self._used: dict[Hashable, float] = {}
 
     def begin(self) -> np.ndarray:
         """The counts [3, L] of a request before its first step."""
@@ -136,7 +101,6 @@ class Ladder:
         first: int,
         counts_R3L: Sequence[np.ndarray],
         ready: Sequence[int],
-        now: float,
     ) -> tuple[int, int]:
         """Return the nodes of the next chunk's tree, and of the fastest one, which may lack programs.
 
@@ -145,9 +109,10 @@ class Ladder:
           counts_R3L: of the requests that step.
           ready: nodes of the sizes that have programs, `first` among them.
         """
-        if not self.times.of(kind, rows, first):
+        costs = self.costs[kind]
+        if not costs.chunks(rows, first):
             return first, first
-        seconds_N = [self.times.estimate(kind, rows, nodes) for nodes in self._nodes]
+        seconds_N = [costs.estimate(rows, nodes) for nodes in self._nodes]
         counts_3RL = np.stack(counts_R3L, axis=1)
         tokens_RN = gate.tokens_by_size(counts_3RL, self._rate_N, self._depths, np)
         speed_N = tokens_RN.mean(axis=0) / np.array(seconds_N)
@@ -163,10 +128,8 @@ class Ladder:
         for other in (*usable[place + 1 : place + 2], *usable[max(0, place - 1) : place]):
             nodes = self._nodes[other]
             lost = 1 - speed_N[other] / speed_N[best] + GAP * (nodes == 1)
-            pause = max(PAUSE, self._pace * lost / OVERHEAD)
-            pause *= len(self.times.of(kind, rows, nodes)) / TIMED
-            if now - self._used.get((kind, rows, nodes), -np.inf) > pause:
+            if costs.is_due(rows, nodes, self._pace * lost):
                 best = other
                 break
-        self._used[kind, rows, self._nodes[best]] = now
+        costs.use(rows, self._nodes[best])
         return self._nodes[best], self._nodes[fastest]

@@ -1,55 +1,70 @@
-"""Times of steps by size, from the times of chunks."""
+"""Times of steps by rows and nodes, from the times of chunks."""
 
 import numpy as np
 import pytest
 
-from medusa_jax.decoding.step_costs import ENOUGH, FEW, StepCosts
+from medusa_jax import Tree
+from medusa_jax.decoding import step_costs
+from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.step_costs import FEW, ChunkClock, StepCosts
+
+SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
+NODES = [1, 2, 4]
 
 
-def learned(costs, chunks, noise=0.0, seconds=(0.004, 0.006, 0.009)):
-    """Costs after chunks of these steps, whose times vary by `noise`; first steps also wait for memory."""
-    costs.add(np.ones(len(costs.ratio_N), int), 9.0)
-    draws = np.random.default_rng(0).normal(1, noise, len(chunks))
-    for steps_N, draw in zip(chunks, draws):
-        costs.add(np.array(steps_N), draw * np.dot(steps_N, seconds))
-    return costs
+def test_a_time_that_was_not_measured_is_within_its_neighbours_bounds():
+    costs = StepCosts()
+    assert costs.ratios(1, NODES).tolist() == [1, 1, 1]
+    for rows, nodes, seconds in ((1, 1, 1.0), (1, 4, 1.5), (4, 1, 1.2)):
+        costs.add(rows, nodes, 8 * seconds, 8)
+    assert costs.estimate(1, 4) == costs.measured(1, 4) == 1.5
+    # No less than with fewer nodes and than in proportion of more, no more than with more.
+    assert costs.estimate(1, 2) == pytest.approx((1.0 * 1.5) ** 0.5)
+    assert costs.estimate(4, 4) == pytest.approx((1.5 * 4.8) ** 0.5)
+    for seconds in (9.0, 1.4, 8.0, 1.4):
+        costs.add(1, 4, seconds)
+    assert costs.measured(1, 4) == 1.4  # other work only adds time
+    costs.add(1, 2, 2.0)
+    assert costs.ratios(1, NODES).tolist() == [1, 2, 2]  # noise decided
 
 
-@pytest.mark.parametrize("guess", [[1.0, 1.0, 1.0], [1.0, 3.0, 9.0]])
-@pytest.mark.parametrize(
-    "noise, error, n", [(0.0, 0.01, 6), (0.05, 0.06, 20)], ids=["quiet", "loaded"]
-)
-def test_any_chunks_give_the_times_of_all_sizes(guess, noise, error, n):
-    """One size alone in a chunk, or several together."""
-    alone = [[8, 0, 0], [0, 8, 0], [0, 0, 8]]
-    for chunks in (alone, [[20, 8, 4], [4, 20, 8], [8, 4, 20]]):
-        costs = learned(StepCosts(guess), chunks * n, noise)
-        np.testing.assert_allclose(costs.ratio_N, [1, 1.5, 2.25], rtol=error)
+class Device:
+    """Runs a stream's chunks: the gate's size, or, in a free chunk, the numbers of steps that a test gives."""
+
+    def __init__(self, monkeypatch, costs):
+        self.now, self.clock = 0.0, ChunkClock(costs, 1, SIZES)
+        self.gate = Gate.before_text(SIZES, [1.0] * 3)
+        self.sent = [self.gate, self.gate]
+        monkeypatch.setattr(step_costs.time, "perf_counter", self.read)
+        monkeypatch.setattr(step_costs, "WAITED", -1.0)
+
+    def read(self):
+        return self.now
+
+    def chunk(self, free, seconds):
+        """Returns the steps that were taken by size."""
+        self.gate = self.clock.gate_of_next(self.gate)
+        steps_N = np.array(free)
+        if self.clock.steps:
+            steps_N = self.clock.steps * np.eye(3, dtype=int)[self.gate.index_1[0]]
+        self.gate = self.gate.replace(steps_N=self.gate.steps_N + steps_N)
+        self.sent.append(self.gate)
+        self.clock.see(type("Progress", (), {"gate": self.sent[-2]}))
+        self.now += np.dot(steps_N, seconds)
+        return steps_N
 
 
-def test_a_machine_that_becomes_slower():
-    """Only its rows cost more, as where memory was the limit before."""
-    costs = learned(StepCosts([1.0, 1.0]), [[8, 0], [0, 8]] * 10, seconds=(0.005, 0.006))
-    np.testing.assert_allclose(costs.ratio_N, [1, 1.2], rtol=0.01)
-    costs = learned(costs, [[8, 0], [0, 32]] * 40, seconds=(0.005, 0.0085))
-    np.testing.assert_allclose(costs.ratio_N, [1, 1.7], rtol=0.03)
-
-
-def test_sizes_that_were_not_timed_keep_their_ratio_and_are_timed_again():
-    costs = StepCosts([1.0, 1.4])
-    sizes = []
-    for _ in range(60):
-        size = costs.to_time()
-        sizes.append(size)
-        steps_N = [0, 32] if size is None else np.eye(2, dtype=int)[size] * FEW
-        costs.add(np.array(steps_N), np.dot(steps_N, (0.004, 0.0056)))
-    np.testing.assert_allclose(costs.ratio_N, [1, 1.4], rtol=1e-3)
-    assert sizes[:4] == [0, 0, 1, 1] and ENOUGH < FEW
-    assert 4 <= sizes[4:].count(0) <= 8 and sizes[4:].count(1) == 0
-
-
-def test_more_nodes_never_take_less_time():
-    costs = learned(
-        StepCosts([1.0] * 3), [[8, 0, 0], [0, 8, 0], [0, 0, 8]] * 9, seconds=(4, 6, 5)
-    )
-    np.testing.assert_allclose(costs.ratio_N, [1, 1.5, 1.5], rtol=0.02)
+@pytest.mark.parametrize("free", [[0, 32, 0], [16, 8, 8]], ids=["one size", "mixed"])
+def test_a_stream_times_all_sizes_again_and_again(monkeypatch, free):
+    """At first at once, then seldom; after some time their times on a machine that became slower."""
+    costs = StepCosts()
+    device, seconds = Device(monkeypatch, costs), (0.004, 0.006, 0.009)
+    first = [device.chunk(free, seconds) for _ in range(7)]
+    assert {tuple(n) for n in first} >= {(FEW, 0, 0), (0, FEW, 0), (0, 0, FEW)}
+    later = [device.chunk(free, seconds) for _ in range(300)]
+    np.testing.assert_allclose(costs.ratios(1, NODES), [1, 1.5, 2.25], rtol=0.01)
+    timed = sum(np.count_nonzero(n) == 1 and n.sum() == FEW for n in later)
+    assert 6 < timed < 40
+    for _ in range(1500):
+        device.chunk(free, (0.006, 0.006, 0.018))
+    np.testing.assert_allclose(costs.ratios(1, NODES), [1, 1, 3], rtol=0.01)

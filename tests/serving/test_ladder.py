@@ -10,24 +10,11 @@ from turns import TREE, InPlace, alone, check, run
 from medusa_jax import Options, Tree
 from medusa_jax.serving import Request
 from medusa_jax.serving.job import Group
-from medusa_jax.serving.ladder import Ladder, Times, ladder_sizes
+from medusa_jax.serving.ladder import Ladder, ladder_sizes
 from medusa_jax.serving.programs import Programs
 
 SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
 TOKENS = [1.0, 1.6, 2.4]
-
-
-def test_a_time_that_was_not_measured_is_within_its_neighbours_bounds():
-    times = Times()
-    for rows, nodes, seconds in ((1, 1, 1.0), (1, 4, 1.5), (4, 1, 1.2)):
-        times.note("", rows, nodes, seconds)
-    assert times.estimate("", 1, 4) == times.measured("", 1, 4) == 1.5
-    # No less than with fewer nodes and than in proportion of more, no more than with more.
-    assert times.estimate("", 1, 2) == pytest.approx((1.0 * 1.5) ** 0.5)
-    assert times.estimate("", 4, 4) == pytest.approx((1.5 * 4.8) ** 0.5)
-    for seconds in (9.0, 1.4, 8.0, 1.4):
-        times.note("", 1, 4, seconds)
-    assert times.measured("", 1, 4) == 1.4  # other work only adds time
 
 
 def steps(*shares):
@@ -38,9 +25,9 @@ def steps(*shares):
 def chosen(ladder, counts, ready=(1, 2, 4), rows=1, chunks=400, seconds=(1.0, 1.3, 1.6)):
     """The most frequent of many choices, and the fastest size, where steps take these times."""
     seen = []
-    for chunk in range(chunks):
-        nodes, fastest = ladder.choose("", rows, 4, [counts], ready, 0.04 * chunk)
-        ladder.times.note("", rows, nodes, 0.01 * seconds[(1, 2, 4).index(nodes)])
+    for _ in range(chunks):
+        nodes, fastest = ladder.choose("", rows, 4, [counts], ready)
+        ladder.costs[""].add(rows, nodes, 0.04 * seconds[(1, 2, 4).index(nodes)], 4)
         seen.append(nodes)
     assert max(map(seen.count, seen)) > 0.9 * chunks
     return max(seen, key=seen.count), fastest
@@ -96,7 +83,7 @@ def test_no_text_depends_on_the_sizes(model, monkeypatch):
     taken = turns.scheduler_of(model, {2: TREE}, programs)
     ran, true = [], taken._batch.run
 
-    def choose(kind, rows, first, counts, ready, now):
+    def choose(kind, rows, first, counts, ready):
         return rng.choice(ready), rng.choice([1, 2, 4])
 
     def running(status_B, group, *rest):
