@@ -28,6 +28,11 @@ COMMANDS = {
     "load": Command(
         "costs", "research.load", "drafts under load, simulated: what sizes of trees give"
     ),
+    "clients": Command(
+        "costs",
+        "research.clients",
+        "drafts under load, measured, beside llama.cpp's server",
+    ),
     "chart": Command(
         "costs", "research.chart", "the bars beside llama.cpp in README and site"
     ),

@@ -35,12 +35,13 @@ def contenders(setting: Setting) -> list[Contender]:
     return [_contender(xllamacpp, path, setting, *row) for row in rows.items()]
 
 
-def _contender(
-    xllamacpp: Any, path: str, setting: Setting, drafts: str, kind: str
-) -> Contender:
+def server_of(path: str, setting: Setting, kind: str, slots: int = 1) -> Any:
+    """llama.cpp's server with drafts of this kind, for as many texts at a time."""
+    import xllamacpp
+
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel = path, setting.context + 64, 1
-    params.verbosity = 0
+    params.model.path, params.n_parallel = path, slots
+    params.n_ctx, params.verbosity = slots * (setting.context + 64), 0
     for processors in (params.cpuparams, params.cpuparams_batch):
         processors.n_threads = setting.threads
     types = xllamacpp.common_speculative_type
@@ -49,7 +50,13 @@ def _contender(
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max = setting.heads, DRAFTED
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = setting.threads
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+def _contender(
+    xllamacpp: Any, path: str, setting: Setting, drafts: str, kind: str
+) -> Contender:
+    server = server_of(path, setting, kind)
     options = {
         "n_predict": setting.new_tokens, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False,
         "return_tokens": True,
