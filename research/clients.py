@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -56,10 +57,11 @@ class Flags(BaseFlags):
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """A server at a port; llama.cpp's if there is no ladder."""
+    """A server at a port: this package's with a ladder, or llama.cpp's, which ends with its object."""
 
     url: str
     ladder: Ladder | None = None
+    peer: Any = None
 
     def answer(self, call: Call) -> Iterator[int]:
         """The numbers of tokens of an answer's pieces, as they arrive."""
@@ -111,7 +113,7 @@ def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
     for drafts in entries(flags.peers):
         path = gguf_file(flags.model)
         peer = xllamacpp.server_of(path, setting, drafts, SLOTS)
-        found[f"llama.cpp, {drafts}"] = Contender(peer.listening_address)
+        found[f"llama.cpp, {drafts}"] = Contender(peer.listening_address, peer=peer)
     return found
 
 
