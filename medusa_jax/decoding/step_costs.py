@@ -17,10 +17,10 @@ from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
 TIMED = 16
-# Trials of a size lose at most this share of the time, and are so many seconds apart at least.
-OVERHEAD, PAUSE = 0.004, 1.0
-# Steps of a stream's chunk that times a size, and seconds from which the host has waited.
-FEW, WAITED = 8, 1e-4
+# Trials of a size lose at most this share of the time, and after the first few are so many seconds apart at least.
+OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
+# Steps of a stream's chunk that times a size, its share that this loses, and seconds from which the host has waited.
+FEW, LOST, WAITED = 8, 0.25, 1e-4
 
 
 class StepCosts:
@@ -74,9 +74,10 @@ class StepCosts:
         self._used[rows, nodes] = self.elapsed
 
     def is_due(self, rows: int, nodes: int, lost: float) -> bool:
-        """Whether to time this size, which loses these seconds: twice at once, then more and more seldom."""
-        pause = max(PAUSE, lost / OVERHEAD) * max(0, self.chunks(rows, nodes) - 1) / TIMED
-        return self.elapsed - self._used.get((rows, nodes), -np.inf) > pause
+        """Whether to time this size, which loses these seconds: twice at once, then less often."""
+        share = np.clip((self.chunks(rows, nodes) - 1) / SOON, 0, 1)
+        since = self.elapsed - self._used.get((rows, nodes), -np.inf)
+        return bool(since > share * max(PAUSE, lost / OVERHEAD))
 
 
 class ChunkClock:
@@ -104,9 +105,9 @@ class ChunkClock:
     def size_to_time(self) -> int | None:
         """The size that the next chunk has to take, None if it is free."""
         for size, nodes in enumerate(self._nodes_N):
-            place = self._rows, nodes
-            if self._costs.is_due(*place, FEW * self._costs.estimate(*place)):
-                self._costs.use(*place)
+            lost = LOST * FEW * self._costs.estimate(self._rows, nodes)
+            if self._costs.is_due(self._rows, nodes, lost):
+                self._costs.use(self._rows, nodes)
                 return size
         return None
 
