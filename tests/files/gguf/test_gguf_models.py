@@ -33,7 +33,7 @@ from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
-from medusa_jax.files.gguf.convert import make_directory
+from medusa_jax.files.gguf.directory import make_directory
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
