@@ -127,8 +127,9 @@ class Program(Generic[R]):
 
     def prepare(self, *args: Any) -> Any:
         """Begin to compile for arrays of these shapes; returns the results' shapes, None if nothing is compiled."""
-        is_kept = self._may_be_kept and self.prepare_kept
-        return self.prepare_kept(args) if is_kept and self.prepare_kept else None
+        if self._may_be_kept and self.prepare_kept:
+            return self.prepare_kept(args)
+        return None
 
     def __getattr__(self, name: str) -> Any:
         """Other methods of the jitted function, such as `lower` and `eval_shape`."""
