@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -28,21 +29,58 @@ KEYS = "threefry2x32"
 LAST = 5
 UNSEEN: Any = object()
 ahead: dict[Path, Callable[[], Any]] = {}
-executables: dict[Any, Run | None] = {}
+executables: dict[Any, Run | Future[Run] | None] = {}
+# XLA compiles one program on several threads, but not all of the time.
+compiling = ThreadPoolExecutor(2)
+# Blocks of `without_cache` that run.
+blocks, counting = [0], threading.Lock()
 
 
-def use_compilation_cache() -> None:
-    """Cache compiled programs on disk, unless the user has configured a directory."""
+class Call(NamedTuple):
+    """A call of a program: its key here, what its file's name is made from, and its arrays."""
+
+    key: tuple[Any, ...]
+    marks: tuple[list[Any], PyTreeDef, tuple[Any, ...]]
+    leaves: list[Any]
+
+
+def use_compilation_cache() -> bool:
+    """Cache compiled programs on disk, unless the user has configured a directory; returns whether those of one CPU
+    are kept here."""
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
         enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
         if enabled and jax.device_count() == 1 and platform() == "cpu":
-            Program.run_kept = run_kept
+            Program.run_kept, Program.prepare_kept = run_kept, prepare_kept
+    return Program.run_kept is not None
 
 
 def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
     """`Program.run_kept`: run an executable that is or will be kept; None if these arguments have none."""
+    if (call := call_of(program, args)) is None:
+        return None
+    run = executables.get(call.key, UNSEEN)
+    if run is UNSEEN:
+        run = executables[call.key] = executable(program, args, call)
+    elif isinstance(run, Future):
+        run = executables[call.key] = run.result()
+    return run and run(call.leaves)
+
+
+def prepare_kept(program: Program[R], args: tuple[Any, ...]) -> Any:
+    """`Program.prepare_kept`: trace here and compile on another thread; None if the executable is kept already."""
+    call = call_of(program, args)
+    path = call and path_of(program, call)
+    if not call or not path or call.key in executables or path.exists():
+        return None
+    lowered = lowered_for(program, args)
+    executables[call.key] = compiling.submit(compile_and_keep, program, lowered, path)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info)
+
+
+def call_of(program: Program[R], args: tuple[Any, ...]) -> Call | None:
+    """Describe a call; None where its arguments are traced or not arrays."""
     numbers = program.arguments.get("static_argnums", ())
     numbers = (numbers,) if isinstance(numbers, int) else numbers
     static = [args[i] for i in numbers if i < len(args)]
@@ -53,26 +91,36 @@ def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
         return None
     types = tuple((x.shape, x.dtype) for x in leaves)
     key = program, *static, structure, types
-    run = executables.get(key, UNSEEN)
-    if run is UNSEEN:
-        marks = static, str(structure), [[*map(str, pair)] for pair in types]
-        run = executables[key] = executable(program, args, marks)
-    return run and run(leaves)
+    return Call(key, (static, structure, types), leaves)
 
 
-def executable(program: Program[R], args: tuple[Any, ...], marks: Any) -> Run | None:
-    """Read the executable for these arguments, or compile and keep it; None where it cannot be kept."""
+def path_of(program: Program[R], call: Call) -> Path | None:
+    """The file of an executable; None where it cannot be kept."""
+    static, structure, types = call.marks
+    marks = static, str(structure), [[*map(str, pair)] for pair in types]
     if not program.__module__.startswith("medusa_jax."):
         return None
-    try:
-        path = cached("programs", program.__module__, program.__qualname__, marks)
-    except TypeError:
+    with suppress(TypeError):
+        return cached("programs", program.__module__, program.__qualname__, marks)
+    return None
+
+
+def executable(program: Program[R], args: tuple[Any, ...], call: Call) -> Run | None:
+    """Read the executable for these arguments, or compile and keep it; None where it cannot be kept."""
+    if (path := path_of(program, call)) is None:
         return None
     with suppress(*UNREADABLE):
         loaded, results, keys = ahead.pop(path, partial(read_program, path))()
         return runner(loaded, jax.tree.structure(rebuilt(json.loads(results))), keys)
+    return compile_and_keep(program, lowered_for(program, args), path)
+
+
+def lowered_for(program: Program[R], args: tuple[Any, ...]) -> jax.stages.Lowered:
+    return program.jitted("cpu", keep_unused=True).lower(*args)
+
+
+def compile_and_keep(program: Program[R], lowered: jax.stages.Lowered, path: Path) -> Run:
     with timed(f"compiling {program.__qualname__}, once"):
-        lowered = program.jitted("cpu", keep_unused=True).lower(*args)
         loaded = compile_new(lowered)
     infos = jax.tree.leaves(lowered.out_info)
     keys = [i for i, x in enumerate(infos) if is_key(x)]
@@ -114,13 +162,25 @@ def is_key(x: Any) -> bool:
 
 def compile_new(lowered: jax.stages.Lowered) -> Any:
     """XLA's executable, compiled though JAX's cache may have the program: XLA cannot write one that it has read."""
-    try:
-        jax.config.update("jax_enable_compilation_cache", False)
-        reset_cache()  # JAX looks at the setting once
+    with without_cache():
         return lowered.compile().runtime_executable()
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """Disable JAX's cache while this block runs on any thread."""
+
+    def add(change: int) -> None:
+        with counting:
+            blocks.append(blocks.pop() + change)
+            jax.config.update("jax_enable_compilation_cache", blocks == [0])
+            reset_cache()  # JAX looks at the setting once
+
+    add(1)
+    try:
+        yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        reset_cache()
+        add(-1)
 
 
 def read_program(path: Path) -> tuple[Any, str, list[int]]:

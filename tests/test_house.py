@@ -26,6 +26,7 @@ FLOORS = [
     {"tree", "plots"},
     {"measured", "mapped"},
     {"programs"},
+    {"native"},
     {"model"},
     {"cpu"},
     {"kernels"},
@@ -222,6 +223,21 @@ def test_what_a_command_loads(command):
     assert done.returncode == 0, done.stderr
     loaded = int(done.stderr.split("loaded ")[-1])
     assert 1_000 < loaded <= LOADED[command], f"{command} loads {loaded} lines"
+
+
+def test_the_last_programs_are_read_before_models_are_imported():
+    code = """
+import os, sys
+os.environ["MEDUSA_JAX_PRODUCTS"] = "plain"
+from medusa_jax.commands import decode
+from medusa_jax.files.gguf import directory
+decode.begin_last_programs()
+print([name for name in ("flax", "medusa_jax.model.llama") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, b"[]\n"), done.stderr
 
 
 def test_only_registries_import_by_name():

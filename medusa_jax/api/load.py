@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike, fspath
@@ -127,8 +128,12 @@ def load(
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
     choice = choose_tree(tree, drafts, batch, form, devices)
-    backbone = read_backbone(files.base, form, devices)
-    drafts = drafts.read(None if all_heads else choice.levels)
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(read_backbone, files.base, form, devices)
+        if not form.storage.panel:  # several devices and processes: in one order
+            reading.result()
+        drafts = drafts.read(None if all_heads else choice.levels)
+        backbone = reading.result()
     return Model(
         config,
         {"backbone": backbone, "heads": drafts.params},

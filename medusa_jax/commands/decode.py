@@ -14,6 +14,7 @@ def run(flags: Flags) -> int:
     began = time.perf_counter()
 
     def decode(flags: Flags) -> int:
+        begin_last_programs()
         from medusa_jax.commands import decode_run
 
         return decode_run.run(flags, began)
@@ -24,6 +25,15 @@ def run(flags: Flags) -> int:
     if flags.model is not None:
         resolve(flags.model)
     return on_hosts(decode)(flags)
+
+
+def begin_last_programs() -> None:
+    """Begin to read the programs of the last start, while the rest of the command is imported."""
+    from medusa_jax.native import begin_loading
+    from medusa_jax.programs import use_compilation_cache
+
+    if use_compilation_cache():
+        begin_loading()
 
 
 def check(flags: Flags) -> None:

@@ -17,10 +17,10 @@ from medusa_jax.cpu.layer import commit as commit
 from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.layer import norm as norm
 from medusa_jax.cpu.layer import rotate as rotate
-from medusa_jax.cpu.library import attends as attends
-from medusa_jax.cpu.library import begin_loading as begin_loading
-from medusa_jax.cpu.library import library as library
-from medusa_jax.cpu.library import mark as mark
-from medusa_jax.cpu.library import panel as panel
-from medusa_jax.cpu.library import usable as usable
 from medusa_jax.cpu.panels import panels as panels
+from medusa_jax.native import attends as attends
+from medusa_jax.native import begin_loading as begin_loading
+from medusa_jax.native import library as library
+from medusa_jax.native import mark as mark
+from medusa_jax.native import panel as panel
+from medusa_jax.native import usable as usable

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from medusa_jax.arch import LlamaConfig
-from medusa_jax.cpu.library import loaded, panel
 from medusa_jax.cpu.panels import FORMS, Panels, in_panels
 from medusa_jax.model.blocks import BlockRows
 from medusa_jax.model.stored import Storage
+from medusa_jax.native import loaded, panel
 from medusa_jax.sharding import Params, PyTree
 
 

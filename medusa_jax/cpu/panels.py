@@ -9,8 +9,8 @@ from flax import struct
 from jax import lax
 
 from medusa_jax.compiler import FORMS
-from medusa_jax.cpu.library import library
 from medusa_jax.model.stored import Product, Storage, Stored
+from medusa_jax.native import library
 
 # Outputs of a panel of int8 or of blocks, and inputs of a block.
 WIDE, BLOCK = 32, 32

@@ -330,11 +330,28 @@ def end_rows(engine: Engine, status_B: jax.Array, ended_B: jax.Array) -> jax.Arr
     return pin_state(engine.llama.mesh, status_B)
 
 
+def prepare(engine: Engine, variables: Params, request: DecodeRequest) -> None:
+    """Begin to compile the programs of a request side by side, if they would be compiled."""
+    (first, *others), prompts = prompt_arrays(engine, request)
+    state = prefill.prepare(engine.depth_only, first, variables, prompts)
+    if state is None:
+        return
+    state = state.replace(gate=request.gate)
+    decode_loop.prepare(engine, variables, state, np.int32(0))
+    copied_progress.prepare(engine.depth_only, state)
+    ended_B = np.zeros(len(request.prompts), bool)
+    end_rows.prepare(engine.depth_only, state.status_B, ended_B)
+    for slots in others:
+        state = grow.prepare(engine.depth_only, slots, state)
+        decode_loop.prepare(engine, variables, state, np.int32(0))
+
+
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     """Compile everything that `generate` or `stream` will run for this request, and wait.
 
     Reads the prompts once and takes no decode step.
     """
+    prepare(engine, variables, request)
     state, ladder = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))

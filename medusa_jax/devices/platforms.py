@@ -107,10 +107,12 @@ class Program(Generic[R]):
 
     Attributes:
       run_kept: a result by a program that is kept for later starts (`programs.py`), or None; None keeps none.
+      prepare_kept: begins to compile such a program.
       arguments: passed to `jax.jit`.
     """
 
     run_kept: ClassVar[Callable[..., Any] | None] = None
+    prepare_kept: ClassVar[Callable[..., Any] | None] = None
 
     def __init__(
         self, function: Callable[..., R], arguments: dict[str, Any], may_be_kept: bool
@@ -122,6 +124,12 @@ class Program(Generic[R]):
     def __call__(self, *args: Any) -> R:
         result = self.run_kept(args) if self._may_be_kept and self.run_kept else None
         return self._of(platform())(*args) if result is None else result
+
+    def prepare(self, *args: Any) -> Any:
+        """Begin to compile for arrays of these shapes; returns the results' shapes, None if nothing is compiled."""
+        if self._may_be_kept and self.prepare_kept:
+            return self.prepare_kept(args)
+        return None
 
     def __getattr__(self, name: str) -> Any:
         """Other methods of the jitted function, such as `lower` and `eval_shape`."""

@@ -63,7 +63,7 @@ def resolve(path_or_id: str, files: list[str] | None = None) -> str:
 
 
 def _of_gguf(file: str, sha256: str = "") -> str:
-    from medusa_jax.files.gguf.convert import make_directory  # only for such files
+    from medusa_jax.files.gguf.directory import make_directory  # only for such files
 
     return make_directory(file, sha256)
 

@@ -10,7 +10,7 @@ import numpy as np
 from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import announced
 from medusa_jax.errors import UserError
-from medusa_jax.files.gguf.convert import checksum
+from medusa_jax.files.gguf.directory import checksum
 from medusa_jax.files.gguf.reader import read_gguf, split_files
 from medusa_jax.files.names import NAMES, file_of, named_model
 from medusa_jax.whole_files import replacing

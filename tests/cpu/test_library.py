@@ -21,7 +21,7 @@ from medusa_jax.sharding import make_mesh
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 # The package's name for it is the function.
-module = importlib.import_module("medusa_jax.cpu.library")
+module = importlib.import_module("medusa_jax.native")
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat {folder}/version; exit; fi
 case "$*" in *-shared*) echo >> {folder}/runs;; esac
@@ -134,7 +134,7 @@ from pathlib import Path
 
 import numpy as np
 from medusa_jax.cpu import panel
-from medusa_jax.cpu.library import loaded
+from medusa_jax.native import loaded
 from medusa_jax.cpu.panels import Panels, in_panels
 
 words = in_panels(np.ones((8, 3), np.float32), panel())

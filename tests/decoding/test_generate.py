@@ -1,5 +1,6 @@
 """The loop and its drivers: where rows end, how the cache grows, what a stream shows."""
 
+import threading
 import warnings
 from functools import cache
 from types import SimpleNamespace
@@ -13,10 +14,13 @@ from planted import plain_texts as plainly
 from tiny import tiny_arch
 
 from examples.lookahead import Lookahead, LookaheadConfig
+from medusa_jax import programs
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.stopping import LIMIT, STOPPED
+from medusa_jax.devices.platforms import Program
+from medusa_jax.heads.registry import no_drafter
 from medusa_jax.kernels.cpu import CpuKernels
 from medusa_jax.kernels.one_cpu import EngineKernels
 from medusa_jax.tree.tree import Tree
@@ -221,6 +225,40 @@ def test_warming_up_compiles_all():
     list(chunks)
     assert before == [program._cache_size() for program in programs]
     assert texts_of(progress) == [cut(t, ((6,),))[0] for t in plain_texts()]
+
+
+def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
+    """All are traced for the shapes of each other's results, and none of them again when they run."""
+    _, llama, backbone = random_model(CONFIG, 1)
+    llama = llama.clone(dtype=np.dtype("float64"))  # a mark in the file's name
+    engine = Engine(llama, no_drafter(CONFIG), Tree.none(), "greedy")
+    variables, request = {"backbone": backbone, "heads": {}}, request_of([200] * 2)
+    plain = texts_of(loop.generate(engine, variables, request))
+    traced = []
+
+    def lowered_for(program, args, lower=programs.lowered_for):
+        traced.append(program.__qualname__)
+        return lower(program, args)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(Program, "run_kept", programs.run_kept)
+    monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
+    monkeypatch.setattr(programs, "lowered_for", lowered_for)
+    loop.prepare(engine, variables, request)
+    assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
+    loops = 1 + traced.count("grow")
+    small = ["copied_progress", "end_rows", "prefill", "row_keys"]
+    assert sorted(traced) == sorted(
+        [*small, *["decode_loop"] * loops, *["grow"] * (loops - 1)]
+    )
+    count = len(traced)
+    loop.warm_up(engine, variables, request)
+    assert texts_of(loop.generate(engine, variables, request)) == plain
+    assert (len(traced), loops) == (count, 2) and jax.config.jax_enable_compilation_cache
+    [thread.join() for thread in threading.enumerate() if "_write" in thread.name]
+    programs.executables.clear()  # a later start
+    loop.prepare(engine, variables, request)
+    assert len(traced) == count
 
 
 def test_trees_of_one_depth_read_prompts_with_one_program():

@@ -33,7 +33,7 @@ from medusa_jax import Options
 from medusa_jax.config import LlamaConfig
 from medusa_jax.files.generation import generation_config
 from medusa_jax.files.gguf import architecture, convert
-from medusa_jax.files.gguf.convert import make_directory
+from medusa_jax.files.gguf.directory import make_directory
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
 from medusa_jax.files.hf_writer import save_backbone
@@ -339,7 +339,7 @@ def test_a_file_is_converted_once(tmp_path, tokenizer_json, monkeypatch):
     monkeypatch.setattr(convert, "write_files", None)
     monkeypatch.setattr("medusa_jax.mapped.time.time", lambda: 1e11)  # the files are old
     assert make_directory(str(tmp_path / "b.gguf")) == first != make_directory(other)
-    monkeypatch.setattr(convert.hashlib, "file_digest", None)
+    monkeypatch.setattr("hashlib.file_digest", None)
     assert make_directory(str(tmp_path / "b.gguf")) == first
 
 
