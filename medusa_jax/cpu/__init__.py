@@ -1,11 +1,12 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-`kernels/one_cpu.py` is its only user, and calls:
+`kernels/` is its only user, and calls:
 
 - `usable`, `attends`: whether it computes in a type, and with heads of a size;
 - `begin_loading`: begins to compile it, or to load it;
 - `panel`, `panels`, `prepare`: convert kernels, of floats, of int8 and in the blocks of a GGUF file;
 - `layer`: a whole layer over few tokens; `commit`: move accepted keys and values;
+- `asks`, `ask`, `HostFunction`: calls of Python from a running program;
 - `norm`, `rotate`: single operations, rounded alike in every program;
 - `mark`: names the compiled kernels in measurements.
 
@@ -13,10 +14,13 @@ The products of kernels in panels are `Stored.product`.
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
+from medusa_jax.cpu.host import HostFunction as HostFunction
+from medusa_jax.cpu.host import ask as ask
 from medusa_jax.cpu.layer import commit as commit
 from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.layer import norm as norm
 from medusa_jax.cpu.layer import rotate as rotate
+from medusa_jax.cpu.library import asks as asks
 from medusa_jax.cpu.library import attends as attends
 from medusa_jax.cpu.library import begin_loading as begin_loading
 from medusa_jax.cpu.library import library as library

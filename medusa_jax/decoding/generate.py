@@ -106,6 +106,7 @@ class DecodeRequest:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
+      host: number of the host's function for steps with guides (`guided.guided_step`).
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
       sizes: nodes of the trees that steps may take, if the caller gave no tree.
@@ -126,6 +127,7 @@ class DecodeRequest:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
+    host: int | None = None
     gate: Gate | None = None
     costs: StepCosts | None = None
     sizes: Sequence[int] = ()
@@ -153,12 +155,13 @@ def begin(
     """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, prompts = prompt_arrays(engine, request)
     state = prefill(engine.depth_only, ladder[0], variables, prompts)
-    return with_gate(engine, state, request), ladder
+    return with_request(engine, state, request), ladder
 
 
-def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
-    """The state with the request's gate, placed as the decode loop returns it."""
-    return placed(engine.llama.mesh, state.replace(gate=request.gate))
+def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
+    """The state with the request's gate and host, placed as the decode loop returns it."""
+    host_1: Any = None if request.host is None else np.array([request.host], np.int32)
+    return placed(engine.llama.mesh, state.replace(gate=request.gate, host_1=host_1))
 
 
 # On the host; `row_keys` is called in traces, too.
@@ -258,7 +261,9 @@ def stream(
       chunk_steps: steps of a chunk; by default more while they take less than `PACE`.
       row_cache: receives the state after each chunk.
     """
-    assert request.guides is None, "constrained.stream decodes requests with guides"
+    assert request.guides is None or request.host, (
+        "`constrained.stream` decodes with guides"
+    )
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     yield from chunks(engine, variables, request, state, ladder, chunk_steps, row_cache)
 

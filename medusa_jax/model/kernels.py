@@ -8,9 +8,10 @@
 | levels or blocks of drafts      | a `DraftCache`  | its `attend`                                           |
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,17 @@ from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Kernel, Storage, Stored
 from medusa_jax.model.texts import Part, attend_cached, attend_part, blocks_part
 from medusa_jax.sharding import Params
+
+Shape = tuple[int, ...]
+
+
+class HostFunction(AbstractContextManager["HostFunction"], Protocol):
+    """A function that running programs can call by its number while it is open."""
+
+    number: int
+
+    def check(self) -> None:
+        """Raise the error of a call."""
 
 
 @dataclass(frozen=True)
@@ -219,6 +231,18 @@ class Kernels:
     def row_sum(self, x: jax.Array) -> jax.Array:
         """The sum over the last axis [..., 1]."""
         return jnp.sum(x, axis=-1, keepdims=True)
+
+    # The host, in running programs.
+
+    def host_function(self, function: Callable[..., None]) -> HostFunction | None:
+        """A function of NumPy's arrays that programs on one device can call; None where they cannot."""
+        return None
+
+    def ask_host(
+        self, number_1: jax.Array, arguments: Sequence[jax.Array], shapes: Sequence[Shape]
+    ) -> list[jax.Array]:
+        """Results of these shapes, of int32, from an open host function."""
+        raise NotImplementedError
 
     # The form of stored kernels.
 

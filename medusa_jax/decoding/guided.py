@@ -1,0 +1,151 @@
+"""The device's part in steps of rows with constraints (`constrained.py` has the host's).
+
+Where programs can call the host (`Kernels.host_function`), `guided_step` runs in the loop on the device and calls it
+between the draft and the pass.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from medusa_jax.decoding.acceptance import Drafts
+from medusa_jax.decoding.masks import NO_TOKEN, words
+from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
+from medusa_jax.decoding.step import accept, append, commit, draft, verify
+from medusa_jax.decoding.stopping import PAUSED, RUNNING
+from medusa_jax.model.kernels import Kernels
+from medusa_jax.sharding import Params, on_all, pin_state
+from medusa_jax.tree.tree import Tree
+
+# Guesses after each node, from which the host replaces forbidden drafts.
+GUESSES = 16
+
+
+class HostInputs(NamedTuple):
+    """Results of a draft that the host reads before the step.
+
+    Attributes:
+      progress: progress of the state.
+      drafts: the drafted tree of the step.
+      guesses_BMK: the best tokens after each node by the scores of its depth, best first; NO_TOKEN
+        where the drafter has none.
+    """
+
+    progress: Progress
+    drafts: Drafts
+    guesses_BMK: jax.Array
+
+
+def next_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
+    """Draft the next tree, and copy the progress for the host."""
+    drafts, guesses_BMK = drafted(engine, variables, state)
+    if not engine.rule.by_drafts:  # only such rules read the scores
+        drafts = drafts._replace(ranked=())
+    progress = jax.tree.map(jnp.copy, progress_of(state))
+    progress, guesses_BMK = on_all(engine.llama.mesh, (progress, guesses_BMK))
+    return HostInputs(progress, drafts, guesses_BMK)
+
+
+def drafted(
+    engine: Engine, variables: Params, state: DecodeState
+) -> tuple[Drafts, jax.Array]:
+    """The next tree, and guesses after its nodes."""
+    # The host needs one fixed tree, so no step may choose between the chain and the spares.
+    tree = engine.tree.in_every_step
+    drafts = draft(engine, variables, state, tree)
+    return drafts, guesses_after(engine.kernels, tree, drafts)
+
+
+def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
+    """The best tokens after each node, [B, M, K].
+
+    Nodes that a drafter does not score, such as copied ones, get the guesses of the first scored node
+    of their depth.
+    """
+    B, M = drafts.nodes_BM.shape
+    no_tokens = jnp.full((B, 1, GUESSES), NO_TOKEN)
+    guesses, place_M, n = [no_tokens], np.zeros(M, np.int32), 1
+    drafted_N = np.setdiff1d(np.arange(M), tree.copied_C)
+    for depth, (_, scores) in enumerate(drafts.ranked):
+        scores_RO = scores.reshape(-1, scores.shape[-1])
+        K = min(GUESSES, scores_RO.shape[1])
+        tokens_RK = places_RK = kernels.top_k(scores_RO, K)
+        if drafts.ids_O is not None:
+            tokens_RK = drafts.ids_O[places_RK]
+        best_RK = jnp.take_along_axis(scores_RO, places_RK, axis=1)
+        tokens_RK = jnp.where(jnp.isfinite(best_RK), tokens_RK, NO_TOKEN)
+        tokens_BPK = tokens_RK.reshape(B, -1, K)
+        P, pad_K = tokens_BPK.shape[1], ((0, 0), (0, 0), (0, GUESSES - K))
+        guesses.append(jnp.pad(tokens_BPK, pad_K, constant_values=NO_TOKEN))
+        place_M[tree.depth_M == depth] = n
+        parent_P = drafted_N[tree.drafted.parents(depth)]
+        place_M[parent_P] = n + (np.arange(len(parent_P)) if P > 1 else 0)
+        n += P
+    return jnp.concatenate(guesses, axis=1)[:, place_M].astype(jnp.int32)
+
+
+def take(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    drafts: Drafts,
+    allowed_BMW: jax.Array,
+) -> DecodeState:
+    """Verify, accept and commit drafts, given the tokens that may follow each node."""
+    verified = verify(engine, variables, state, drafts)
+    outcome = accept(engine, variables, state, verified, allowed_BMW)
+    state = commit(engine, variables, state, verified, outcome)
+    return pin_state(engine.llama.mesh, append(engine, state, outcome))
+
+
+def with_status(state: DecodeState, status_B: jax.Array) -> DecodeState:
+    """The state with a new status of its running rows."""
+    return state.replace(
+        status_B=jnp.where(state.status_B == RUNNING, status_B, state.status_B)
+    )
+
+
+def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
+    """A step that calls the host for its part, `constrained.answer`; rows are PAUSED if that failed."""
+    drafts, guesses_BMK = drafted(engine, variables, state)
+    (B, M), tree = drafts.nodes_BM.shape, engine.tree.in_every_step
+    read = state.tokens_BO, state.n_new_B, state.status_B, drafts.nodes_BM, guesses_BMK
+    shapes = (1,), (B,), (B, M), (B, M, words(engine.llama.config.vocab_size))
+    assert state.host_1 is not None
+    size_1, status_B, nodes_BM, bits_BMW = engine.kernels.ask_host(
+        state.host_1, read, shapes
+    )
+    allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
+    state = with_status(state, jnp.where(size_1 > 0, status_B, PAUSED))
+    # A loop for each size, which runs once if it is chosen: the branches of a conditional would copy the cache.
+    for number, size in enumerate(sizes_of(engine), 1):
+        kept_N = nodes_of(size, tree)
+        sized = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
+        allowed_BNW = allowed_BMW[:, kept_N]
+
+        def is_chosen(carry: tuple, number: int = number) -> jax.Array:
+            return carry[0] == number
+
+        def one_step(carry: tuple, sized=sized, allowed_BNW=allowed_BNW) -> tuple:
+            new = take(engine, variables, carry[1], sized, allowed_BNW)
+            return jnp.zeros_like(carry[0]), new
+
+        _, state = lax.while_loop(is_chosen, one_step, (size_1[0], state))
+    return state
+
+
+def sizes_of(engine: Engine) -> list[Tree]:
+    """The trees of steps with constraints, the short one first."""
+    tree = engine.tree.in_every_step
+    return [engine.short, tree] if engine.short else [tree]
+
+
+@lru_cache(maxsize=64)
+def nodes_of(some: Tree, tree: Tree) -> list[int]:
+    """The nodes of a tree that are also in a smaller one."""
+    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
+    return [nodes[choice] for choice in ((), *some.choices)]
