@@ -1,21 +1,18 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-`kernels/` is its only user, and calls:
+`kernels/one_cpu.py` calls:
 
 - `usable`, `attends`: whether it computes in a type, and with heads of a size;
 - `begin_loading`: begins to compile it, or to load it;
 - `panel`, `panels`, `prepare`: convert kernels, of floats, of int8 and in the blocks of a GGUF file;
 - `layer`: a whole layer over few tokens; `commit`: move accepted keys and values;
-- `asks`, `ask`, `HostFunction`: calls of Python from a running program;
 - `norm`, `rotate`: single operations, rounded alike in every program;
 - `mark`: names the compiled kernels in measurements.
 
-The products of kernels in panels are `Stored.product`.
+Running programs can call Python (`host.py`), if `asks`: `decoding/guided.py`. The products of kernels in panels are `Stored.product`.
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
-from medusa_jax.cpu.host import HostFunction as HostFunction
-from medusa_jax.cpu.host import ask as ask
 from medusa_jax.cpu.layer import commit as commit
 from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.layer import norm as norm

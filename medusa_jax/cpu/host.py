@@ -1,59 +1,56 @@
-"""Functions of the host that a running program calls: cheaper than a launch of one program for each step."""
+"""Functions of the host that a running program calls, which takes less time than the launch of a program."""
 
 import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
-# Gets an address, from which on addresses and sizes of arrays are, and their number.
+# Gets an address, where addresses and sizes of n arrays are, and n.
 HOST = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 numbers = itertools.count(1)
-functions: "dict[int, HostFunction]" = {}
 
 
 class HostFunction:
-    """A function that programs can call by its number while this is open.
+    """A function that programs call by its number while it is open.
 
     Args:
-      function: gets the arguments and the results of a call, flat arrays of int32. The results are zeros until it
-        writes them, and stay so where it fails or is closed.
+      function: gets the arguments and results of a call, flat arrays of int32. Results are zeros until it writes them.
     """
 
+    opened: ClassVar["dict[int, HostFunction]"] = {}
+
     def __init__(self, function: Callable[..., None]) -> None:
-        self._function, self.number = function, next(numbers)
-        self._error: BaseException | None = None
+        self.function, self.number = function, next(numbers)
+        self.error: BaseException | None = None
 
     def __enter__(self) -> "HostFunction":
-        functions[self.number] = self
+        self.opened[self.number] = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        functions.pop(self.number, None)
-
-    def __call__(self, *arrays: np.ndarray) -> None:
-        try:
-            self._function(*arrays)
-        except BaseException as error:  # Ctrl-C, too: a program cannot raise it
-            self._error = error
-            self.__exit__()
+        self.opened.pop(self.number, None)
 
     def check(self) -> None:
-        """Raise the error of a call."""
-        if self._error:
-            raise self._error
+        """Raise the error of a call, after which the function is closed."""
+        if self.error:
+            raise self.error
 
 
 def answer(address: int, n: int) -> None:
-    """Call the function whose number is the first array."""
+    """Answer a call; its first array is the number of a function."""
     pairs = (ctypes.c_int64 * (2 * n)).from_address(address)
     number, *arrays = map(view, pairs[::2], pairs[1::2])
-    if function := functions.get(int(number[0])):
-        function(*arrays)
+    if host := HostFunction.opened.get(int(number[0])):
+        try:
+            host.function(*arrays)
+        except BaseException as error:  # Ctrl-C, too: a program cannot raise it
+            host.error = error
+            host.__exit__()
 
 
 @functools.lru_cache(maxsize=256)  # the steps of a loop have the same buffers
@@ -62,11 +59,9 @@ def view(address: int, size: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_int32 * size).from_address(address), np.int32)
 
 
-def ask(
-    number: jax.Array, arguments: Sequence[ArrayLike], shapes: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-    """Call a `HostFunction` by its number [1]; returns its results."""
+def ask(number_1: jax.Array, arguments: Sequence[jax.Array], shapes: Sequence) -> Sequence:
+    """Call a `HostFunction`; its results have these shapes."""
     results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    # Not marked as one with side effects, which JAX would launch slowly: its results are used once, and depend on the step.
+    # JAX launches programs with effects slowly. Nothing needs one here, since each step reads the results.
     call = jax.ffi.ffi_call("medusa_ask", results)
-    return list(call(number, *(jnp.asarray(x, jnp.int32) for x in arguments)))
+    return call(number_1, *(x.astype(jnp.int32) for x in arguments))

@@ -222,7 +222,7 @@ void Commit(const Call& call) {
   }
 }
 
-// Python's function, which gets addresses and sizes of n arrays, and the number of calls that it is in.
+// Python's function, which gets addresses and sizes of n arrays, and its calls that have not returned.
 std::atomic<void (*)(const int64_t* arrays, int64_t n)> host;
 std::atomic<int64_t> asking;
 

@@ -8,22 +8,23 @@ tree with the tokens that are forced, replaces forbidden drafts, and computes th
     host    forced tokens, bits of every node | dispatch | text of the last step | wait
     device                                               | verify, accept, draft the next tree  |
 
-The step is one program: on a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model, and bits
-0.04 ms a node.
+On a fast CPU each dispatch costs a millisecond, a fifth of a step of a small model. So where the device can call the
+host, `stream` runs a loop of steps there (`guided.py`). A server dispatches every step: its rows do not wait for each
+other.
 """
 
 from collections.abc import Generator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from medusa_jax.constraints.host_work import Guide, RowWork, Workers
+from medusa_jax.cpu import asks
+from medusa_jax.cpu.host import HostFunction
 from medusa_jax.decoding import generate
-from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.generate import (
     DecodeRequest,
     RowCache,
@@ -32,21 +33,13 @@ from medusa_jax.decoding.generate import (
     end_wanted,
     grow,
 )
-from medusa_jax.decoding.guided import (
-    HostInputs,
-    next_inputs,
-    nodes_of,
-    sizes_of,
-    take,
-    with_status,
-)
+from medusa_jax.decoding.guided import HostInputs, next_inputs, nodes_of, sizes_of, take
 from medusa_jax.decoding.masks import ALL, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.heads.registry import no_drafter
-from medusa_jax.model.kernels import HostFunction
 from medusa_jax.sharding import Params
 from medusa_jax.tree.tree import Tree
 
@@ -72,50 +65,21 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
     return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 
 
+first_inputs = program(static_argnums=0)(next_inputs)
+
+
 def host_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
     """Draft the first tree; does not wait for it."""
-    return draft_first(engine, variables, state.replace(cache=None))
-
-
-@program(static_argnums=0)
-def draft_first(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
-    """Draft a tree for a state without its cache."""
-    return next_inputs(engine, variables, state)
+    return first_inputs(engine, variables, state.replace(cache=None))
 
 
 @program(each_step=True, static_argnums=0, donate_argnums=2)
 def step_nodes(
-    engine: Engine,
-    variables: Params,
-    state: DecodeState,
-    drafts: Drafts,
-    allowed_BMW: jax.Array,
-    status_B: jax.Array,
+    engine: Engine, variables: Params, state: DecodeState, *part: Any
 ) -> tuple[DecodeState, HostInputs]:
-    """One step, given the tokens that may follow each node; also drafts the next tree.
-
-    Args:
-      status_B: the new status of running rows; only those with RUNNING take the step.
-    """
-    state = with_status(state, status_B)
-    state = take(engine, variables, state, drafts, allowed_BMW)
+    """`guided.take` with the host's part; also drafts the next tree."""
+    state = take(engine, variables, state, *part)
     return state, next_inputs(engine, variables, state)
-
-
-class HostPart(NamedTuple):
-    """The host's part of a step.
-
-    Attributes:
-      size: the step's tree, the place in `sizes_of`.
-      status_B: the new status of running rows; only those with RUNNING take the step.
-      nodes_BM: the tree, in which the host drafted, too.
-      allowed_BMW: bits of the tokens that may follow each node.
-    """
-
-    size: int
-    status_B: np.ndarray
-    nodes_BM: np.ndarray
-    allowed_BMW: np.ndarray
 
 
 def host_part(
@@ -127,7 +91,7 @@ def host_part(
     nodes_BM: np.ndarray,
     guesses_BMK: np.ndarray,
     workers: Workers,
-) -> HostPart:
+) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Draft what is forced, and compute what may follow.
 
     Args:
@@ -135,6 +99,9 @@ def host_part(
       tokens_BO, n_new_B, status_B: as in `Progress`.
       nodes_BM, guesses_BMK: as in `HostInputs`.
       workers: do the work; rows that are late are PAUSED.
+
+    Returns: the place of the step's tree in `sizes_of`, the new status of running rows, the tree and the bits of the
+      tokens that may follow its nodes.
 
     Raises:
       UserError: a guide reached a limit (without threads).
@@ -159,7 +126,7 @@ def host_part(
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     few = all(work.forced <= FEW for work in ready.values())
-    return HostPart(0 if few else len(sizes_of(engine)) - 1, next_B, nodes_BM, allowed_BMW)
+    return 0 if few else len(sizes_of(engine)) - 1, next_B, nodes_BM, allowed_BMW
 
 
 def step(
@@ -179,20 +146,16 @@ def step(
       size: the step's tree, by default what is forced decides.
     """
     progress, drafts, guesses_BMK = inputs
-    read = (
-        progress.tokens_BO,
-        progress.n_new_B,
-        progress.status_B,
-        drafts.nodes_BM,
-        guesses_BMK,
-    )
-    part = host_part(engine, guides, *map(np.asarray, read), workers or Workers())
-    tree = sizes_of(engine)[part.size if size is None else size]
+    texts = progress.tokens_BO, progress.n_new_B, progress.status_B
+    read = map(np.asarray, (*texts, drafts.nodes_BM, guesses_BMK))
+    number, *part = host_part(engine, guides, *read, workers or Workers())
+    status_B, nodes_BM, allowed_BMW = part
+    tree = sizes_of(engine)[number if size is None else size]
     kept_N = nodes_of(tree, engine.tree.in_every_step)
-    nodes_BN: Any = part.nodes_BM[:, kept_N]
+    nodes_BN: Any = nodes_BM[:, kept_N]
     drafts = drafts._replace(tree=tree, nodes_BM=nodes_BN)
-    allowed_BNW: Any = part.allowed_BMW[:, kept_N]
-    return step_nodes(engine, variables, state, drafts, allowed_BNW, part.status_B)
+    given = drafts, allowed_BMW[:, kept_N], status_B
+    return step_nodes(engine, variables, state, *given)
 
 
 def stream(
@@ -207,26 +170,18 @@ def stream(
       UserError: a guide reached a limit.
     """
     guides = {row: g for row, g in enumerate(request.guides or ()) if g is not None}
-    function = host_function(engine, guides)
-    if function is None:
+    if not calls_host(engine):
         yield from stream_steps(engine, variables, request, guides, row_cache)
         return
-    stop_B = None
-    with function, suppress(StopIteration):
-        request = replace(request, host=function.number)
-        chunks = generate.stream(engine, variables, request, row_cache=row_cache)
-        while True:
-            progress = jax.block_until_ready(chunks.send(stop_B))
-            function.check()
-            stop_B = yield progress
+    with HostFunction(partial(answer, engine, guides)) as host:
+        request = replace(request, host=host)
+        yield from generate.stream(engine, variables, request, row_cache=row_cache)
 
 
-def host_function(engine: Engine, guides: Mapping[int, Guide]) -> "HostFunction | None":
-    """The host's part as a function for `guided_step`; None where programs cannot call one."""
+def calls_host(engine: Engine) -> bool:
+    """Whether the loop on the device calls the host."""
     mesh = engine.llama.mesh
-    if mesh is not None and mesh.size > 1:
-        return None
-    return engine.kernels.host_function(partial(answer, engine, guides))
+    return engine.kernels.calls_host and (mesh is None or mesh.size == 1) and asks()
 
 
 def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> None:
@@ -235,11 +190,10 @@ def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> 
     B, M = len(n_new_B), engine.tree.n_nodes
     nodes_BM, guesses_BMK = nodes_BM.reshape(B, M), guesses_BMK.reshape(B, M, -1)
     read = tokens_BO.reshape(B, -1), n_new_B, status_B, nodes_BM, guesses_BMK
-    part = host_part(engine, guides, *read, Workers())
-    size_1, *others = results
-    for result, value in zip(others, part[1:]):
+    size, *part = host_part(engine, guides, *read, Workers())
+    for result, value in zip(results[1:], part):
         result[:] = value.reshape(-1).view(np.int32)
-    size_1[0] = part.size + 1
+    results[0][0] = size + 1
 
 
 def stream_steps(
@@ -273,8 +227,8 @@ def stream_steps(
 
 def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     """Compile like `generate.warm_up`, for requests with guides."""
-    if function := host_function(engine, {}):
-        request = replace(request, host=function.number)
+    if calls_host(engine):
+        request = replace(request, host=HostFunction(answer))
         return generate.warm_up(engine, variables, request)
     state, ladder = begin(engine, variables, request)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))

@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import DELTA, EPSILON
+from medusa_jax.cpu.host import HostFunction
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.masks import first_bits
@@ -106,7 +107,7 @@ class DecodeRequest:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
-      host: number of the host's function for steps with guides (`guided.guided_step`).
+      host: answers the steps with guides, `guided.guided_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
       sizes: nodes of the trees that steps may take, if the caller gave no tree.
@@ -127,7 +128,7 @@ class DecodeRequest:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
-    host: int | None = None
+    host: HostFunction | None = None
     gate: Gate | None = None
     costs: StepCosts | None = None
     sizes: Sequence[int] = ()
@@ -160,7 +161,7 @@ def begin(
 
 def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
     """The state with the request's gate and host, placed as the decode loop returns it."""
-    host_1: Any = None if request.host is None else np.array([request.host], np.int32)
+    host_1: Any = None if not request.host else np.array([request.host.number], np.int32)
     return placed(engine.llama.mesh, state.replace(gate=request.gate, host_1=host_1))
 
 
@@ -300,6 +301,9 @@ def chunks(
             row_cache.state = state
         if clock:
             clock.see(progress)
+        if request.host:
+            jax.block_until_ready(progress)
+            request.host.check()
         stop_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B

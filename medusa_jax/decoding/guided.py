@@ -1,10 +1,9 @@
 """The device's part in steps of rows with constraints (`constrained.py` has the host's).
 
-Where programs can call the host (`Kernels.host_function`), `guided_step` runs in the loop on the device and calls it
-between the draft and the pass.
+Where a program can call the host, `guided_step` runs in the loop on the device.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from medusa_jax.cpu.host import ask
 from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
@@ -42,22 +42,15 @@ class HostInputs(NamedTuple):
 
 def next_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
     """Draft the next tree, and copy the progress for the host."""
-    drafts, guesses_BMK = drafted(engine, variables, state)
+    # The host needs one fixed tree, so no step may choose between the chain and the spares.
+    tree = engine.tree.in_every_step
+    drafts = draft(engine, variables, state, tree)
+    guesses_BMK = guesses_after(engine.kernels, tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
     progress = jax.tree.map(jnp.copy, progress_of(state))
     progress, guesses_BMK = on_all(engine.llama.mesh, (progress, guesses_BMK))
     return HostInputs(progress, drafts, guesses_BMK)
-
-
-def drafted(
-    engine: Engine, variables: Params, state: DecodeState
-) -> tuple[Drafts, jax.Array]:
-    """The next tree, and guesses after its nodes."""
-    # The host needs one fixed tree, so no step may choose between the chain and the spares.
-    tree = engine.tree.in_every_step
-    drafts = draft(engine, variables, state, tree)
-    return drafts, guesses_after(engine.kernels, tree, drafts)
 
 
 def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
@@ -94,47 +87,43 @@ def take(
     state: DecodeState,
     drafts: Drafts,
     allowed_BMW: jax.Array,
+    status_B: jax.Array,
 ) -> DecodeState:
-    """Verify, accept and commit drafts, given the tokens that may follow each node."""
+    """Take a step, given the tokens that may follow each node.
+
+    Args:
+      status_B: the new status of running rows; only those with RUNNING take the step.
+    """
+    status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
+    state = state.replace(status_B=status_B)
     verified = verify(engine, variables, state, drafts)
     outcome = accept(engine, variables, state, verified, allowed_BMW)
     state = commit(engine, variables, state, verified, outcome)
     return pin_state(engine.llama.mesh, append(engine, state, outcome))
 
 
-def with_status(state: DecodeState, status_B: jax.Array) -> DecodeState:
-    """The state with a new status of its running rows."""
-    return state.replace(
-        status_B=jnp.where(state.status_B == RUNNING, status_B, state.status_B)
-    )
-
-
 def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
-    """A step that calls the host for its part, `constrained.answer`; rows are PAUSED if that failed."""
-    drafts, guesses_BMK = drafted(engine, variables, state)
+    """A step that calls the host for its part (`constrained.answer`). If that failed, rows are PAUSED."""
+    _, drafts, guesses_BMK = next_inputs(engine, variables, state)
     (B, M), tree = drafts.nodes_BM.shape, engine.tree.in_every_step
     read = state.tokens_BO, state.n_new_B, state.status_B, drafts.nodes_BM, guesses_BMK
     shapes = (1,), (B,), (B, M), (B, M, words(engine.llama.config.vocab_size))
     assert state.host_1 is not None
-    size_1, status_B, nodes_BM, bits_BMW = engine.kernels.ask_host(
-        state.host_1, read, shapes
-    )
+    size_1, status_B, nodes_BM, bits_BMW = ask(state.host_1, read, shapes)
     allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
-    state = with_status(state, jnp.where(size_1 > 0, status_B, PAUSED))
+    status_B = jnp.where(size_1 > 0, status_B, PAUSED)
+    chosen = jnp.maximum(size_1[0], 1)
     # A loop for each size, which runs once if it is chosen: the branches of a conditional would copy the cache.
     for number, size in enumerate(sizes_of(engine), 1):
         kept_N = nodes_of(size, tree)
         sized = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
-        allowed_BNW = allowed_BMW[:, kept_N]
+        given = sized, allowed_BMW[:, kept_N], status_B
 
-        def is_chosen(carry: tuple, number: int = number) -> jax.Array:
-            return carry[0] == number
+        def one_step(carry: tuple, given: tuple = given) -> tuple:
+            return jnp.zeros_like(carry[0]), take(engine, variables, carry[1], *given)
 
-        def one_step(carry: tuple, sized=sized, allowed_BNW=allowed_BNW) -> tuple:
-            new = take(engine, variables, carry[1], sized, allowed_BNW)
-            return jnp.zeros_like(carry[0]), new
-
-        _, state = lax.while_loop(is_chosen, one_step, (size_1[0], state))
+        is_chosen = partial(lambda number, carry: carry[0] == number, number)
+        chosen, state = lax.while_loop(is_chosen, one_step, (chosen, state))
     return state
 
 

@@ -1,7 +1,6 @@
 """XLA's best forms on CPUs."""
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from medusa_jax import cpu
-from medusa_jax.model.kernels import HostFunction, Kernels, Shape
+from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.masks import CausalMask
 from medusa_jax.model.texts import Part, blocks_part, rows_part
 
@@ -31,6 +29,7 @@ class CpuKernels(Kernels):
     thresholds_at_once: ClassVar[int] = 1
     # Filters and noise of a large vocabulary take a fifth of a step with four nodes.
     path_only: ClassVar[bool] = True
+    calls_host: ClassVar[bool] = True
 
     def text_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask
@@ -83,11 +82,3 @@ class CpuKernels(Kernels):
         while (half := sums.shape[-1] // 2) > 0:
             sums = sums[..., :half] + sums[..., half:]
         return sums
-
-    def host_function(self, function: Callable[..., None]) -> HostFunction | None:
-        return cpu.HostFunction(function) if cpu.asks() else None
-
-    def ask_host(
-        self, number_1: jax.Array, arguments: Sequence[jax.Array], shapes: Sequence[Shape]
-    ) -> list[jax.Array]:
-        return cpu.ask(number_1, arguments, shapes)

@@ -8,10 +8,9 @@
 | levels or blocks of drafts      | a `DraftCache`  | its `attend`                                           |
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +26,6 @@ from medusa_jax.model.rope import rotate
 from medusa_jax.model.stored import Kernel, Storage, Stored
 from medusa_jax.model.texts import Part, attend_cached, attend_part, blocks_part
 from medusa_jax.sharding import Params
-
-Shape = tuple[int, ...]
-
-
-class HostFunction(AbstractContextManager["HostFunction"], Protocol):
-    """A function that running programs can call by its number while it is open."""
-
-    number: int
-
-    def check(self) -> None:
-        """Raise the error of a call."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,7 @@ class Kernels:
       path_only: sampled acceptance computes target tokens only down the accepted path. An accelerator
         computes all nodes at once faster than it starts a round.
       bitwise: a token's result is the same, bit for bit, with any number of other tokens.
+      calls_host: a program on one device may call the host (`cpu/host.py`), if `cpu.asks`.
     """
 
     keys_first: ClassVar[bool] = False
@@ -64,6 +53,7 @@ class Kernels:
     thresholds_at_once: ClassVar[int] = 5
     path_only: ClassVar[bool] = False
     bitwise: ClassVar[bool] = False
+    calls_host: ClassVar[bool] = False
 
     # Attention.
 
@@ -231,18 +221,6 @@ class Kernels:
     def row_sum(self, x: jax.Array) -> jax.Array:
         """The sum over the last axis [..., 1]."""
         return jnp.sum(x, axis=-1, keepdims=True)
-
-    # The host, in running programs.
-
-    def host_function(self, function: Callable[..., None]) -> HostFunction | None:
-        """A function of NumPy's arrays that programs on one device can call; None where they cannot."""
-        return None
-
-    def ask_host(
-        self, number_1: jax.Array, arguments: Sequence[jax.Array], shapes: Sequence[Shape]
-    ) -> list[jax.Array]:
-        """Results of these shapes, of int32, from an open host function."""
-        raise NotImplementedError
 
     # The form of stored kernels.
 
