@@ -33,7 +33,7 @@ from medusa_jax.decoding.generate import (
     end_wanted,
     grow,
 )
-from medusa_jax.decoding.guided import HostInputs, next_inputs, nodes_of, sizes_of, take
+from medusa_jax.decoding.guided import HostInputs, next_inputs, take
 from medusa_jax.decoding.masks import ALL, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
@@ -62,6 +62,8 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
     if not heads:
         drafter, tree = no_drafter(engine.llama.config), Tree.none()
     short, tree = tree.with_copies(few), tree.with_copies(many)
+    if calls_host(engine):  # without a launch, twice as many nodes take twice as long
+        short, tree = None, short
     return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 
 
@@ -190,10 +192,10 @@ def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> 
     B, M = len(n_new_B), engine.tree.n_nodes
     nodes_BM, guesses_BMK = nodes_BM.reshape(B, M), guesses_BMK.reshape(B, M, -1)
     read = tokens_BO.reshape(B, -1), n_new_B, status_B, nodes_BM, guesses_BMK
-    size, *part = host_part(engine, guides, *read, Workers())
+    _, *part = host_part(engine, guides, *read, Workers())
     for result, value in zip(results[1:], part):
         result[:] = value.reshape(-1).view(np.int32)
-    results[0][0] = size + 1
+    results[0][0] = 1  # now the others are written
 
 
 def stream_steps(
@@ -256,3 +258,16 @@ def _children(tree: Tree) -> list[list[int]]:
     for node in range(1, tree.n_nodes):
         children[int(tree.parent_M[node])].append(node)
     return children
+
+
+def sizes_of(engine: Engine) -> list[Tree]:
+    """The trees of steps with constraints, the short one first."""
+    tree = engine.tree.in_every_step
+    return [engine.short, tree] if engine.short else [tree]
+
+
+@lru_cache(maxsize=64)
+def nodes_of(some: Tree, tree: Tree) -> list[int]:
+    """The nodes of a tree that are also in a smaller one."""
+    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
+    return [nodes[choice] for choice in ((), *some.choices)]

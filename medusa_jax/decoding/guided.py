@@ -3,7 +3,6 @@
 Where a program can call the host, `guided_step` runs in the loop on the device.
 """
 
-from functools import lru_cache, partial
 from typing import NamedTuple
 
 import jax
@@ -105,36 +104,12 @@ def take(
 def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
     """A step that calls the host for its part (`constrained.answer`). If that failed, rows are PAUSED."""
     _, drafts, guesses_BMK = next_inputs(engine, variables, state)
-    (B, M), tree = drafts.nodes_BM.shape, engine.tree.in_every_step
+    B, M = drafts.nodes_BM.shape
     read = state.tokens_BO, state.n_new_B, state.status_B, drafts.nodes_BM, guesses_BMK
     shapes = (1,), (B,), (B, M), (B, M, words(engine.llama.config.vocab_size))
     assert state.host_1 is not None
-    size_1, status_B, nodes_BM, bits_BMW = ask(state.host_1, read, shapes)
+    ready_1, status_B, nodes_BM, bits_BMW = ask(state.host_1, read, shapes)
+    status_B = jnp.where(ready_1 > 0, status_B, PAUSED)
+    drafts = drafts._replace(tree=engine.tree.in_every_step, nodes_BM=nodes_BM)
     allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
-    status_B = jnp.where(size_1 > 0, status_B, PAUSED)
-    chosen = jnp.maximum(size_1[0], 1)
-    # A loop for each size, which runs once if it is chosen: the branches of a conditional would copy the cache.
-    for number, size in enumerate(sizes_of(engine), 1):
-        kept_N = nodes_of(size, tree)
-        sized = drafts._replace(tree=size, nodes_BM=nodes_BM[:, kept_N])
-        given = sized, allowed_BMW[:, kept_N], status_B
-
-        def one_step(carry: tuple, given: tuple = given) -> tuple:
-            return jnp.zeros_like(carry[0]), take(engine, variables, carry[1], *given)
-
-        is_chosen = partial(lambda number, carry: carry[0] == number, number)
-        chosen, state = lax.while_loop(is_chosen, one_step, (chosen, state))
-    return state
-
-
-def sizes_of(engine: Engine) -> list[Tree]:
-    """The trees of steps with constraints, the short one first."""
-    tree = engine.tree.in_every_step
-    return [engine.short, tree] if engine.short else [tree]
-
-
-@lru_cache(maxsize=64)
-def nodes_of(some: Tree, tree: Tree) -> list[int]:
-    """The nodes of a tree that are also in a smaller one."""
-    nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
-    return [nodes[choice] for choice in ((), *some.choices)]
+    return take(engine, variables, state, drafts, allowed_BMW, status_B)
