@@ -56,7 +56,8 @@ def answer(address: int, n: int) -> None:
 @functools.lru_cache(maxsize=256)  # the steps of a loop have the same buffers
 def view(address: int, size: int) -> np.ndarray:
     """The int32 at an address."""
-    return np.frombuffer((ctypes.c_int32 * size).from_address(address), np.int32)
+    memory = memoryview((ctypes.c_int32 * size).from_address(address))
+    return np.frombuffer(memory, np.int32)
 
 
 def ask(number_1: jax.Array, arguments: Sequence[jax.Array], shapes: Sequence) -> Sequence:
