@@ -1,5 +1,6 @@
 """The compiled kernels, loaded and registered with XLA. Without them, XLA's own operations are used, with the same features."""
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,10 +15,12 @@ from jax.typing import DTypeLike
 
 from medusa_jax.compiler import KERNELS, PARTS, PRODUCTS, library_file, shipped, threads
 from medusa_jax.errors import UserError
+from medusa_jax.host_calls import HOST, answer
 from medusa_jax.programs import read_ahead
 
 HANDLERS = tuple(
-    f"medusa_{name}" for name in ("product", "rows", "layer", "commit", "norm", "rotate")
+    f"medusa_{name}"
+    for name in ("product", "rows", "layer", "commit", "norm", "rotate", "ask")
 )
 UNITS = {(number, bits): unit for unit, (_, number, bits) in PARTS.items()}
 LOADER = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -37,6 +40,9 @@ class Library(ctypes.CDLL):
         # The kernels ask for the products of a form when they first need them.
         self.loader = LOADER(self.add_form)
         self.medusa_use_loader(self.loader)
+        self.host = HOST(answer)
+        self.medusa_use_host(self.host)
+        atexit.register(self.medusa_use_host, None)
 
     def call(self, name: str, *numbers: int) -> int:
         """Call a function that takes integers and addresses; returns its integer."""
@@ -116,6 +122,11 @@ def usable(dtype: DTypeLike) -> bool:
             "the kernels for this processor"
         )
     return library() is not None
+
+
+def asks() -> bool:
+    """Whether programs can call the host."""
+    return os.environ.get(PRODUCTS) != "plain" and library() is not None
 
 
 def panel() -> int:

@@ -25,7 +25,7 @@ FLOORS = [
     {"hosts", "progress"},
     {"tree", "plots"},
     {"measured", "mapped"},
-    {"programs"},
+    {"programs", "host_calls"},
     {"native"},
     {"model"},
     {"cpu"},

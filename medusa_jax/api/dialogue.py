@@ -60,7 +60,7 @@ class Dialogue:
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
         at = self.reused = max(0, self._n_shared(row, prompt) - 1)
-        row = row and row.replace(gate=None)
+        row = row and row.replace(gate=None, host_1=None)
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
         elif row.cache.slots < slots:
@@ -87,7 +87,7 @@ class Dialogue:
             row = rows.read_row(reader, variables, row, piece)
             at = begin + T
         self._row_key, self._prompt = (engine, sizes), request.prompts[0]
-        return loop.with_gate(engine, row, request), [slots]
+        return loop.with_request(engine, row, request), [slots]
 
     def _n_shared(self, row: DecodeState | None, prompt: np.ndarray) -> int:
         """Number of the prompt's first tokens that the row's caches hold, the drafter's included."""

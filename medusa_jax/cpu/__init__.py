@@ -1,6 +1,6 @@
 """The engine for one CPU: kernels of our own for XLA, compiled on the machine they run on.
 
-`kernels/one_cpu.py` is its only user, and calls:
+`kernels/one_cpu.py` calls:
 
 - `usable`, `attends`: whether it computes in a type, and with heads of a size;
 - `begin_loading`: begins to compile it, or to load it;
@@ -9,7 +9,7 @@
 - `norm`, `rotate`: single operations, rounded alike in every program;
 - `mark`: names the compiled kernels in measurements.
 
-The products of kernels in panels are `Stored.product`.
+Running programs can call Python (`host_calls.py`), if `asks`: `decoding/guided.py`. The products of kernels in panels are `Stored.product`.
 """
 
 from medusa_jax.cpu.blocks import prepare as prepare
@@ -18,6 +18,7 @@ from medusa_jax.cpu.layer import layer as layer
 from medusa_jax.cpu.layer import norm as norm
 from medusa_jax.cpu.layer import rotate as rotate
 from medusa_jax.cpu.panels import panels as panels
+from medusa_jax.native import asks as asks
 from medusa_jax.native import attends as attends
 from medusa_jax.native import begin_loading as begin_loading
 from medusa_jax.native import library as library

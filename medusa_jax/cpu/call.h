@@ -64,6 +64,7 @@ struct Call {
 
   ThreadPool Pool() const { return {frame.api, frame.ctx}; }
   int64_t Args() const { return frame.args.size; }
+  int64_t Rets() const { return frame.rets.size; }
   template <typename T>
   Array<T> Arg(int64_t i) const { return Of<T>(frame.args.args, frame.args.size, i); }
   template <typename T>

@@ -222,6 +222,25 @@ void Commit(const Call& call) {
   }
 }
 
+// Python's function, which gets addresses and sizes of n arrays, and its calls that have not returned.
+std::atomic<void (*)(const int64_t* arrays, int64_t n)> host;
+std::atomic<int64_t> asking;
+
+// Calls the host with arguments and results of 32 bits. The results are zeros, where it does not write them.
+void AskHost(const Call& call) {
+  std::vector<int64_t> arrays;
+  const auto add = [&](const auto& x) { arrays.insert(arrays.end(), {reinterpret_cast<int64_t>(x.data), x.size}); };
+  for (int64_t i = 0; i < call.Args(); ++i) add(call.Arg<int32_t>(i));
+  for (int64_t i = 0; i < call.Rets(); ++i) {
+    const auto result = call.Ret<int32_t>(i);
+    std::fill_n(result.data, result.size, 0);
+    add(result);
+  }
+  ++asking;
+  if (auto* const ask = host.load()) ask(arrays.data(), arrays.size() / 2);
+  --asking;
+}
+
 }  // namespace
 
 extern "C" int64_t medusa_panel_width() { return kPanel; }
@@ -246,6 +265,11 @@ extern "C" int64_t medusa_attends(int64_t head_dim) { return head_dim % kLanes =
 
 extern "C" void medusa_use_loader(void (*loader)(int64_t, int64_t)) { load = loader; }
 extern "C" void medusa_add_form(int64_t form, int64_t bits, Multiply* multiply) { multiplies[bits == 8][form] = multiply; }
+// Waits for calls of the last function if there is no other: Python is about to end.
+extern "C" void medusa_use_host(void (*function)(const int64_t*, int64_t)) {
+  host = function;
+  while (!function && asking.load()) std::this_thread::yield();
+}
 
 extern "C" XLA_FFI_Error* medusa_product(XLA_FFI_CallFrame* frame) { return Answer(frame, Product); }
 extern "C" XLA_FFI_Error* medusa_rows(XLA_FFI_CallFrame* frame) { return Answer(frame, UnpackRows); }
@@ -253,3 +277,4 @@ extern "C" XLA_FFI_Error* medusa_layer(XLA_FFI_CallFrame* frame) { return Answer
 extern "C" XLA_FFI_Error* medusa_commit(XLA_FFI_CallFrame* frame) { return Answer(frame, Commit); }
 extern "C" XLA_FFI_Error* medusa_norm(XLA_FFI_CallFrame* frame) { return Answer(frame, Norm); }
 extern "C" XLA_FFI_Error* medusa_rotate(XLA_FFI_CallFrame* frame) { return Answer(frame, Rotate); }
+extern "C" XLA_FFI_Error* medusa_ask(XLA_FFI_CallFrame* frame) { return Answer(frame, AskHost); }

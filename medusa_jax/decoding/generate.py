@@ -33,6 +33,7 @@ from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 from medusa_jax.decoding.stopping import RUNNING, STOPPED, pack_stops
 from medusa_jax.devices.platforms import program
 from medusa_jax.heads.state import grow_state
+from medusa_jax.host_calls import HostFunction
 from medusa_jax.sharding import Params, pin_state, placed
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class DecodeRequest:
       epsilon, delta: thresholds of typical acceptance.
       penalties: biases and penalties.
       guides: the constraint of each row, not used before; None if no row has one.
+      host: answers the steps with guides, `guided.guided_step`.
       gate: of a gated engine, before the first step.
       costs: of its sizes; streams measure them.
       sizes: nodes of the trees that steps may take, if the caller gave no tree.
@@ -126,6 +128,7 @@ class DecodeRequest:
     max_steps: Sequence[int] | None = None
     penalties: Sequence[PenaltyOptions] | None = None
     guides: "Sequence[Guide | None] | None" = None
+    host: HostFunction | None = None
     gate: Gate | None = None
     costs: StepCosts | None = None
     sizes: Sequence[int] = ()
@@ -153,12 +156,13 @@ def begin(
     """Prefill a request; also returns the successive cache sizes for its rows."""
     ladder, prompts = prompt_arrays(engine, request)
     state = prefill(engine.depth_only, ladder[0], variables, prompts)
-    return with_gate(engine, state, request), ladder
+    return with_request(engine, state, request), ladder
 
 
-def with_gate(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
-    """The state with the request's gate, placed as the decode loop returns it."""
-    return placed(engine.llama.mesh, state.replace(gate=request.gate))
+def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
+    """The state with the request's gate and host, placed as the decode loop returns it."""
+    host_1: Any = None if not request.host else np.array([request.host.number], np.int32)
+    return placed(engine.llama.mesh, state.replace(gate=request.gate, host_1=host_1))
 
 
 # On the host; `row_keys` is called in traces, too.
@@ -258,7 +262,9 @@ def stream(
       chunk_steps: steps of a chunk; by default more while they take less than `PACE`.
       row_cache: receives the state after each chunk.
     """
-    assert request.guides is None, "constrained.stream decodes requests with guides"
+    assert request.guides is None or request.host, (
+        "`constrained.stream` decodes with guides"
+    )
     state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
     yield from chunks(engine, variables, request, state, ladder, chunk_steps, row_cache)
 
@@ -297,6 +303,9 @@ def chunks(
             row_cache.state = state
         if clock:
             clock.see(progress)
+        if request.host:
+            jax.block_until_ready(progress)
+            request.host.check()
         stop_B = yield progress
         state, ended_B = end_wanted(engine, state, ended_B, stop_B)
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B

@@ -117,6 +117,7 @@ class DecodeState(struct.PyTreeNode):
       predicted_BP: tokens that are expected in the text, to copy from, then `NO_TOKEN`; served rows only.
       logprobs: log-probabilities of `tokens_BO`; None unless the engine keeps them.
       gate: chooses the size of the next step's tree; None unless the engine is gated.
+      host_1: number of the function that steps with constraints call; None: they call none.
     """
 
     cache: KVCache
@@ -137,6 +138,7 @@ class DecodeState(struct.PyTreeNode):
     predicted_BP: jax.Array | None = None
     logprobs: Logprobs | None = None
     gate: Gate | None = None
+    host_1: jax.Array | None = None
 
 
 class Progress(struct.PyTreeNode):

@@ -29,6 +29,7 @@ class CpuKernels(Kernels):
     thresholds_at_once: ClassVar[int] = 1
     # Filters and noise of a large vocabulary take a fifth of a step with four nodes.
     path_only: ClassVar[bool] = True
+    calls_host: ClassVar[bool] = True
 
     def text_part(
         self, q_BGTRH: jax.Array, k_BGTH: jax.Array, v_BGTH: jax.Array, mask: CausalMask

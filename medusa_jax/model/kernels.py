@@ -45,6 +45,7 @@ class Kernels:
       path_only: sampled acceptance computes target tokens only down the accepted path. An accelerator
         computes all nodes at once faster than it starts a round.
       bitwise: a token's result is the same, bit for bit, with any number of other tokens.
+      calls_host: a program on one device may call the host (`host_calls.py`), if `cpu.asks`.
     """
 
     keys_first: ClassVar[bool] = False
@@ -52,6 +53,7 @@ class Kernels:
     thresholds_at_once: ClassVar[int] = 5
     path_only: ClassVar[bool] = False
     bitwise: ClassVar[bool] = False
+    calls_host: ClassVar[bool] = False
 
     # Attention.
 

@@ -1,6 +1,10 @@
 """What a grammar forces, in the text's own form, and that the text is that of plain decoding."""
 
 import json
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +15,16 @@ from planted import decoded, fresh_medusa, texts_of
 from served import load_model
 from tiny import tiny_arch
 
-from medusa_jax import Options, Tree
+from medusa_jax import Options, Tree, UserError
 from medusa_jax.constraints.child import grammar_of
 from medusa_jax.constraints.grammars import BLANKS
 from medusa_jax.constraints.runs import Layout, forced
+from medusa_jax.cpu import asks, library
+from medusa_jax.decoding import constrained
 from medusa_jax.decoding import generate as loop
 from medusa_jax.decoding.constrained import FEW, MANY, with_runs
+from medusa_jax.decoding.stopping import PAUSED
+from medusa_jax.host_calls import HostFunction
 
 guidance = pytest.importorskip("llguidance")
 pytestmark = pytest.mark.usefixtures("x64")
@@ -30,6 +38,12 @@ SCHEMA = {
 }
 PRETTY = '{\n  "name": "A",\n  "age": 3,\n  "tags": [\n    "x'
 BYTES = {byte: byte for byte in range(256)}
+
+
+@pytest.fixture(autouse=True)
+def _loops_call_the_host(monkeypatch):
+    """Where there is a compiler; in float64 the products are XLA's anyway."""
+    monkeypatch.setenv("MEDUSA_JAX_PRODUCTS", "")
 
 
 @pytest.mark.parametrize(
@@ -56,11 +70,16 @@ def test_a_run_has_the_blanks_of_the_text(text, run):
 
 
 @pytest.mark.parametrize(
-    ("heads", "acceptance"),
-    [(False, "sampled"), *wide((False, "greedy"), (True, "sampled"), (True, "greedy"))],
+    ("heads", "acceptance", "in_loops"),
+    [(False, "sampled", True), *wide((False, "sampled", False), (False, "greedy", True))]
+    + wide((True, "sampled", True), (True, "greedy", True), (True, "greedy", False)),
 )
-def test_texts_with_runs_are_those_of_plain_decoding(heads, acceptance):
+def test_texts_with_runs_are_those_of_plain_decoding(
+    heads, acceptance, in_loops, monkeypatch
+):
     """Long and short steps, rows of which one has no constraint."""
+    if not in_loops:
+        monkeypatch.setattr(constrained, "calls_host", lambda engine: False)
     config, lengths = tiny_arch(vocab_size=V, n_layers=1), np.zeros(MANY + 2, int)
     for seed in range(2):
 
@@ -83,7 +102,80 @@ def test_texts_with_runs_are_those_of_plain_decoding(heads, acceptance):
         found, steps = texts(Tree.chain(2))
         assert found == expected
         lengths += steps
-    assert lengths[FEW + 1 :].sum() > 3  # forced runs, accepted whole
+    longest = FEW if in_loops and asks() else FEW + 1
+    assert lengths[longest:].sum() > 3  # forced runs, accepted whole
+
+
+def request_of(guide, tokens=40):
+    """An engine, its variables and a request of one row with a guide."""
+    config = tiny_arch(vocab_size=V, n_layers=1)
+    engine, variables = fresh_medusa(config, Tree.none(), seed=7)
+    request = loop.DecodeRequest([[4]], [tokens], guides=[guide], stops=[((EOS,),)])
+    return with_runs(engine, False), variables, request
+
+
+called = pytest.mark.skipif(library() is None, reason="no C++ compiler")
+
+
+@called
+def test_a_loop_calls_the_host_and_gives_the_text_of_single_steps(monkeypatch):
+    chunks = [*constrained.stream(*request_of(Rule(1)))]
+    monkeypatch.setattr(constrained, "calls_host", lambda engine: False)
+    steps = [*constrained.stream(*request_of(Rule(1)))]
+    assert texts_of(chunks[-1]) == texts_of(steps[-1])
+    assert len(chunks) < len(steps) / 4
+
+
+@called
+def test_a_failure_of_the_host_ends_the_loop_and_is_raised():
+    class Costly(Rule):
+        def advance(self, tokens):
+            super().advance(tokens)
+            if self.consumed > 9:
+                raise UserError("too costly")
+
+    with pytest.raises(UserError, match="too costly"):
+        [*constrained.stream(*request_of(Costly(1)))]
+    assert not HostFunction.opened
+
+
+@called
+def test_a_closed_stream_lets_its_loop_end():
+    """The loop is waiting for the host when its caller leaves."""
+    guide, go_on = Rule(1), threading.Event()
+    guide.fill = lambda into_W: go_on.wait(60) and Rule.fill(guide, into_W)
+    engine, variables, request = request_of(guide)
+    dialogue = SimpleNamespace(begin=loop.begin, state=None)
+    chunks = constrained.stream(engine, variables, request, dialogue)
+    next(chunks)
+    chunks.close()
+    go_on.set()
+    assert int(dialogue.state.status_B[0]) == PAUSED and guide.consumed <= 2
+
+
+EXIT = """
+import os, sys, time
+import jax
+os.environ["MEDUSA_JAX_PRODUCTS"] = ""
+sys.path[:0] = {path}
+from test_runs import *
+jax.config.update("jax_enable_x64", True)
+guide = Rule(1)
+guide.fill = lambda into_W: time.sleep(0.3) or Rule.fill(guide, into_W)
+chunks = constrained.stream(*request_of(guide))
+next(chunks)
+print("ends")
+"""
+
+
+@called
+@pytest.mark.wide
+def test_python_may_end_while_a_loop_calls_it():
+    script = EXIT.format(path=[path for path in sys.path if path])
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")
 
 
 def test_a_models_steps_choose_their_size(tmp_path):
@@ -98,4 +190,4 @@ def test_a_models_steps_choose_their_size(tmp_path):
             [result] = model.generate(["row = "], options, tree=tree)
             assert result.token_ids == plain.token_ids
             assert max(result.draft_depths) <= (2 if tree else 0)
-            assert result.steps < 0.8 * plain.steps and min(result.draft_depths) < -FEW
+            assert result.steps < 0.8 * plain.steps and min(result.draft_depths) <= -FEW
