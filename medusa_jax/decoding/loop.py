@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from medusa_jax.decoding.gated import caught_up, gated_step, no_positions
-from medusa_jax.decoding.guided import guided_step
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
 from medusa_jax.decoding.step import step_of
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
@@ -50,6 +49,8 @@ def decode_loop(
     def one(carry: Carry) -> Carry:
         step, state, deferred = carry
         if state.host_1 is not None:
+            from medusa_jax.decoding.guided import guided_step  # only for constraints
+
             state = guided_step(engine, variables, state)
         elif deferred is None:
             state = step_of(engine)(engine, variables, state)
