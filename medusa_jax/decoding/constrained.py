@@ -16,7 +16,7 @@ other.
 from collections.abc import Generator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -61,9 +61,9 @@ def with_runs(engine: Engine, heads: bool) -> Engine:
         heads, few, many = False, tree.depth, max(tree.depth, MANY)
     if not heads:
         drafter, tree = no_drafter(engine.llama.config), Tree.none()
-    short, tree = tree.with_copies(few), tree.with_copies(many)
-    if calls_host(engine):  # without a launch, twice as many nodes take twice as long
-        short, tree = None, short
+    sizes = tree.with_copies(few), tree.with_copies(many)
+    # Without a launch for each step, twice as many nodes take twice as long.
+    short, tree = (None, sizes[0]) if calls_host(engine) else sizes
     return replace(engine, drafter=drafter, tree=tree, short=short, gated=())
 
 
@@ -84,22 +84,23 @@ def step_nodes(
     return state, next_inputs(engine, variables, state)
 
 
+class HostArrays(NamedTuple):
+    """What the host reads of `Progress` and `HostInputs`."""
+
+    tokens_BO: np.ndarray
+    n_new_B: np.ndarray
+    status_B: np.ndarray
+    nodes_BM: np.ndarray
+    guesses_BMK: np.ndarray
+
+
 def host_part(
-    engine: Engine,
-    guides: Mapping[int, Guide],
-    tokens_BO: np.ndarray,
-    n_new_B: np.ndarray,
-    status_B: np.ndarray,
-    nodes_BM: np.ndarray,
-    guesses_BMK: np.ndarray,
-    workers: Workers,
+    engine: Engine, guides: Mapping[int, Guide], read: HostArrays, workers: Workers
 ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
     """Draft what is forced, and compute what may follow.
 
     Args:
       guides: by row; any token may follow in rows without one.
-      tokens_BO, n_new_B, status_B: as in `Progress`.
-      nodes_BM, guesses_BMK: as in `HostInputs`.
       workers: do the work; rows that are late are PAUSED.
 
     Returns: the place of the step's tree in `sizes_of`, the new status of running rows, the tree and the bits of the
@@ -108,15 +109,15 @@ def host_part(
     Raises:
       UserError: a guide reached a limit (without threads).
     """
-    tree, nodes_BM = engine.tree.in_every_step, nodes_BM.copy()
+    tree, nodes_BM = engine.tree.in_every_step, read.nodes_BM.copy()
     B, M = nodes_BM.shape
     allowed_BMW = np.full((B, M, words(engine.llama.config.vocab_size)), ALL)
     works = {}
     for row, guide in guides.items():
-        if status_B[row] == RUNNING:
+        if read.status_B[row] == RUNNING:
             # With such rules the text depends on the drafts, so they are not replaced.
-            guesses_MK = None if engine.rule.by_drafts else guesses_BMK[row]
-            new = tokens_BO[row, guide.consumed : n_new_B[row]].tolist()
+            guesses_MK = None if engine.rule.by_drafts else read.guesses_BMK[row]
+            new = read.tokens_BO[row, guide.consumed : read.n_new_B[row]].tolist()
             nodes_M, allowed_MW = nodes_BM[row].copy(), allowed_BMW[row].copy()
             works[row] = RowWork(
                 guide, new, nodes_M, _children(tree), tree.copied_C, guesses_MK, allowed_MW
@@ -149,9 +150,10 @@ def step(
     """
     progress, drafts, guesses_BMK = inputs
     texts = progress.tokens_BO, progress.n_new_B, progress.status_B
-    read = map(np.asarray, (*texts, drafts.nodes_BM, guesses_BMK))
-    number, *part = host_part(engine, guides, *read, workers or Workers())
-    status_B, nodes_BM, allowed_BMW = part
+    read = HostArrays(*map(np.asarray, (*texts, drafts.nodes_BM, guesses_BMK)))
+    number, status_B, nodes_BM, allowed_BMW = host_part(
+        engine, guides, read, workers or Workers()
+    )
     tree = sizes_of(engine)[number if size is None else size]
     kept_N = nodes_of(tree, engine.tree.in_every_step)
     nodes_BN: Any = nodes_BM[:, kept_N]
@@ -188,11 +190,14 @@ def calls_host(engine: Engine) -> bool:
 
 def answer(engine: Engine, guides: Mapping[int, Guide], *arrays: np.ndarray) -> None:
     """Answer a call of `guided_step`: arguments and results of `host_part`, flat."""
-    tokens_BO, n_new_B, status_B, nodes_BM, guesses_BMK, *results = arrays
-    B, M = len(n_new_B), engine.tree.n_nodes
-    nodes_BM, guesses_BMK = nodes_BM.reshape(B, M), guesses_BMK.reshape(B, M, -1)
-    read = tokens_BO.reshape(B, -1), n_new_B, status_B, nodes_BM, guesses_BMK
-    _, *part = host_part(engine, guides, *read, Workers())
+    read, results = HostArrays(*arrays[:5]), arrays[5:]
+    B, M = len(read.n_new_B), engine.tree.n_nodes
+    read = read._replace(
+        tokens_BO=read.tokens_BO.reshape(B, -1),
+        nodes_BM=read.nodes_BM.reshape(B, M),
+        guesses_BMK=read.guesses_BMK.reshape(B, M, -1),
+    )
+    _, *part = host_part(engine, guides, read, Workers())
     for result, value in zip(results[1:], part):
         result[:] = value.reshape(-1).view(np.int32)
     results[0][0] = 1  # now the others are written
