@@ -46,7 +46,7 @@ EXAMPLES = """examples:
 # Answers held out, most tokens of a prompt and of an answer, nodes of the tree, none of them copied.
 HELD_OUT, MOST_PROMPT, NEW, NODES = 30, 144, 112, 8
 # Answers of a step, drawn from all so far; learning rates of additions and of all parameters.
-BATCH, LR, LR_ALL = 4, 4e-3, 5e-4
+BATCH, LR, LR_ALL = 4, 1e-3, 5e-4
 CHAT = "chat"
 
 
