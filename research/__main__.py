@@ -47,6 +47,9 @@ COMMANDS = {
     "compose": Command(
         "smollm2", "research.smollm2.compose", "questions to distil SmolLM2's answers from"
     ),
+    "learn": Command(
+        "papers", "research.learn", "what heads gain from a user's own answers"
+    ),
     "coder_sources": Command(
         "coder", "research.coder.sources", "fetch the packages that prompts are cut from"
     ),
