@@ -161,8 +161,13 @@ def begin(
 
 def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
     """The state with the request's gate and host, placed as the decode loop returns it."""
-    host_1: Any = None if not request.host else np.array([request.host.number], np.int32)
-    return placed(engine.llama.mesh, state.replace(gate=request.gate, host_1=host_1))
+    return placed(engine.llama.mesh, state.replace(**fields_of(request)))
+
+
+def fields_of(request: DecodeRequest) -> dict[str, Any]:
+    """Fields of the state that a request sets."""
+    host_1 = np.array([request.host.number], np.int32) if request.host else None
+    return {"gate": request.gate, "host_1": host_1}
 
 
 # On the host; `row_keys` is called in traces, too.
@@ -345,7 +350,7 @@ def prepare(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     state = prefill.prepare(engine.depth_only, first, variables, prompts)
     if state is None:
         return
-    state = state.replace(gate=request.gate)
+    state = state.replace(**fields_of(request))
     decode_loop.prepare(engine, variables, state, np.int32(0))
     copied_progress.prepare(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)

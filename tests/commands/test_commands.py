@@ -27,7 +27,8 @@ from medusa_jax.tree.tree import Order, Tree
 
 def test_calibrate_writes_a_tree_with_its_evidence(files, tmp_path, capsys, monkeypatch):
     directory, prompts = files
-    monkeypatch.setattr(progress, "LINES", 0.0)
+    for name in ("LINES", "SHARE"):  # every text is told
+        monkeypatch.setattr(progress, name, 0.0)
     out = tmp_path / "tree.json"
     flags = [
         f"--model={directory}", f"--drafter={directory}/heads", f"--prompts={prompts}",

@@ -126,7 +126,7 @@ def eagle_files():
             want = eagle_logits(state, HIDDEN, FOLLOWING, LM_HEAD, eps=eps)
             yield state, name, EAGLE | {"bias": bias, "rms_norm_eps": eps}, said, want
         few = {
-            key: x[:, :12] if "down" in key else x[:12]
+            key: x[:, :12].copy() if "down" in key else x[:12]
             for key, x in state.items()
             if ".mlp." in key
         }
