@@ -144,7 +144,8 @@ def test_sizes_grow_until_they_are_clearly_slower(files, monkeypatch, capsys):
             return cost[engine.tree.n_nodes]
 
     monkeypatch.setattr(tree_fit, "StepClock", Clock)
-    monkeypatch.setattr(progress, "LINES", -1.0)
+    for name in ("LINES", "SHARE"):
+        monkeypatch.setattr(progress, name, -1.0)
     order = Order([[0], [1], [0, 0], [2], [1, 0]])
     tokens = {1: 1.0, 2: 1.6, 3: 2.2, 4: 2.3, 5: 2.4, 6: 2.5}
     rounds = tree_fit.time_sizes(model, order, tokens, [1], 1, rounds=3)
