@@ -45,8 +45,10 @@ class Call(NamedTuple):
 
 
 def use_compilation_cache() -> bool:
-    """Cache compiled programs on disk, unless the user has configured a directory; returns whether those of one CPU
-    are kept here."""
+    """Cache compiled programs on disk, unless the user has configured a directory.
+
+    Returns: whether programs are kept for later starts (`run_kept`).
+    """
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", cache_directory("compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.02)
@@ -172,7 +174,7 @@ def without_cache() -> Iterator[None]:
 
     def add(change: int) -> None:
         with counting:
-            blocks.append(blocks.pop() + change)
+            blocks[0] += change
             jax.config.update("jax_enable_compilation_cache", blocks == [0])
             reset_cache()  # JAX looks at the setting once
 

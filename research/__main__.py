@@ -31,7 +31,7 @@ COMMANDS = {
     "clients": Command(
         "costs",
         "research.clients",
-        "drafts under load, measured, beside llama.cpp's server",
+        "speed of the server by clients and drafts, beside llama.cpp's",
     ),
     "chart": Command(
         "costs", "research.chart", "the bars beside llama.cpp in README and site"

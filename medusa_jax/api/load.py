@@ -128,15 +128,14 @@ def load(
         expected=None if allow_other_base else fingerprint,
     )  # fmt: skip
     choice = choose_tree(tree, drafts, batch, form, devices)
-    with ThreadPoolExecutor(1) as beside:
-        reading = beside.submit(read_backbone, files.base, form, devices)
-        if not form.storage.panel:  # several devices and processes: in one order
-            reading.result()
+    with ThreadPoolExecutor(1) as pool:
+        backbone = pool.submit(read_backbone, files.base, form, devices)
+        if not form.storage.panel:  # the processes of several hosts read in the same order
+            backbone.result()
         drafts = drafts.read(None if all_heads else choice.levels)
-        backbone = reading.result()
     return Model(
         config,
-        {"backbone": backbone, "heads": drafts.params},
+        {"backbone": backbone.result(), "heads": drafts.params},
         files.tokenizer,
         drafts.drafter,
         name=os.path.basename(os.path.abspath(model_path)) if model_path else "demo",

@@ -85,7 +85,7 @@ def step_nodes(
 
 
 class HostArrays(NamedTuple):
-    """What the host reads of `Progress` and `HostInputs`."""
+    """Arrays of `Progress` and `HostInputs` from which `host_part` works."""
 
     tokens_BO: np.ndarray
     n_new_B: np.ndarray
@@ -96,14 +96,14 @@ class HostArrays(NamedTuple):
 
 def host_part(
     engine: Engine, guides: Mapping[int, Guide], read: HostArrays, workers: Workers
-) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[bool, np.ndarray, np.ndarray, np.ndarray]:
     """Draft what is forced, and compute what may follow.
 
     Args:
       guides: by row; any token may follow in rows without one.
       workers: do the work; rows that are late are PAUSED.
 
-    Returns: the place of the step's tree in `sizes_of`, the new status of running rows, the tree and the bits of the
+    Returns: whether few tokens are forced in every row, the new status of running rows, the tree and the bits of the
       tokens that may follow its nodes.
 
     Raises:
@@ -129,7 +129,7 @@ def host_part(
         next_B[row] = STUCK if work.stuck else RUNNING
         nodes_BM[row], allowed_BMW[row] = work.nodes_M, work.allowed_MW
     few = all(work.forced <= FEW for work in ready.values())
-    return 0 if few else len(sizes_of(engine)) - 1, next_B, nodes_BM, allowed_BMW
+    return few, next_B, nodes_BM, allowed_BMW
 
 
 def step(
@@ -139,25 +139,26 @@ def step(
     guides: Mapping[int, Guide],
     inputs: HostInputs,
     workers: Workers | None = None,
-    size: int | None = None,
+    size: Tree | None = None,
 ) -> tuple[DecodeState, HostInputs]:
     """One decode step; also drafts for the next one. Consumes the state.
 
     Args:
       guides, workers: as for `host_part`; by default this thread does the work.
       inputs: the drafts for this state, of the last step or of `host_inputs`.
-      size: the step's tree, by default what is forced decides.
+      size: the step's tree; by default the engine's short one if it has one and few tokens are forced, else its tree.
     """
     progress, drafts, guesses_BMK = inputs
     texts = progress.tokens_BO, progress.n_new_B, progress.status_B
     read = HostArrays(*map(np.asarray, (*texts, drafts.nodes_BM, guesses_BMK)))
-    number, status_B, nodes_BM, allowed_BMW = host_part(
+    few, status_B, nodes_BM, allowed_BMW = host_part(
         engine, guides, read, workers or Workers()
     )
-    tree = sizes_of(engine)[number if size is None else size]
-    kept_N = nodes_of(tree, engine.tree.in_every_step)
+    tree = engine.tree.in_every_step
+    size = size or (few and engine.short) or tree
+    kept_N = _places(size, tree)
     nodes_BN: Any = nodes_BM[:, kept_N]
-    drafts = drafts._replace(tree=tree, nodes_BM=nodes_BN)
+    drafts = drafts._replace(tree=size, nodes_BM=nodes_BN)
     given = drafts, allowed_BMW[:, kept_N], status_B
     return step_nodes(engine, variables, state, *given)
 
@@ -250,8 +251,8 @@ def step_sizes(
     engine: Engine, variables: Params, state: DecodeState
 ) -> tuple[DecodeState, Progress]:
     """Take a step of each size, to compile them."""
-    inputs = host_inputs(engine, variables, state)
-    for size in range(len(sizes_of(engine))):
+    tree, inputs = engine.tree.in_every_step, host_inputs(engine, variables, state)
+    for size in {engine.short or tree, tree}:
         state, inputs = step(engine, variables, state, {}, inputs, size=size)
     return state, inputs.progress
 
@@ -265,14 +266,8 @@ def _children(tree: Tree) -> list[list[int]]:
     return children
 
 
-def sizes_of(engine: Engine) -> list[Tree]:
-    """The trees of steps with constraints, the short one first."""
-    tree = engine.tree.in_every_step
-    return [engine.short, tree] if engine.short else [tree]
-
-
 @lru_cache(maxsize=64)
-def nodes_of(some: Tree, tree: Tree) -> list[int]:
+def _places(some: Tree, tree: Tree) -> list[int]:
     """The nodes of a tree that are also in a smaller one."""
     nodes = {(): 0} | {choice: node for node, choice in enumerate(tree.choices, 1)}
     return [nodes[choice] for choice in ((), *some.choices)]

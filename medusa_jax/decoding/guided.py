@@ -41,15 +41,23 @@ class HostInputs(NamedTuple):
 
 def next_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostInputs:
     """Draft the next tree, and copy the progress for the host."""
+    drafts, guesses_BMK = draft_and_guess(engine, variables, state)
+    progress = jax.tree.map(jnp.copy, progress_of(state))
+    progress, guesses_BMK = on_all(engine.llama.mesh, (progress, guesses_BMK))
+    return HostInputs(progress, drafts, guesses_BMK)
+
+
+def draft_and_guess(
+    engine: Engine, variables: Params, state: DecodeState
+) -> tuple[Drafts, jax.Array]:
+    """Draft the next tree, with the guesses after its nodes."""
     # The host needs one fixed tree, so no step may choose between the chain and the spares.
     tree = engine.tree.in_every_step
     drafts = draft(engine, variables, state, tree)
     guesses_BMK = guesses_after(engine.kernels, tree, drafts)
     if not engine.rule.by_drafts:  # only such rules read the scores
         drafts = drafts._replace(ranked=())
-    progress = jax.tree.map(jnp.copy, progress_of(state))
-    progress, guesses_BMK = on_all(engine.llama.mesh, (progress, guesses_BMK))
-    return HostInputs(progress, drafts, guesses_BMK)
+    return drafts, guesses_BMK
 
 
 def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
@@ -103,13 +111,13 @@ def take(
 
 def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
     """A step that calls the host for its part (`constrained.answer`). If that failed, rows are PAUSED."""
-    _, drafts, guesses_BMK = next_inputs(engine, variables, state)
+    drafts, guesses_BMK = draft_and_guess(engine, variables, state)
     B, M = drafts.nodes_BM.shape
     read = state.tokens_BO, state.n_new_B, state.status_B, drafts.nodes_BM, guesses_BMK
     shapes = (1,), (B,), (B, M), (B, M, words(engine.llama.config.vocab_size))
     assert state.host_1 is not None
     ready_1, status_B, nodes_BM, bits_BMW = ask(state.host_1, read, shapes)
     status_B = jnp.where(ready_1 > 0, status_B, PAUSED)
-    drafts = drafts._replace(tree=engine.tree.in_every_step, nodes_BM=nodes_BM)
+    drafts = drafts._replace(nodes_BM=nodes_BM)
     allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
     return take(engine, variables, state, drafts, allowed_BMW, status_B)

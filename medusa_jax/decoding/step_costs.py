@@ -1,7 +1,7 @@
 """Time of a step by the number of rows and the nodes of the tree, measured while text is decoded.
 
-What a size of the tree costs depends on what else the machine does, so it is measured on chunks of steps that all take
-one size. Streams of a gated engine (`gate.py`) and servers (`serving/ladder.py`) choose sizes by it. A size that was
+It depends on what else the machine is doing, so it is measured on chunks whose steps all take one size of the tree.
+Streams of a gated engine (`gate.py`) and servers (`serving/ladder.py`) choose sizes by it. A size that was
 not timed lately is taken for one chunk.
 """
 
@@ -17,7 +17,7 @@ from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
 TIMED = 16
-# Trials of a size lose at most this share of the time, and after the first few are so many seconds apart at least.
+# Trials of a size lose at most this share of the time. They are at least PAUSE seconds apart, after the first SOON chunks.
 OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
 # Steps of a stream's chunk that times a size, its share that this loses, and seconds from which the host has waited.
 FEW, LOST, WAITED = 8, 0.25, 1e-4

@@ -19,7 +19,7 @@ def contenders(peer: str, folder: str, setting: Setting) -> list[Contender]:
     The process ends with this one.
 
     Raises:
-      UserError: the peer's own, or the last line of what it fails with, then and when it decodes.
+      UserError: the peer's own error, or the last line of any other. Decoding raises the same.
     """
     context = multiprocessing.get_context("spawn")
     parent, child = context.Pipe()

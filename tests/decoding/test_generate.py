@@ -244,7 +244,7 @@ def test_kept_programs_compile_side_by_side(tmp_path, monkeypatch):
     monkeypatch.setattr(Program, "run_kept", programs.run_kept)
     monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
     monkeypatch.setattr(programs, "lowered_for", lowered_for)
-    monkeypatch.setattr(programs, "executables", {})  # without those of other tests
+    monkeypatch.setattr(programs, "executables", {})  # other tests fill it
     loop.prepare(engine, variables, request)
     assert jax.config.jax_enable_compilation_cache == (programs.blocks == [0])
     loops = 1 + traced.count("grow")
