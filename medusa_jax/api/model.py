@@ -118,8 +118,10 @@ class Model(LoadedModel):
         state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
         if engine.gated:  # its steps are timed
-            chunks = loop.chunks(engine, variables, request, state, ladder, pace=1.0)
-            *_, progress = chunks  # nobody reads along
+            chunks = loop.chunks(
+                engine, variables, request, state, ladder, read_along=False
+            )
+            *_, progress = chunks
         else:
             progress = loop.finish(engine, variables, request, state, ladder)
         progress = jax.block_until_ready(progress)

@@ -12,6 +12,7 @@ from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Engine
 from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.heads.drafter import Drafter
+from medusa_jax.measured import DeviceCache
 from medusa_jax.whole_files import Json
 
 
@@ -57,7 +58,12 @@ class StepSizes:
 
     def costs(self, engine: Engine) -> StepCosts:
         """The costs of the sizes with this rule: sampling draws noise for every level."""
-        return self._costs.setdefault((engine.acceptance, engine.gated), StepCosts())
+        key = engine.acceptance, engine.gated
+        if key not in self._costs:
+            nodes_N = [tree.n_nodes for tree in engine.gated]
+            note = DeviceCache("step_costs", self.mark, engine.acceptance, nodes_N)
+            self._costs[key] = StepCosts(note)
+        return self._costs[key]
 
     def _calibrated(self, engine: Engine, rows: int) -> list[float] | None:
         """The tree file's costs, if they were measured like this."""

@@ -180,14 +180,19 @@ class Gate(struct.PyTreeNode):
         return jnp.argmax(speed_N, keepdims=True).astype(jnp.int32)
 
     def after_step(
-        self, accepted_B: jax.Array, levels: int | jax.Array, running_B: jax.Array
+        self,
+        accepted_B: jax.Array,
+        levels: int | jax.Array,
+        running_B: jax.Array,
+        taken: int | jax.Array = 1,
     ) -> "Gate":
-        """The gate after a step with the size `index_1`.
+        """The gate after a step with the size `index_1`, or several that test no drafts.
 
         Args:
           accepted_B: levels whose drafts were accepted; for a plain step, 1 if the draft that it tested was right.
           levels: most levels that the step tested: the depth of its size; for a plain step 1 or 0 drafts.
           running_B: rows that took the step.
+          taken: number of steps.
         """
         level_L1 = jnp.arange(1, self.tested_L.shape[0] + 1)[:, None]
         accepted_1B, running_1B = accepted_B[None, :], running_B[None, :]
@@ -203,11 +208,11 @@ class Gate(struct.PyTreeNode):
         emitted = jnp.sum(emitted_B) / jnp.sum(running_B)
         lost_1 = self.ratio_N[self.index_1] / self.ratio_N[0] - emitted
         return self.replace(
-            steps_N=self.steps_N + (jnp.arange(len(self.depths)) == self.index_1),
+            steps_N=self.steps_N + taken * (jnp.arange(len(self.depths)) == self.index_1),
             accepted_L=keep * self.accepted_L + jnp.sum(accepted_LB, axis=1),
             tested_L=keep * self.tested_L + tested_L,
             expected_L=keep * self.expected_L + tested_L * rate_1,
-            rest_1=jnp.maximum(self.rest_1 - 1, 0),
+            rest_1=jnp.maximum(self.rest_1 - taken, 0),
             lost_1=jnp.where(self.index_1 > 0, jnp.maximum(self.lost_1 + lost_1, 0.0), 0.0),
         )._with_next_size(levels)
 

@@ -5,8 +5,9 @@ drafter reads up to `DEFERRED` of them in one pass, at the latest before a step 
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from medusa_jax.heads.drafter import Backbone, Committed, Drafter, NoDrafter
 from medusa_jax.heads.optional import CopiesText
 from medusa_jax.sharding import Params, PyTree, pin_state
 from medusa_jax.tree.tree import Tree
+
+# (steps taken, the state after them) -> whether there is another step to take.
+More = Callable[[jax.Array, DecodeState], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +50,13 @@ class StepResult(NamedTuple):
 
     Attributes:
       deferred: positions that the drafter has not read.
-      waits: the step has not been taken yet.
+      taken: number of steps.
       accepted_B, levels: as for `Gate.after_step`.
     """
 
     state: DecodeState
     deferred: Committed
-    waits: jax.Array
+    taken: jax.Array
     accepted_B: jax.Array
     levels: jax.Array
 
@@ -93,58 +97,61 @@ def caught_up(
 
 
 def gated_step(
-    engine: Engine, variables: Params, state: DecodeState, deferred: Committed
-) -> tuple[DecodeState, Committed]:
-    """A step with the size that the gate has chosen, which then chooses the next one.
+    engine: Engine, variables: Params, state: DecodeState, deferred: Committed, more: More
+) -> StepResult:
+    """A step with the size that the gate has chosen, which then chooses the next one; in a pause several.
 
-    There is one loop for each size, and the loop of the chosen one runs once: loops change the state
+    There is one loop for each size, and the loop of the chosen one runs: loops change the state
     in place, while the branches of a conditional would copy the cache.
+
+    Args:
+      more: whether there is another step to take after the first.
     """
     gate = state.gate
     assert gate is not None
     chosen, running_B = gate.index_1[0], state.status_B == RUNNING
     is_full = jnp.any(deferred.n_B == DEFERRED)
     state, deferred = caught_up(engine, variables, state, deferred, is_full | (chosen > 0))
-    waits, levels = jnp.array(True), jnp.zeros((), jnp.int32)
-    result = StepResult(state, deferred, waits, jnp.zeros_like(state.n_new_B), levels)
+    none = jnp.zeros((), jnp.int32)
+    result = StepResult(state, deferred, none, jnp.zeros_like(state.n_new_B), none)
+    rest = jnp.clip(gate.rest_1[0], 1, DEFERRED - jnp.max(deferred.n_B))
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
+        tests = sized.tree.depth or isinstance(engine.drafter, CopiesText)
 
-        def is_chosen(carry: StepResult, index: int = index) -> jax.Array:
-            return carry.waits & (chosen == index)
+        def is_due(carry: StepResult, index: int = index, tests: Any = tests) -> jax.Array:
+            due = (chosen == index) & (carry.taken < (1 if tests else rest))
+            return due if tests else due & more(carry.taken, carry.state)
 
         def one_step(carry: StepResult, sized: Engine = sized) -> StepResult:
             with_size = step_with if sized.tree.depth else plain_step
-            return with_size(sized, variables, carry.state, carry.deferred)
+            return with_size(sized, variables, carry)
 
-        result = lax.while_loop(is_chosen, one_step, result)
-    gate = gate.after_step(result.accepted_B, result.levels, running_B)
-    return result.state.replace(gate=gate), result.deferred
+        result = lax.while_loop(is_due, one_step, result)
+    gate = gate.after_step(result.accepted_B, result.levels, running_B, result.taken)
+    return result._replace(state=result.state.replace(gate=gate))
 
 
-def step_with(
-    engine: Engine, variables: Params, old: DecodeState, deferred: Committed
-) -> StepResult:
+def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResult:
     """A step with the engine's tree."""
+    old = before.state
     new = step_of(engine)(engine, variables, old)
     accepted_B = jnp.maximum(new.n_new_B - old.n_new_B - 1, 0)
     levels = jnp.array(engine.tree.depth, jnp.int32)
     new = pin_state(engine.llama.mesh, new)
-    return StepResult(new, deferred, jnp.array(False), accepted_B, levels)
+    return StepResult(new, before.deferred, before.taken + 1, accepted_B, levels)
 
 
-def plain_step(
-    engine: Engine, variables: Params, old: DecodeState, deferred: Committed
-) -> StepResult:
+def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
     """A step without drafts. Its position is deferred, or read at once where a draft costs nothing: it tests one."""
     if isinstance(engine.drafter, CopiesText):
-        result = step_with(engine, variables, old, deferred)
-        drafted_BM = draft(engine, variables, old, Tree.chain(1)).nodes_BM
+        result = step_with(engine, variables, before)
+        drafted_BM = draft(engine, variables, before.state, Tree.chain(1)).nodes_BM
         accepted_B = (drafted_BM[:, 1] == result.state.root_B).astype(jnp.int32)
         return result._replace(accepted_B=accepted_B, levels=jnp.array(1, jnp.int32))
     stand_in = Deferring(engine.drafter.heads, engine.drafter.llama, engine.drafter)
-    result = step_with(replace(engine, drafter=stand_in), variables, old, deferred)
-    new = result.state.drafter
+    result = step_with(replace(engine, drafter=stand_in), variables, before)
+    new, deferred = result.state.drafter, before.deferred
 
     def appended(rows: jax.Array, row: jax.Array) -> jax.Array:
         return engine.kernels.write_rows(rows, row, deferred.n_B, axis=1)
@@ -157,5 +164,5 @@ def plain_step(
         deferred.n_B + new.n_B,
     )
     deferred = pin_state(engine.llama.mesh, rows)
-    state = result.state.replace(drafter=old.drafter)
+    state = result.state.replace(drafter=before.state.drafter)
     return result._replace(state=state, deferred=deferred)

@@ -282,16 +282,18 @@ def chunks(
     ladder: list[int],
     chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
-    pace: float = PACE,
+    *,
+    read_along: bool = True,
 ) -> Generator[Progress, np.ndarray | None]:
     """Stream a request that `begin` has prefilled. Consumes the state.
 
     Args:
-      pace: chunks grow while they take less than these seconds.
+      read_along: if not, chunks only end for sizes to be timed, and may take a second.
     """
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
     size, steps, ready = 0, chunk_steps or CHUNK_STEPS[0], 0.0
+    most, pace = (CHUNK_STEPS[1], PACE) if read_along else (FOREVER, 1.0)
     # Several processes have to agree.
     may_grow = chunk_steps is None and jax.process_count() == 1
     clock = None
@@ -316,6 +318,8 @@ def chunks(
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         began, ready = ready, time.perf_counter()
         if not running_B.any():
+            if clock:
+                clock.costs.keep()
             return
         longest = np.asarray(progress.length_B)[running_B].max()
         if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
@@ -323,7 +327,7 @@ def chunks(
             state = grow(engine.depth_only, ladder[size], state)
         progress = next_progress
         if may_grow and ready - began < pace:
-            steps = min(2 * steps, CHUNK_STEPS[1])
+            steps = min(2 * steps, most)
 
 
 def end_wanted(

@@ -35,8 +35,7 @@ def decode_loop(
     slots, R = state.cache.slots, engine.n_rows
     began_B = state.status_B == RUNNING
 
-    def more(carry: Carry) -> jax.Array:
-        step, state, _ = carry
+    def more(step: jax.Array, state: DecodeState) -> jax.Array:
         running_B = state.status_B == RUNNING
         # Steps write R slots of paused rows too, after their text.
         alive_B = running_B | (state.status_B == PAUSED)
@@ -55,12 +54,15 @@ def decode_loop(
         elif deferred is None:
             state = step_of(engine)(engine, variables, state)
         else:
-            state, deferred = gated_step(engine, variables, state, deferred)
+            after = gated_step(
+                engine, variables, state, deferred, lambda n, state: more(step + n, state)
+            )
+            return step + after.taken, after.state, after.deferred
         return step + 1, pin_state(engine.llama.mesh, state), deferred
 
     deferred = no_positions(engine, state) if engine.gated else None
     start = jnp.zeros((), jnp.int32), state, deferred
-    _, state, deferred = lax.while_loop(more, one, start)
+    _, state, deferred = lax.while_loop(lambda carry: more(*carry[:2]), one, start)
     if deferred is not None:
         state, _ = caught_up(engine, variables, state, deferred, jnp.array(True))
     state = pin_state(engine.llama.mesh, state)

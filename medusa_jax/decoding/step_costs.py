@@ -2,7 +2,8 @@
 
 It depends on what else the machine is doing, so it is measured on chunks whose steps all take one size of the tree.
 Streams of a gated engine (`gate.py`) and servers (`serving/ladder.py`) choose sizes by it. A size that was
-not timed lately is taken for one chunk.
+not timed lately is taken for one chunk. Later processes go on with a note of the times, so that short texts need not
+time sizes anew.
 """
 
 import time
@@ -13,6 +14,7 @@ import numpy as np
 
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Progress
+from medusa_jax.measured import DeviceCache
 from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
@@ -21,6 +23,8 @@ TIMED = 16
 OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
 # Steps of a stream's chunk that times a size, its share that this loses, and seconds from which the host has waited.
 FEW, LOST, WAITED = 8, 0.25, 1e-4
+# Seconds of chunks after which the note is written again.
+NOTED = 10.0
 
 
 class StepCosts:
@@ -29,14 +33,31 @@ class StepCosts:
     More rows or nodes never take less time, nor more than in proportion; a size that was not measured is expected in
     the middle of the bounds that measured ones set.
 
+    Args:
+      note: of earlier processes' times, which are scaled to this one's pace.
+
     Attributes:
       elapsed: seconds of all chunks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: DeviceCache | None = None) -> None:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         # The value of `elapsed` when a size was last used.
         self.elapsed, self._used = 0.0, dict[tuple[int, int], float]()
+        self._note, self._noted = note, -np.inf
+        self._before: dict[tuple[int, int], float] = {}
+        for B, M, seconds, unused in note.read().get("sizes", ()) if note else ():
+            self._before[B, M], self._used[B, M] = seconds, -unused
+
+    def keep(self) -> None:
+        """Write the note, if it is not newer than `NOTED`."""
+        if self._note and self.elapsed > self._noted + NOTED:
+            self._noted = self.elapsed
+            sizes = [
+                (*size, self.measured(*size), self.elapsed - self._used[size])
+                for size in self._seconds.keys() | self._before.keys()
+            ]
+            self._note.write({"sizes": sizes})
 
     def add(self, rows: int, nodes: int, seconds: float, steps: int = 1) -> None:
         """Record the time of a chunk whose steps all had this size."""
@@ -46,17 +67,27 @@ class StepCosts:
         self.use(rows, nodes)
 
     def chunks(self, rows: int, nodes: int) -> int:
-        """Number of chunks that the time is computed from."""
-        return len(self._seconds.get((rows, nodes), ()))
+        """Number of chunks that the time is computed from; those of earlier processes count as `TIMED`."""
+        before = TIMED if (rows, nodes) in self._before else 0
+        return before + len(self._seconds.get((rows, nodes), ()))
 
     def measured(self, rows: int, nodes: int) -> float | None:
+        """The time now; from earlier processes while this one has timed the size in fewer than `SOON` chunks."""
+        size, now = (rows, nodes), self._now(rows, nodes)
+        if size not in self._before or len(self._seconds.get(size, ())) >= SOON:
+            return now
+        both = self._before.keys() & self._seconds.keys()
+        paces = [(self._now(*one) or 0.0) / self._before[one] for one in both]
+        return self._before[size] * float(np.median(paces or [1.0]))
+
+    def _now(self, rows: int, nodes: int) -> float | None:
         timed = sorted(self._seconds.get((rows, nodes), ()))
         return timed[len(timed) // 4] if timed else None
 
     def estimate(self, rows: int, nodes: int) -> float:
         """The measured time, else the middle of its bounds; 1 if nothing was measured."""
         least, most = 0.0, np.inf
-        for B, M in self._seconds:
+        for B, M in self._seconds.keys() | self._before.keys():
             seconds, ratio = self.measured(B, M), rows * nodes / (B * M)
             if (rows - B) * (nodes - M) >= 0 and seconds:
                 least = max(least, seconds * min(1.0, ratio))
@@ -89,11 +120,12 @@ class ChunkClock:
       sizes: of the gated engine.
 
     Attributes:
+      costs: as given.
       steps: of the next chunk if it takes one size, else None.
     """
 
     def __init__(self, costs: StepCosts, rows: int, sizes: Sequence[Tree]) -> None:
-        self._costs, self._rows = costs, rows
+        self.costs, self._rows = costs, rows
         self._nodes_N = [tree.n_nodes for tree in sizes]
         self.steps: int | None = None
         self._ended: float = np.nan
@@ -105,9 +137,9 @@ class ChunkClock:
     def size_to_time(self) -> int | None:
         """The size that the next chunk has to take, None if it is free."""
         for size, nodes in enumerate(self._nodes_N):
-            lost = LOST * FEW * self._costs.estimate(self._rows, nodes)
-            if self._costs.is_due(self._rows, nodes, lost):
-                self._costs.use(self._rows, nodes)
+            lost = LOST * FEW * self.costs.estimate(self._rows, nodes)
+            if self.costs.is_due(self._rows, nodes, lost):
+                self.costs.use(self._rows, nodes)
                 return size
         return None
 
@@ -119,7 +151,7 @@ class ChunkClock:
         if size is not None:
             return gate.always(size)
         choice = self._choice if was_timed else {}
-        ratio_N = self._costs.ratios(self._rows, self._nodes_N)
+        ratio_N = self.costs.ratios(self._rows, self._nodes_N)
         return gate.replace(ratio_N=ratio_N, **choice)
 
     def see(self, progress: Progress) -> None:
@@ -131,9 +163,9 @@ class ChunkClock:
         taken_N, seconds = steps_N - self._steps_N, ended - self._ended
         if np.count_nonzero(taken_N) == 1 and not np.isnan(seconds):
             nodes = self._nodes_N[int(taken_N.argmax())]
-            self._costs.add(self._rows, nodes, seconds, int(taken_N.sum()))
+            self.costs.add(self._rows, nodes, seconds, int(taken_N.sum()))
         else:
-            self._costs.elapsed += float(np.nan_to_num(seconds))
+            self.costs.elapsed += float(np.nan_to_num(seconds))
         self._ended, self._steps_N = ended, steps_N
         if not self._timed.popleft():
             choice = {name: getattr(progress.gate, name) for name in ("index_1", "rest_1")}

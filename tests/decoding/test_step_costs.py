@@ -7,6 +7,7 @@ from medusa_jax import Tree
 from medusa_jax.decoding import step_costs
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.step_costs import FEW, ChunkClock, StepCosts
+from medusa_jax.measured import DeviceCache
 
 SIZES = [Tree.none(), Tree.chain(1), Tree.chain(3)]
 NODES = [1, 2, 4]
@@ -26,6 +27,29 @@ def test_a_time_that_was_not_measured_is_within_its_neighbours_bounds():
     assert costs.measured(1, 4) == 1.4  # other work only adds time
     costs.add(1, 2, 2.0)
     assert costs.ratios(1, NODES).tolist() == [1, 2, 2]  # noise decided
+
+
+def test_a_later_process_goes_on_with_the_times(monkeypatch, tmp_path):
+    """Scaled to its pace, until it has timed a size itself; a short text need not time one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    note, seconds = DeviceCache("step_costs", "a model"), (0.004, 0.006, 0.009)
+    costs = StepCosts(note)
+    device = Device(monkeypatch, costs)
+    for _ in range(40):
+        device.chunk([32, 0, 0], seconds)
+    costs.keep()
+    later = StepCosts(note)
+    np.testing.assert_allclose(later.ratios(1, NODES), [1, 1.5, 2.25], rtol=1e-6)
+    device = Device(monkeypatch, later)
+    slower = np.array(seconds) * 3
+    assert [list(device.chunk([32, 0, 0], slower)) for _ in range(9)] == [[32, 0, 0]] * 9
+    assert later.measured(1, 1) == pytest.approx(0.012)
+    assert later.measured(1, 4) == pytest.approx(0.027)
+    for _ in range(400):
+        device.chunk([32, 0, 0], (0.004, 0.004, 0.02))
+    np.testing.assert_allclose(later.ratios(1, NODES), [1, 1, 5], rtol=0.01)
+    later.keep()
+    np.testing.assert_allclose(StepCosts(note).ratios(1, NODES), [1, 1, 5], rtol=0.01)
 
 
 class Device:
