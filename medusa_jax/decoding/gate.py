@@ -30,8 +30,9 @@ from medusa_jax.tree.tree import Tree
 RECENT = 64
 # Weight of the evidence at level 1 when a text or a trial begins, and of the level above at others: tested drafts.
 PRIOR, ABOVE = 4.0, 2.0
-# Another size must be faster than the current one by this factor, since the estimates are noisy.
-MARGIN = 1.01
+# Another size must be faster than the current one by this factor, since the estimates are noisy, and drafts faster
+# than plain decoding for a text to begin with them.
+MARGIN, WORTH = 1.01, 1.05
 # Plain steps before drafts are tried again: enough that a trial like the last one costs this share of the
 # time, within these bounds.
 OVERHEAD, PAUSES = 0.02, (32, 256)
@@ -124,7 +125,9 @@ class Gate(struct.PyTreeNode):
             tokens = [sum(UNKNOWN**level for level in range(d + 1)) for d in depths]
         rates = [rate_of(n, depth) for n, depth in zip(tokens, depths)]
         first_L = PRIOR * (np.arange(max(depths)) == 0)
-        index = int(np.argmax(np.array(tokens) / ratios))
+        speed_N = np.array(tokens) / ratios
+        index = int(np.argmax(speed_N))
+        index = index if speed_N[index] >= WORTH else 0
 
         def numbers(values: Any) -> Any:
             return np.array(values, np.float32)

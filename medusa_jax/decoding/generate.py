@@ -45,6 +45,8 @@ MIN_PROMPT = 16
 CHUNK_STEPS, PACE = (8, 32), 0.1
 # Default of `max_steps`: no limit.
 FOREVER = np.iinfo(np.int32).max
+# Steps of chunks that nobody reads: they end only for sizes to be chosen and timed.
+UNREAD_STEPS = (64, FOREVER)
 
 
 @program(static_argnums=(0, 1))
@@ -288,12 +290,12 @@ def chunks(
     """Stream a request that `begin` has prefilled. Consumes the state.
 
     Args:
-      read_along: if not, chunks only end for sizes to be timed, and may take a second.
+      read_along: if not, chunks are longer.
     """
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
-    size, steps, ready = 0, chunk_steps or CHUNK_STEPS[0], 0.0
-    most, pace = (CHUNK_STEPS[1], PACE) if read_along else (FOREVER, 1.0)
+    (least, most), pace = (CHUNK_STEPS, PACE) if read_along else (UNREAD_STEPS, 1.0)
+    size, steps, ready = 0, chunk_steps or least, 0.0
     # Several processes have to agree.
     may_grow = chunk_steps is None and jax.process_count() == 1
     clock = None
