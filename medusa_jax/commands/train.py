@@ -16,7 +16,7 @@ from medusa_jax.commands.flags import HostFlags, Parser, flag, host_flags, parse
 from medusa_jax.commands.next_command import print_next
 from medusa_jax.config import Config, DataConfig, HeadsConfig, LlamaConfig, fields_of
 from medusa_jax.console import inform
-from medusa_jax.devices.machine import warn_if_accelerator_unused
+from medusa_jax.devices.machine import keep_memory, warn_if_accelerator_unused
 from medusa_jax.errors import Terminated, UserError, did_you_mean, nearest, stop_signal
 from medusa_jax.heads.names import is_module_class
 from medusa_jax.notation import entries
@@ -104,6 +104,7 @@ def run(cfg: Config) -> int:
     from medusa_jax.training.trainer import train_plan
 
     use_compilation_cache()  # a resumed run starts at once
+    keep_memory()
     if stopped := train_plan(plan).get("stopped"):
         return int(128 + stopped)
     if line := outlook(plan.workdir):

@@ -45,10 +45,24 @@ def give_memory_back() -> None:
 
     Saves 40 MB of the demo's 307 MB.
     """
+    # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+    _set_malloc((-8, 1), (-3, 2**17), (-1, 2**17))
+
+
+def keep_memory() -> None:
+    """Have glibc keep freed memory, for training on a CPU.
+
+    XLA allocates buffers of a program's whole temporary memory at every call, and by default each of their pages is
+    mapped anew, which takes a fifth of a step.
+    """
+    _set_malloc((-4, 0), (-1, -1))  # M_MMAP_MAX, M_TRIM_THRESHOLD
+
+
+def _set_malloc(*options: tuple[int, int]) -> None:
+    """Set options of glibc's `mallopt`, where the C library has it."""
     if sys.platform.startswith("linux"):
         import ctypes
 
         mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)
-        # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        for option, value in ((-8, 1), (-3, 2**17), (-1, 2**17)):
-            mallopt(option, value)
+        for option in options:
+            mallopt(*option)
