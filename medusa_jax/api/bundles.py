@@ -1,30 +1,35 @@
 """Locate a model and its heads: names, directories, files, hub ids and files of the package."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.files.hub import resolve
 from medusa_jax.files.layouts.heads_io import open_heads
 from medusa_jax.files.layouts.stored_heads import StoredHeads
-from medusa_jax.files.names import named_model
+from medusa_jax.files.names import NamedModel, named_model
 from medusa_jax.heads.names import BASELINES, DRAFTERS, is_module_class, split_drafter
 from medusa_jax.heads.registry import drafter_class
+
+if TYPE_CHECKING:
+    from medusa_jax.files.known import KnownModel
 
 DEMO = Path(__file__).parents[1] / "demo"
 MODELS = Path(__file__).parents[1] / "models"
 
 
 def default_drafter(model: str | None) -> str:
-    """The default heads of a model: those bundled with the demo or with its name, or "none"."""
+    """The default heads of a model: those bundled with the demo, its name or its weights, or "none"."""
     if model is None:
         return "hydra"
-    row = named_model(model)
+    row = _row(model)
     return row.drafter if row and (MODELS / row.heads / row.drafter).is_dir() else "none"
 
 
 def bundled_heads(model: str | None) -> list[str]:
-    """Names of the drafters whose heads are bundled with the demo (None) or a model by name."""
+    """Names of the drafters whose heads are bundled with the demo (None) or a model."""
     folder = _bundle(model)
     return [name for name in DRAFTERS if folder and (folder / name).is_dir()]
 
@@ -37,9 +42,20 @@ def bundled_draft_model(model: str | None) -> str:
 
 
 def _bundle(model: str | None) -> Path | None:
-    """The directory of heads bundled with the demo (None) or with a model by name."""
-    row = named_model(model)
+    """The directory of heads bundled with the demo (None) or with a model."""
+    row = _row(model)
     return MODELS / row.heads if row else None if model else DEMO
+
+
+def _row(model: str | None) -> "NamedModel | KnownModel | None":
+    """The row of a name, or of the weights at a path or hub id; None for the demo and for other models."""
+    if model is None:
+        return None
+    if row := named_model(model):
+        return row
+    from medusa_jax.files.known import known_model  # not for names and the demo
+
+    return known_model(find_model(model))
 
 
 def find_model(model: str | None) -> str:
@@ -77,16 +93,17 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
                 f"{', '.join(names)}{did_you_mean(name, names)}"
             )
         return open_heads(drafter)
-    row = named_model(model)
+    row = _row(model)
     if model is not None and row is None:
         raise UserError(
-            f"--drafter {drafter} names the demo's heads, which do not fit {model}: give "
+            f"--drafter {drafter}: no heads are bundled with the weights of {model}: give "
             "the directory, file or hub id of heads trained for it, or --drafter none"
         )
-    folder = (_bundle(model) or DEMO) / drafter
+    folder = (MODELS / row.heads if row else DEMO) / drafter
     if not folder.is_dir():
         raise UserError(
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
             "directory of heads trained for it"
         )
-    return open_heads(str(folder))
+    heads = open_heads(str(folder))
+    return replace(heads, trained_on=getattr(row, "trained_on", ""))

@@ -65,8 +65,8 @@ def load(
     Args:
       model: directory, GGUF file, name (`files/names.py`) or hub id of a Llama-family model;
         None is the demo.
-      drafter: a name from the registry (the heads of that kind that come with the demo or with
-        a model called by name); a directory, a file or a hub id with heads, ours or published
+      drafter: a name from the registry (the heads of that kind that are bundled with the demo, a name or
+        a model's weights); a directory, a file or a hub id with heads, ours or published
         ones (docs/formats.md); a drafter without heads (`api/baselines.py`); or "none". By
         default the result of `default_drafter`.
       tree: the default tree, as for `--tree`. "auto" is the tree file's for this device, or the drafter's default

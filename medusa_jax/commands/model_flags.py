@@ -67,7 +67,7 @@ class ModelFlags(BaseFlags):
     drafter: str | None = flag(
         "a name, a directory, file or hub id with heads, prompt_lookup, draft_model or draft_model:PATH, "
         "module:Class or module:Class:PATH of a drafter of yours, or none (default: hydra for the demo, "
-        "heads that come with a name, none for another model)",
+        "heads bundled with a name or with a model's weights, none for another model)",
         None,
     )
 

@@ -4,23 +4,33 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from gguf_files import gguf, llama_tensors
 from gguf_files import tiny as tiny_file
+from our_heads import write_heads
 from refusals import refused
 
 from medusa_jax.api import bundles, load
 from medusa_jax.commands import decode, decode_run, requests, serve_run
 from medusa_jax.commands.decode import main
-from medusa_jax.files.hf import load_backbone
+from medusa_jax.config import HeadsConfig
+from medusa_jax.files import known as known_models
+from medusa_jax.files.hf import BaseFiles, load_backbone
+from medusa_jax.files.hf_writer import save_backbone
 from medusa_jax.files.hub import is_here, resolve
+from medusa_jax.files.known import KNOWN, KnownModel, norm_digest
 from medusa_jax.files.names import NAMES, NamedModel, file_of, named_model
+from medusa_jax.files.tensors import GGUF_LINK
 from medusa_jax.sharding import make_mesh
 from medusa_jax.text.chat import is_chat_model
 from medusa_jax.text.tokenizer import load_tokenizer
 
+GGML = gguf.GGMLQuantizationType
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -141,6 +151,61 @@ def test_heads_come_with_the_name(tiny, tmp_path):
     assert bundles.default_drafter("tiny") == "medusa"
     with refused(f"{folder} holds no draft heads"):
         load("tiny")
+
+
+@pytest.fixture
+def files(monkeypatch, tmp_path, tokenizer_json):
+    """Files of one model, the first with bundled heads, and one of another model of its shape."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(bundles, "MODELS", tmp_path / "models")
+    tensors = llama_tensors(len(json.loads(tokenizer_json)["model"]["vocab"]))
+    norm = tensors["output_norm.weight"]
+
+    def written(name, kind, norm):
+        quantised = {
+            n: (x, GGML[kind])
+            for n, x in tensors.items()
+            if x.shape[-1] == len(norm) and x.ndim == 2
+        }
+        changes = quantised | {"output_norm.weight": norm}
+        return tiny_file(tmp_path / name, tokenizer_json, changes=changes)
+
+    files = {kind: written(f"{kind}.gguf", kind, norm) for kind in ("Q8_0", "Q4_0", "F16")}
+    base = BaseFiles.open(resolve(files["Q8_0"]))
+    heads = HeadsConfig(drafter="medusa", n_heads=2)
+    write_heads(tmp_path / "models" / "tiny" / "medusa", base, heads)
+    shape = base.config.n_layers, base.config.d_model, base.config.vocab_size
+    row = KnownModel(
+        shape=shape,
+        norm=norm_digest(base.source),
+        trained_on="the Q8_0 file of Tiny",
+        heads="tiny",
+        drafter="medusa",
+    )
+    monkeypatch.setattr(known_models, "KNOWN", [*KNOWN, row])
+    files["bfloat16"] = str(tmp_path / "bfloat16")
+    shutil.copytree(resolve(files["F16"]), files["bfloat16"], ignore=lambda *_: [GGUF_LINK])
+    save_backbone(files["bfloat16"], *load_backbone(files["F16"], make_mesh()))
+    return files | {"other": written("other.gguf", "Q8_0", norm * np.float32(1.01))}
+
+
+def test_heads_come_with_the_weights(files, capsys):
+    """With those of any file of a known model; for other files than the heads' own a line says so."""
+    assert bundles.bundled_heads(files["Q8_0"]) == ["medusa"]
+    for name, path in files.items():
+        model, said = load(path), capsys.readouterr().err
+        assert model.drafts == (name != "other"), name
+        told = "trained on the Q8_0 file of Tiny" in said
+        assert told == (name not in ("Q8_0", "other")), name
+    with refused("no heads are bundled with the weights of"):
+        load(files["other"], "medusa")
+    command = ["--model", files["Q4_0"], "--prompt", "Hello", "--max_new_tokens", "8"]
+    texts = []
+    for more in ((), ("--drafter", "none"), ("--drafter", "medusa")):
+        assert decode.main([*command, "--json", *more]) == 0
+        texts.append(json.loads(capsys.readouterr().out))
+    assert [x["drafter"] for x in texts] == ["medusa", "none", "medusa"]
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
 
 
 def test_decode_by_name(tiny, capsys):

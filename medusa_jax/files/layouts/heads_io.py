@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from medusa_jax.arch import HeadsConfig, LlamaConfig
+from medusa_jax.console import inform
 from medusa_jax.errors import UserError, between
 from medusa_jax.files.hub import HEAD_FILES, resolve
 from medusa_jax.files.layouts.own_heads import DESCRIPTION, OWN, open_own
@@ -120,6 +121,12 @@ def check_base(
     trained_on = base.get("fingerprint")
     is_unknown = trained_on is None and stored.layout != OWN
     if fingerprint is not None and fingerprint != trained_on and not is_unknown:
+        if stored.trained_on:
+            inform(
+                f"draft heads trained on {stored.trained_on}: with other weights of the model fewer drafts may be "
+                "accepted, the text is the model's own; --drafter none decodes without them"
+            )
+            return
         raise UserError(
             f"the heads in {stored.directory} were trained on the model with fingerprint "
             f"{trained_on}, this one has {fingerprint}; allow_other_base (--allow_other_base) uses them "

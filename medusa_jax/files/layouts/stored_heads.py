@@ -34,6 +34,7 @@ class StoredHeads(Source):
       layers: fields of the backbone's shape that decoder layers of the heads depend on, if described.
       ids: token ids of the draft vocabulary; None if the heads score all tokens.
       copied_lm_head: the key of an LM head that may be a copy of the backbone's.
+      trained_on: the file that they were trained on, if they are for all files of its model; else "".
     """
 
     directory: str
@@ -44,6 +45,7 @@ class StoredHeads(Source):
     layers: Json = field(default_factory=dict)
     ids: np.ndarray | None = None
     copied_lm_head: str = ""
+    trained_on: str = ""
 
     def fitted(self, base: BaseFiles) -> "StoredHeads":
         """These heads with what equals the backbone's as the backbone's: a copy of its LM head, sizes, the norms' epsilon."""
