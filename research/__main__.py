@@ -33,6 +33,11 @@ COMMANDS = {
         "research.clients",
         "speed of the server by clients and drafts, beside llama.cpp's",
     ),
+    "keystrokes": Command(
+        "costs",
+        "research.keystrokes",
+        "time of a completion after each keystroke, beside llama.cpp's server",
+    ),
     "chart": Command(
         "costs", "research.chart", "the bars beside llama.cpp in README and site"
     ),

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from medusa_jax.api import Options
+from medusa_jax.api import Model, Options
 from medusa_jax.api.tree_choice import tokens_of
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.commands.model_flags import BaseFlags, load_model
@@ -98,23 +99,24 @@ class Contender:
 
 def contenders(flags: Flags, server: Server, url: str) -> dict[str, Contender]:
     """All contenders by name, the ladder first."""
-    sizes = server._scheduler._batch.sizes
-
-    def ladder(nodes: int = 0) -> Ladder:
-        made = Ladder(sizes, tokens_of(sizes, server.model.calibrated), PACE)
-        if nodes:
-            made.choose = lambda *_: (nodes, nodes)  # type: ignore[method-assign]
-        return made
-
-    found = {"ladder": Contender(url, ladder())}
+    found = {"ladder": Contender(url, ladder_of(server))}
     for n in flags.sizes:
-        found["plain" if n == 1 else f"{n} nodes"] = Contender(url, ladder(n))
+        found["plain" if n == 1 else f"{n} nodes"] = Contender(url, ladder_of(server, n))
     setting = Setting(flags.model, NEW[1], PROMPT + NEW[1], processors(), 0, 1.0)
     for drafts in entries(flags.peers):
         path = gguf_file(flags.model)
         peer = xllamacpp.server_of(path, setting, drafts, SLOTS)
         found[f"llama.cpp, {drafts}"] = Contender(peer.listening_address, peer=peer)
     return found
+
+
+def ladder_of(server: Server, nodes: int = 0) -> Ladder:
+    """A new ladder for a server's sizes; it always takes this one unless it is 0."""
+    sizes = server._scheduler._batch.sizes
+    made = Ladder(sizes, tokens_of(sizes, server.model.calibrated), PACE)
+    if nodes:
+        made.choose = lambda *_: (nodes, nodes)  # type: ignore[method-assign]
+    return made
 
 
 def measure(
@@ -151,19 +153,26 @@ def run(flags: Flags) -> int:
     texts, _ = record_prompts(model, read_records(flags.prompts), Options())
     rng, prompts = random.Random(0), [model.encode(text) for text in texts]
     calls = [(ids, rng.randint(*NEW)) for ids in prompts if len(ids) <= PROMPT]
-    with Server(model, slots=SLOTS, max_new_tokens=NEW[1]) as server:
-        sizes = server._scheduler._batch.sizes[1:]
-        sized = [BASE._replace(nodes=tree.n_nodes) for tree in sizes]
-        server.warm_up(PROMPT + NEW[1], [BASE, Group(False), *sized])
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = make_listener(make_app(server, name="model", template="plain"), Limits())
-        threading.Thread(target=port.run, args=([listener],), daemon=True).start()
-        found = contenders(flags, server, "http://{}:{}".format(*listener.getsockname()))
+    with served(model, SLOTS, NEW[1], PROMPT) as (server, url):
+        found = contenders(flags, server, url)
         for n in flags.clients:
             rows = measure(found, server, calls, n, flags.seconds / len(flags.clients))
             inform("\n" + markdown_table(HEADS, rows))
-        port.should_exit = True
     return 0
+
+
+@contextmanager
+def served(model: Model, slots: int, new: int, prompt: int) -> Iterator[tuple[Server, str]]:
+    """A warm HTTP server of a model and its address, for this many tokens of a text and of its prompt."""
+    with Server(model, slots=slots, max_new_tokens=new) as server:
+        sizes = server._scheduler._batch.sizes[1:]
+        sized = [BASE._replace(nodes=tree.n_nodes) for tree in sizes]
+        server.warm_up(prompt + new, [BASE, Group(False), *sized])
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = make_listener(make_app(server, name="model", template="plain"), Limits())
+        threading.Thread(target=port.run, args=([listener],), daemon=True).start()
+        yield server, "http://{}:{}".format(*listener.getsockname())
+        port.should_exit = True
 
 
 main = Program("python -m research clients", Flags, run)

@@ -1,4 +1,4 @@
-"""Bundled heads, of the demo and of models by name: sizes, provenance, trees, exactness of the demo, and what
+"""Bundled heads, of the demo and of models that are known by name or weights: sizes, provenance, trees, exactness of the demo, and what
 the README's first command would run on every platform."""
 
 import dataclasses
@@ -22,6 +22,7 @@ from medusa_jax.config import LlamaConfig
 from medusa_jax.decoding import generate as loop
 from medusa_jax.evaluate.tree_fit import fastest
 from medusa_jax.files.hf import BaseFiles
+from medusa_jax.files.known import KNOWN
 from medusa_jax.files.layouts.heads_io import load_heads, open_heads
 from medusa_jax.files.names import NAMES
 from medusa_jax.files.source import Source
@@ -32,11 +33,17 @@ from medusa_jax.tree.tree import Tree
 OF_DEMO = bundled_heads(None)
 # One row each; at temperature 0 sampling is greedy decoding.
 GREEDY_AND_SAMPLED = [Options(max_new_tokens=40, temperature=t) for t in (0.0, 0.8)]
-OF_MODELS = [(name, drafter) for name in NAMES for drafter in bundled_heads(name)]
+# By name, or by folder for models that are known by their weights.
+FOLDERS = {name: row.heads for name, row in NAMES.items()} | {
+    r.heads: r.heads for r in KNOWN
+}
+OF_MODELS = [
+    (n, x.parent.name) for n in FOLDERS for x in MODELS.glob(f"{FOLDERS[n]}/*/heads.json")
+]
 
 
 def folder_of(name, drafter):
-    return (MODELS / NAMES[name].heads if name else DEMO) / drafter
+    return (MODELS / FOLDERS[name] if name else DEMO) / drafter
 
 
 def recipe_of(name, drafter):
@@ -57,9 +64,11 @@ def plain_texts() -> list[list[int]]:
 
 
 # Shapes of the models that heads are bundled with.
-SHAPES = {None: (256, 4096), "smollm2": (576, 49152)}
+SHAPES = {None: (256, 4096), "smollm2": (576, 49152)} | {
+    r.heads: r.shape[1:] for r in KNOWN
+}
 FOREIGN = [(None, *heads) for heads in OF_MODELS]
-FOREIGN += [(model, None, drafter) for model in NAMES for drafter in OF_DEMO]
+FOREIGN += [(model, None, drafter) for model in FOLDERS for drafter in OF_DEMO]
 COMMANDS = [
     ("decode", "--prompt", "hi"),
     ("serve", "--port", "0"),
@@ -173,7 +182,7 @@ def test_weights_are_whole_and_of_their_description(name, drafter):
     data = recipe["config"]["data"]
     for path in (*data["source"].split(","), data["eval_source"], data["features_path"]):
         assert path and not os.path.isabs(path)
-    told = (MODELS / NAMES[name].heads / "README.md").read_text()
+    told = (MODELS / FOLDERS[name] / "README.md").read_text()
     assert f"| `{drafter}/` |" in told
 
 
