@@ -27,7 +27,7 @@ from research.peers import Setting, xllamacpp
 from research.peers.float32 import gguf_file
 
 # New tokens; characters before and after the cursor; most tokens of a prompt.
-NEW, BEFORE, AFTER, PROMPT = 64, 2400, 600, 1400
+NEW, BEFORE, AFTER, PROMPT = 64, 1800, 450, 900
 HEADS = "server", "ms", "quartiles", "all, of llama.cpp's", "tokens", "read", "as plain"
 
 

@@ -55,7 +55,7 @@ def _row(model: str | None) -> "NamedModel | KnownModel | None":
         return row
     from medusa_jax.files.known import known_model  # not for names and the demo
 
-    return known_model(find_model(model))
+    return known_model(model)
 
 
 def find_model(model: str | None) -> str:

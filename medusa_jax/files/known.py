@@ -7,6 +7,7 @@ from functools import lru_cache
 from medusa_jax.files.fingerprint import sample_bytes
 from medusa_jax.files.hf import BaseFiles
 from medusa_jax.files.hf_config import read_config
+from medusa_jax.files.hub import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,9 @@ KNOWN = [
 
 
 @lru_cache(maxsize=8)
-def known_model(directory: str) -> KnownModel | None:
+def known_model(path_or_id: str) -> KnownModel | None:
     """The row of a model's weights, which are opened only if a row has their shape."""
+    directory = resolve(path_or_id)
     config = read_config(directory)
     shape = config.n_layers, config.d_model, config.vocab_size
     rows = {row.norm: row for row in KNOWN if row.shape == shape}
