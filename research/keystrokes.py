@@ -21,6 +21,7 @@ from medusa_jax.console import inform
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.notation import entries
 from medusa_jax.programs import use_compilation_cache
+from medusa_jax.whole_files import Json
 from research.against import processors
 from research.clients import ladder_of, served
 from research.peers import Setting, xllamacpp
@@ -42,7 +43,7 @@ class Flags(ModelFlags):
 
 def answer(url: str, before: str, after: str) -> tuple[float, Any]:
     """Seconds of one completion, and the server's answer."""
-    body = {"input_prefix": before, "input_suffix": after, "input_extra": []}
+    body: Json = {"input_prefix": before, "input_suffix": after, "input_extra": []}
     body |= {"n_predict": NEW, "temperature": 0, "cache_prompt": True}
     headers, start = {"Content-Type": "application/json"}, time.perf_counter()
     request = urllib.request.Request(f"{url}/infill", json.dumps(body).encode(), headers)
