@@ -105,5 +105,4 @@ def find_heads(model: str | None, drafter: str) -> StoredHeads | None:
             f"no {drafter} heads are bundled with {model or 'the demo'}: give --drafter the "
             "directory of heads trained for it"
         )
-    heads = open_heads(str(folder))
-    return replace(heads, trained_on=getattr(row, "trained_on", ""))
+    return replace(open_heads(str(folder)), trained_on=getattr(row, "trained_on", ""))

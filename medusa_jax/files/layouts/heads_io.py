@@ -123,8 +123,7 @@ def check_base(
     if fingerprint is not None and fingerprint != trained_on and not is_unknown:
         if stored.trained_on:
             inform(
-                f"draft heads trained on {stored.trained_on}: with other weights of the model fewer drafts may be "
-                "accepted, the text is the model's own; --drafter none decodes without them"
+                f"drafts of heads trained on {stored.trained_on}; the text is this model's own"
             )
             return
         raise UserError(
