@@ -9,12 +9,12 @@ time sizes anew.
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from medusa_jax.decoding.gate import Gate
 from medusa_jax.decoding.state import Progress
-from medusa_jax.measured import DeviceCache
 from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
@@ -25,6 +25,13 @@ OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
 FEW, LOST, WAITED = 8, 0.25, 1e-4
 # Seconds of chunks after which the note is written again.
 NOTED = 10.0
+
+
+class Note(Protocol):
+    """What later processes read (`measured.DeviceCache`)."""
+
+    def read(self) -> dict[str, Any]: ...
+    def write(self, note: dict[str, Any]) -> None: ...
 
 
 class StepCosts:
@@ -40,7 +47,7 @@ class StepCosts:
       elapsed: seconds of all chunks.
     """
 
-    def __init__(self, note: DeviceCache | None = None) -> None:
+    def __init__(self, note: Note | None = None) -> None:
         self._seconds: dict[tuple[int, int], deque[float]] = {}
         # The value of `elapsed` when a size was last used.
         self.elapsed, self._used = 0.0, dict[tuple[int, int], float]()
