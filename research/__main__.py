@@ -52,6 +52,11 @@ COMMANDS = {
     "compose": Command(
         "smollm2", "research.smollm2.compose", "questions to distil SmolLM2's answers from"
     ),
+    "rehearsal": Command(
+        "smollm2",
+        "research.smollm2.rehearsal",
+        "text that heads go on reading as they learn",
+    ),
     "learn": Command(
         "papers", "research.learn", "what heads gain from a user's own answers"
     ),

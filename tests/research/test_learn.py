@@ -24,7 +24,7 @@ def test_prompts_differ_and_have_no_gaps(shift):
 
 @pytest.mark.wide
 def test_heads_learn_the_models_answers(tmp_path, monkeypatch, capsys):
-    sizes = {"HELD_OUT": 2, "MOST_PROMPT": 96, "NEW": 16, "LR_ALL": 0.02}
+    sizes = {"HELD_OUT": 2, "CHATS": 1, "MOST_PROMPT": 96, "NEW": 16, "LR": 0.02}
     for name, value in sizes.items():
         monkeypatch.setattr(learn, name, value)
     model, heads = tmp_path / "model", tmp_path / "model" / "heads"
@@ -37,21 +37,29 @@ def test_heads_learn_the_models_answers(tmp_path, monkeypatch, capsys):
     write_lines(
         tmp_path / "ask.jsonl", [{"question_id": 1, "category": "qa", "turns": ["hi"]}]
     )
+    tokens, lengths = np.arange(20, dtype=np.uint16), np.array([12, 8], np.uint16)
+    sample = tmp_path / "sample.npz"
+    np.savez_compressed(sample, tokens=tokens, counted=tokens > 3, lengths=lengths)
+    rehearsed = learn.read_rows(str(sample))
+    assert [(len(ids), sum(learned)) for ids, learned in rehearsed] == [(12, 8), (8, 8)]
     flags = [
         f"--model={model}", f"--drafter={heads}", f"--questions={tmp_path / 'ask.jsonl'}",
-        "--shifts=tomatoes", "--points=1,4", "--steps=8", "--ranks=2,0", f"--out={tmp_path}",
+        "--shifts=tomatoes", "--points=1,4", "--steps=8", f"--rehearsal={sample}", f"--out={tmp_path}",
     ]  # fmt: skip
     assert learn.main(flags) == 0
     table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
-    assert [row[1].strip() for row in table[2:]] == ["2", "all"]
+    assert [len(row) for row in table] == [5] * 3 and "±" in table[2][4]
     learner = learn.Learner(learn.Flags(model=str(model), drafter=str(heads), questions=""))
     texts = learn.answers(
         learn.Flags(shifts="tomatoes", questions="", out=str(tmp_path)), learner.model
     )
     seen = texts["tomatoes"][:4]
-    [after] = learner.learn(seen, 0, learn.Flags(questions="", points=(4,), steps=40.0))
-    assert learner.replayed(after, seen) > 1.2 * learner.replayed(learner.params, seen)
-    [same] = learner.learn(seen, 2, learn.Flags(questions="", points=(4,), steps=0.0))
+    [after] = learner.learn(seen, [], learn.Flags(questions="", points=(4,), steps=40))
+    n_steps = [
+        learner.replayed(params, seen)[:, 1].sum() for params in (learner.params, after)
+    ]
+    assert n_steps[0] > 1.2 * n_steps[1]
+    [same] = learner.learn(seen, rehearsed, learn.Flags(questions="", points=(4,), steps=0))
     jax.tree.map(np.testing.assert_array_equal, same, learner.params)
     assert learn.main([*flags, "--shifts=birds"]) == 2
     assert "--shifts is one of python" in capsys.readouterr().err
