@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -25,9 +25,24 @@ from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
 from medusa_jax.text.tokenizer import Tokenizer
+from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.baselines import Baseline
+
+
+class PlainHeads(NamedTuple):
+    """Draft heads as they learn.
+
+    Attributes:
+      params: their parameters, kernels as arrays.
+      lm_head: the backbone's for the tokens that they score, under "lm_head".
+      meta: contents of their description.
+    """
+
+    params: Params
+    lm_head: Params
+    meta: Json
 
 
 @dataclass(frozen=True)
@@ -40,12 +55,14 @@ class Drafts:
       directory: where its tree file may be; "" if there are no files.
       read_wide: reads the parameters again, for rules whose text depends on the drafts, if they are stored
         narrower than the weights.
+      read_plain: reads the parameters of trained heads again, to learn.
     """
 
     drafter: Drafter
     params: Params = field(default_factory=dict)
     directory: str = ""
     read_wide: Callable[[], Params] | None = None
+    read_plain: Callable[[], PlainHeads] | None = None
 
     @property
     def draft(self) -> bool:
@@ -79,7 +96,13 @@ class DraftHeads(Drafts):
         if form != storage.of_drafts:
             read_wide = partial(self._params, n_heads, form)
         drafter = make_drafter(heads, self.base.config)
-        return Drafts(drafter, params, self.directory, read_wide)
+        read_plain = partial(self._plain, n_heads)
+        return Drafts(drafter, params, self.directory, read_wide, read_plain)
+
+    def _plain(self, n_heads: int | None) -> PlainHeads:
+        plain = Storage()
+        params, lm_head = self._params(n_heads, plain), self._lm_head(plain)
+        return PlainHeads(params, lm_head, self.stored.meta)
 
     def _params(self, n_heads: int | None, form: Storage) -> Params:
         return self._read(n_heads, form)[1]
@@ -116,9 +139,11 @@ class DraftHeads(Drafts):
         return heads, params
 
     def _lm_head(self, form: Storage) -> Params:
-        """The backbone's LM head for the tokens of the draft vocabulary."""
-        assert self.stored.ids is not None
-        kernel_DO = self.base.lm_head_columns(self.stored.ids).astype(self.form.read_as)
+        """The backbone's LM head for the tokens that the heads score."""
+        ids = self.stored.ids
+        if ids is None:
+            ids = np.arange(self.base.config.vocab_size)
+        kernel_DO = self.base.lm_head_columns(ids).astype(self.form.read_as)
         return _in_form(kernel_DO, self.mesh, form, self.form.kernels)
 
 

@@ -153,6 +153,7 @@ def load(
         repetition_penalty=files.defaults.repetition_penalty,
         fingerprint=fingerprint,
         read_wide=drafts.read_wide,
+        read_plain=drafts.read_plain,
     )
 
 

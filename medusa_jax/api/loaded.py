@@ -29,6 +29,7 @@ from medusa_jax.typed import known_arguments
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
+    from medusa_jax.api.drafts import PlainHeads
     from medusa_jax.constraints import Grammars
 
 
@@ -53,6 +54,8 @@ class LoadedModel:
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
+      read_plain: reads trained heads again, as arrays (`learning/`).
+      learned_heads: parameters that draft instead of the loaded ones where the text cannot depend on it.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class LoadedModel:
         repetition_penalty: float = 1.0,
         fingerprint: str = "",
         read_wide: Callable[[], Params] | None = None,
+        read_plain: "Callable[[], PlainHeads] | None" = None,
     ) -> None:
         self.name, self.config = name, config
         self.dtype = dtype
@@ -99,7 +103,8 @@ class LoadedModel:
         self.no_repeat_ngram_size = no_repeat_ngram_size
         self.repetition_penalty = repetition_penalty
         self.fingerprint = fingerprint
-        self._read_wide = read_wide
+        self._read_wide, self.read_plain = read_wide, read_plain
+        self.learned_heads: Params | None = None
         self._wide: Params | None = None
         # Shapes of the requests whose programs are compiled.
         self._warm: set[tuple[object, ...]] = set()
@@ -138,9 +143,15 @@ class LoadedModel:
         """`variables` for decoding by this rule.
 
         If the rule's text depends on the drafts and the heads were by default stored narrower than
-        the weights, reads the heads again, as wide as the weights, and keeps both.
+        the weights, reads the heads again, as wide as the weights, and keeps both. Other rules draft with
+        `learned_heads` if there are any.
         """
-        if self._read_wide is None or not rule_named(acceptance).by_drafts:
+        if not rule_named(acceptance).by_drafts:
+            learned = self.learned_heads
+            return (
+                self.variables if learned is None else self.variables | {"heads": learned}
+            )
+        if self._read_wide is None:
             return self.variables
         if self._wide is None:
             self._wide = self._read_wide()

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from medusa_jax.api import Model, Options, Result
 from medusa_jax.api.dialogue import Dialogue
@@ -17,6 +18,9 @@ from medusa_jax.commands.turn_input import TurnInput
 from medusa_jax.console import announced, inform
 from medusa_jax.errors import UserError, did_you_mean
 from medusa_jax.text.chat import encode_prompt, template_source
+
+if TYPE_CHECKING:
+    from medusa_jax.learning.learner import Learner
 
 HELP = "/help lists the commands; Ctrl-C stops a reply, /exit or Ctrl-D ends the chat"
 COMMANDS = {
@@ -39,6 +43,7 @@ class Chat:
     Attributes:
       show_drafts: colour accepted drafts by their tree depth.
       spec: the draft tree, as for --tree; None is the model's default.
+      learner: learns from the replies while the user types.
       messages: the conversation so far; a stopped reply ends where the user stopped it.
       results: the complete replies.
     """
@@ -49,12 +54,14 @@ class Chat:
     acceptance: str
     show_drafts: bool
     spec: str | None = None
+    learner: "Learner | None" = None
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     results: list[Result] = dataclasses.field(default_factory=list)
     _question: str = ""
     _answered: bool = False
     _stopped: bool = False
     _retries: int = 0
+    _typing: bool = False
 
     def __post_init__(self) -> None:
         template_source(self.model.tokenizer, self.template)  # refuse at once without one
@@ -69,8 +76,12 @@ class Chat:
         if self.show_drafts:
             inform(LEGEND)
         self._compile()  # while the user types
+        if self.learner:
+            self.learner.start(lambda: self._typing)
         self._converse(turns)
-        if wait([self._compiled], timeout=0.5).not_done:  # a compilation cannot be stopped
+        ended = self.learner is None or self.learner.close()
+        # A compilation cannot be stopped.
+        if wait([self._compiled], timeout=0.5).not_done or not ended:
             sys.stdout.flush()
             os._exit(0)
         return 0
@@ -78,12 +89,15 @@ class Chat:
     def _converse(self, turns: TurnInput) -> None:
         while True:
             try:
+                self._typing = True
                 text = turns.read()
             except EOFError:
                 return inform("")
             except KeyboardInterrupt:
                 inform(f"\n({HELP})")
                 continue
+            finally:
+                self._typing = False
             if ALIASES.get(text, text) == "/exit":
                 return None
             try:
@@ -214,6 +228,8 @@ class Chat:
                 sys.stdout.flush()
                 if results:
                     note = self._note(results[0], shown)
+                    if self.learner:
+                        self.learner.add(prompt, results[0].token_ids)
         except UserError:
             self.messages = history
             raise

@@ -11,7 +11,7 @@ from medusa_jax.api.prompts import ending_turns, middle
 from medusa_jax.commands.decode_flags import Flags
 from medusa_jax.commands.decode_job import DecodeJob
 from medusa_jax.commands.decode_report import LEGEND, coloured, summary
-from medusa_jax.commands.model_flags import load_model
+from medusa_jax.commands.model_flags import load_model, make_learner
 from medusa_jax.commands.requests import read_requests, sampling_defaults, shared_options
 from medusa_jax.console import inform, print_json
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
@@ -31,6 +31,8 @@ def run(flags: Flags, began: float) -> int:
     """
     if is_conversation(flags):
         return talk(flags)
+    if flags.learn is not None:
+        raise UserError("--learn is for conversations: give --chat and no prompt")
     job = read_job(flags)
     load_seconds = time.perf_counter() - began
     if flags.prompts_file:
@@ -70,7 +72,12 @@ def talk(flags: Flags) -> int:
         sampling = ", ".join(f"{name} {getattr(shown, name):g}" for name in advised)
         inform(f"sampled as the publisher advises, unless a flag differs: {sampling}")
     chat = Chat(
-        model, options, template, acceptance=flags.acceptance, show_drafts=flags.show_drafts
+        model,
+        options,
+        template,
+        acceptance=flags.acceptance,
+        show_drafts=flags.show_drafts,
+        learner=make_learner(flags, model),
     )
     return chat.run()
 

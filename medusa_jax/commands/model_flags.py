@@ -10,6 +10,7 @@ from medusa_jax.errors import UserError
 
 if TYPE_CHECKING:  # commands import JAX when they run, not for --help
     from medusa_jax.api import Model, Options
+    from medusa_jax.learning.learner import Learner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,18 @@ class MeshFlags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnFlags:
+    """Heads that learn."""
+
+    learn: str | None = flag(
+        "the draft heads learn from the answers while nothing else runs, and keep it in this directory "
+        "(docs/learning.md); no text depends on it",
+        None,
+        metavar="DIR",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationFlags:
     """The length of a text, and how it is drawn."""
 
@@ -120,6 +133,15 @@ def load_model(
     if choice is None and name == "none":
         inform("no --drafter is given: plain decoding, without drafts")
     return model
+
+
+def make_learner(flags: LearnFlags, model: "Model") -> "Learner | None":
+    """What --learn asks for."""
+    if flags.learn is None:
+        return None
+    from medusa_jax.learning.learner import Learner  # here: it imports the training losses
+
+    return Learner(model, flags.learn)
 
 
 def generation_options(flags: GenerationFlags, **more: Any) -> "Options":

@@ -10,7 +10,7 @@ import time
 from typing import NoReturn
 
 from medusa_jax.api import Model
-from medusa_jax.commands.model_flags import load_model
+from medusa_jax.commands.model_flags import load_model, make_learner
 from medusa_jax.commands.serve_flags import Flags
 from medusa_jax.console import log
 from medusa_jax.devices.machine import give_memory_back, warn_if_accelerator_unused
@@ -38,6 +38,7 @@ def run(flags: Flags) -> NoReturn:
         warn_if_accelerator_unused()
         model = load_model(flags, tree=flags.tree, tokenizer=flags.tokenizer)
         template = chosen_template(model, flags.chat, flags.model)
+        learner = make_learner(flags, model)
         # A full collection while a program is traced stops every thread: for 0.2 to 0.4 s with all that is
         # imported by now.
         gc.collect()
@@ -48,6 +49,7 @@ def run(flags: Flags) -> NoReturn:
             queue=flags.queue,
             max_prompt_tokens=flags.max_prompt_tokens,
             max_new_tokens=flags.max_new_tokens,
+            learner=learner,
         ) as server:
             if flags.warm_up:
                 server.warm_up(min(flags.warm_up, model.config.max_position), wait=False)

@@ -43,9 +43,14 @@ def adapted_layers(config: LlamaConfig) -> dict[str, tuple[int, int]]:
 
 
 def init_lora(config: LlamaConfig, key: jax.Array, rank: int) -> Params:
-    """Fresh float32 adapters: A uniform in +-1/sqrt(in) (as peft draws it), B zero."""
+    """Fresh adapters of every layer of a backbone."""
+    return init_factors(adapted_layers(config), key, rank)
+
+
+def init_factors(sizes: dict[str, tuple[int, int]], key: jax.Array, rank: int) -> Params:
+    """Fresh float32 adapters by path: A uniform in +-1/sqrt(in) (as peft draws it), B zero."""
     lora: Params = {}
-    for i, (path, (n_in, n_out)) in enumerate(adapted_layers(config).items()):
+    for i, (path, (n_in, n_out)) in enumerate(sizes.items()):
         bound = n_in**-0.5
         a = jax.random.uniform(
             jax.random.fold_in(key, i), (n_in, rank), jnp.float32, -bound, bound

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from medusa_jax.api import Model
 from medusa_jax.console import log
@@ -12,9 +13,12 @@ from medusa_jax.serving.echo import LEAST_SLOTS, piece_for
 from medusa_jax.serving.guide_threads import GuideThreads
 from medusa_jax.serving.job import BASE, LIKELY, SCORING, Group, Job, make_job
 from medusa_jax.serving.programs import Compiler, Programs
-from medusa_jax.serving.request import Busy, Deliver, Handle, Request, Stopped
+from medusa_jax.serving.request import Busy, Deliver, Delta, Handle, Request, Stopped
 from medusa_jax.serving.scheduler import Scheduler
 from medusa_jax.tree.tree import Tree
+
+if TYPE_CHECKING:
+    from medusa_jax.learning.learner import Learner
 
 # The server ends after this many errors without a finished chunk between them.
 MOST_FAILURES = 3
@@ -38,6 +42,7 @@ class Server:
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
+      learner: learns from the answers while there is no request.
       more: `chunk_steps` and `piece`, for `Scheduler`.
 
     Attributes:
@@ -58,6 +63,7 @@ class Server:
         queue: int = 64,
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
+        learner: "Learner | None" = None,
         **more: Any,
     ) -> None:
         if slots < 1 or queue < 1:
@@ -94,6 +100,9 @@ class Server:
         self._when_failed: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="decoding", daemon=True)
         self._thread.start()
+        self.learner = learner
+        if learner:
+            learner.start(lambda: not (self.busy or self.waiting))
 
     def __enter__(self) -> "Server":
         return self
@@ -158,6 +167,8 @@ class Server:
             make_job(self.model, request, self.most_prompt, self.most_new, handle, each)
             for request, handle, each in zip(requests, handles, delivers)
         ]
+        for job in jobs if self.learner else ():
+            job.deliver = partial(self._deliver, job, job.deliver)
         guides = [job.guide for job in jobs if job.guide]
         for guide in guides:  # choices of one call
             guide.patience = guides[0].patience
@@ -169,6 +180,12 @@ class Server:
             self._inbox += jobs
             self._wake.notify()
         return handles
+
+    def _deliver(self, job: Job, deliver: Deliver, part: Delta | Stopped) -> None:
+        """Deliver a part of an answer; at its end the learner gets the whole."""
+        deliver(part)
+        if self.learner and isinstance(part, Delta) and part.ending:
+            self.learner.add(job.prompt, job.token_ids)
 
     def warm_up(
         self, most_tokens: int, groups: Sequence[Group] = LIKELY, *, wait: bool = True
@@ -214,6 +231,8 @@ class Server:
             self._closing = True
             self._wake.notify()
         self._thread.join()
+        if self.learner:
+            self.learner.close()
         self._compiler.close()
         self._threads.close()
 

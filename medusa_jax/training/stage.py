@@ -178,6 +178,8 @@ class GroupedBackbone:
         backbone = self.backbone(groups, dropout_key)
         if vocabulary.GROUP not in groups:
             return backbone
+        if "lm_head" in groups[vocabulary.GROUP]:
+            return vocabulary.for_drafting(backbone, groups)
         return vocabulary.narrowed(backbone, groups[vocabulary.GROUP]["ids"])
 
     def with_adapters(self, params: PyTree) -> PyTree:

@@ -49,6 +49,13 @@ class Metrics:
         show("medusa_slots", "requests answered at a time", lambda: server.slots)
         show("vllm:num_requests_running", "slots with a request", lambda: server.busy)
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
+        if learner := server.learner:
+            name, mean = "medusa_learning_", "mean accepted length of held-out answers, "
+            show(name + "answers", "that were seen", lambda: learner.facts.answers)
+            show(name + "steps", "that were taken", lambda: learner.facts.steps)
+            show(name + "before", mean + "loaded heads", lambda: learner.facts.before)
+            show(name + "after", mean + "with the addition", lambda: learner.facts.after)
+            show(name + "in_use", "whether drafts use it", lambda: learner.in_use)
 
     def ended(self, ending: Ending) -> None:
         result, seconds = ending.result, ending.waited_seconds

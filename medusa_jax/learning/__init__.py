@@ -1,0 +1,1 @@
+"""Heads that learn from answers while a model is used (docs/learning.md)."""

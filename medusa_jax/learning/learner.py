@@ -1,0 +1,149 @@
+"""Learning while nothing else is to be done: answers in, an addition to the draft heads out."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.console import log
+from medusa_jax.errors import UserError, first_line
+from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.learning import kept
+from medusa_jax.learning.rule import STEPS, WINDOWS, Rule
+from medusa_jax.learning.windows import WIDTH, Window, ranks_in, windows_of
+from medusa_jax.tree.growth import TextRanks, replayed_tokens
+
+# Most answers that wait to be read, most tokens of a prompt and of an answer, most bytes of hidden states.
+ANSWERS, TOKENS, BYTES = 256, 512, 2**27
+# One in this many answers is held out. After this many answers the addition is tested on the newest windows of those.
+HELD_OUT, TEST_EVERY, LEAST_HELD, MOST_HELD = 10, 5, 4, 32
+# Seconds between looks at whether a request runs.
+PAUSE = 0.1
+
+
+class Learner:
+    """Learns from a model's answers, and lets it draft with what helps.
+
+    Args:
+      directory: of the file with what was learned.
+
+    Attributes:
+      facts: how it goes.
+
+    Raises:
+      UserError: the drafter has no heads to learn, or the file is of other heads.
+    """
+
+    def __init__(self, model: Model, directory: str) -> None:
+        if model.read_plain is None or model.mesh.size > 1:
+            raise UserError(
+                "--learn is for trained draft heads on one device: give their --drafter, and no --mesh"
+            )
+        self._model, self._rule = model, Rule(model)
+        self._file = Path(directory) / "addition.safetensors"
+        self._mark = kept.mark_of(model.fingerprint, self._rule.heads)
+        width = model.config.d_model * (1 + len(model.drafter.taps))
+        self._texts: deque[tuple[bool, Text]] = deque(maxlen=ANSWERS)
+        self._windows: deque[Window] = deque(maxlen=1 + BYTES // (2 * WIDTH * width))
+        self._held: deque[tuple[Window, TextRanks]] = deque(maxlen=MOST_HELD)
+        self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng()
+        self._news, self._closed = threading.Event(), False
+        self._thread = threading.Thread()
+        self.facts = kept.Facts()
+        if self._file.exists():
+            addition, facts = kept.read(self._file, self._rule.addition, self._mark)
+            self._rule.begin(addition)
+            self._use(facts)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the addition helps, so that the model drafts with it."""
+        return self._model.learned_heads is not None
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Take an answer, to learn from it or to test with it."""
+        before = list(prompt)[-TOKENS:]
+        self.facts = self.facts._replace(answers=self.facts.answers + 1)
+        text = Text([*before, *answer[:TOKENS]], len(before))
+        self._texts.append((self.facts.answers % HELD_OUT == 0, text))
+        self._news.set()
+
+    def start(self, idle: Callable[[], bool]) -> None:
+        """Work in a thread, a unit at a time, while `idle` returns True."""
+        self._thread = threading.Thread(target=self._run, args=(idle,), daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """End after the current unit of work; False if that takes more than a second."""
+        self._closed = True
+        self._news.set()
+        if self._thread.ident:
+            self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    def _run(self, idle: Callable[[], bool]) -> None:
+        try:
+            for worked in self.work():
+                if not worked:
+                    self._news.wait()
+                    self._news.clear()
+                while not (self._closed or idle()):
+                    time.sleep(PAUSE)
+                if self._closed:
+                    return
+        except Exception as error:  # the model answers without it
+            self._model.learned_heads = None
+            log(f"warning: learning ended: {first_line(error)}")
+
+    def work(self) -> Iterator[bool]:
+        """Do a unit of work before each value, which is False if nothing is to be done."""
+        while True:
+            if self._texts:
+                yield from self._read(*self._texts.popleft())
+            elif self._due >= 1 and self._windows:
+                yield from self._step()
+            elif self._untested >= TEST_EVERY and len(self._held) >= LEAST_HELD:
+                yield from self._test()
+            else:
+                yield False
+
+    def _read(self, is_held_out: bool, text: Text) -> Iterator[bool]:
+        windows = yield from windows_of(self._model, text)
+        self._untested += 1
+        if not is_held_out:
+            self._windows += windows
+            self._due += STEPS
+            return
+        for window in windows:
+            ranks = ranks_in(self._model, self._model.variables["heads"], window)
+            self._held.append((window, ranks))
+            yield True
+
+    def _step(self) -> Iterator[bool]:
+        self._due -= 1
+        for at in self._draw.integers(len(self._windows), size=WINDOWS):
+            self._rule.add(self._windows[at])
+            yield True
+        self._rule.step()
+        self.facts = self.facts._replace(steps=self.facts.steps + 1)
+
+    def _test(self) -> Iterator[bool]:
+        self._untested, learnt, ranks = 0, self._rule.learnt(), []
+        held = list(self._held)
+        for window, _ in held:
+            ranks.append(ranks_in(self._model, learnt, window))
+            yield True
+        tree = self._model.drafter.default_tree
+        before = replayed_tokens([loaded for _, loaded in held], tree)
+        after = replayed_tokens(ranks, tree)
+        self._use(self.facts._replace(before=before, after=after))
+        kept.save(self._file, self._rule.addition, self.facts, self._mark)
+
+    def _use(self, facts: kept.Facts) -> None:
+        """Draft with the addition if it is better."""
+        self.facts, is_better = facts, facts.after > facts.before
+        self._model.learned_heads = self._rule.learnt() if is_better else None

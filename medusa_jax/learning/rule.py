@@ -1,0 +1,93 @@
+"""The rule by which heads learn: a low-rank addition to every kernel, a few windows of text a step."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.traverse_util import flatten_dict
+
+from medusa_jax.api import Model
+from medusa_jax.arch import LlamaConfig
+from medusa_jax.config import LoraConfig, TrainConfig
+from medusa_jax.heads.optional import has_confidence
+from medusa_jax.heads.vocabulary import GROUP
+from medusa_jax.learning.windows import Window
+from medusa_jax.model import lora
+from medusa_jax.model.convert import decoding_config, place_head
+from medusa_jax.sharding import Params
+from medusa_jax.training.functions import HeadFunctions
+
+# Rank of the addition, learning rate of Adam, windows of a step, steps for an answer.
+RANK, RATE, WINDOWS, STEPS = 8, 1e-3, 4, 1
+# Weights that the loss takes from the heads' recipe. It covers the first level of drafts only.
+TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
+
+
+class Rule:
+    """The addition to a model's heads, and its steps.
+
+    Attributes:
+      heads: the heads without it, in float32.
+      addition: low-rank factors for every kernel, at first of zeros.
+    """
+
+    def __init__(self, model: Model) -> None:
+        assert model.read_plain is not None
+        heads, lm_head, meta = model.read_plain()
+        recipe = meta.get("recipe", {}).get("config", {}).get("train", {})
+        terms = {name: recipe[name] for name in TERMS if name in recipe}
+        terms["confidence_weight"] = float(has_confidence(model.drafter))
+        train, arch = TrainConfig(dtype="float32", **terms), decoding_config(model.config)
+        self._loss = HeadFunctions(model.drafter.heads, arch, train).loss
+        backbone = {n: model.variables["backbone"][n] for n in ("embed_tokens", "norm")}
+        self._frozen: Params = {"backbone": backbone | lm_head}
+        if GROUP in heads:
+            self._frozen[GROUP] = heads.pop(GROUP) | lm_head
+        self.heads = jax.tree.map(lambda x: x.astype(jnp.float32), heads)
+        self._model, self._merged = model, jax.jit(merged)
+        self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
+        self._gradient, self._update = (
+            jax.jit(jax.grad(self._mean)),
+            jax.jit(self._adam.update),
+        )
+        flat = flatten_dict(self.heads, sep="/").items()
+        kernels = {n: x.shape for n, x in flat if n.endswith("/kernel") and x.ndim == 2}
+        sizes = {name.removesuffix("/kernel"): shape for name, shape in kernels.items()}
+        self.begin(lora.init_factors(sizes, jax.random.key(0), RANK))
+
+    def begin(self, addition: Params) -> None:
+        """Go on from this addition."""
+        self.addition, self._state = addition, self._adam.init(addition)
+        self._total = jax.tree.map(jnp.zeros_like, addition)
+
+    def add(self, window: Window) -> None:
+        """Add the gradient of a window to that of the step."""
+        gradient = self._gradient(self.addition, self.heads, self._frozen, window)
+        self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
+
+    def step(self) -> None:
+        """Take the step."""
+        updates, self._state = self._update(self._total, self._state)
+        self.addition = optax.apply_updates(self.addition, updates)
+        self._total = jax.tree.map(jnp.zeros_like, self._total)
+
+    def learnt(self) -> Params:
+        """The heads with the addition, in the form of `Model.variables`."""
+        model, loaded = self._model, self._model.variables["heads"]
+        params = self._merged(self.addition, self.heads)
+        params = jax.tree.map(lambda x: x.astype(model.dtype), params)
+        stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
+        return stored | {name: loaded[name] for name in loaded if name == GROUP}
+
+    def _mean(
+        self, addition: Params, heads: Params, frozen: Params, window: Window
+    ) -> jax.Array:
+        """The loss of a window, of which a step has several."""
+        hidden_1WE, *rows = window
+        heads = merged(addition, heads)
+        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / WINDOWS
+
+
+def merged(addition: Params, heads: Params) -> Params:
+    """The heads with the addition."""
+    untied = LlamaConfig(tie_embeddings=False)
+    return lora.merge(untied, heads, addition, LoraConfig(RANK))[1]

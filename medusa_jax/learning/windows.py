@@ -1,0 +1,96 @@
+"""Windows of texts with the backbone's hidden states, to learn from and to test on."""
+
+from collections.abc import Generator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from medusa_jax.api import Model
+from medusa_jax.decoding.generate import power_of_two
+from medusa_jax.evaluate.ranks import CHUNK
+from medusa_jax.evaluate.text_ranks import Text
+from medusa_jax.heads.drafter import Backbone, Drafter, TextRows
+from medusa_jax.heads.ranks import label_ranks
+from medusa_jax.heads.vocabulary import for_drafting
+from medusa_jax.model.cache import KVCache
+from medusa_jax.sharding import Params
+from medusa_jax.tree.growth import TextRanks
+
+# Tokens of a window, most of them that only precede what it teaches, and tokens that the backbone reads at a time: no
+# unit of work may take much longer than 50 ms.
+WIDTH, CONTEXT, PIECE = 128, 48, 32
+
+
+class Window(NamedTuple):
+    """A part of a text, as a batch of one row [1, W] for the loss.
+
+    Attributes:
+      hidden_1WE: hidden states and tapped streams, in bfloat16.
+      counted_1W: tokens to learn, which are one run.
+      segments_1W: 1 in the text, 0 after its end.
+    """
+
+    hidden_1WE: np.ndarray
+    tokens_1W: np.ndarray
+    counted_1W: np.ndarray
+    segments_1W: np.ndarray
+    positions_1W: np.ndarray
+
+
+def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
+    """Read a text, yielding True after each piece; returns the windows of its answer."""
+    backbone, c = model.backbone.tapped(model.drafter.taps), model.config
+    n, slots = len(text.ids), power_of_two(len(text.ids) + WIDTH, 512)
+    tokens_S: np.ndarray = np.zeros(slots, np.int32)
+    tokens_S[:n] = text.ids
+    sizes = (c.n_layers, 1, slots, c.n_kv_heads, c.head_dim)
+    cache = KVCache.zeros(*sizes, backbone.llama.dtype)
+    pieces = []
+    for begin in range(0, n, PIECE):
+        piece_1T = tokens_S[None, begin : begin + PIECE]
+        piece, cache = _read(backbone, piece_1T, cache, np.array([begin], np.int32))
+        pieces.append(np.asarray(piece))
+        yield True
+    hidden_SE = np.concatenate(pieces)
+    windows = []
+    for at in range(text.n_prompt, n, WIDTH - CONTEXT):
+        place_W = max(0, at - CONTEXT) + np.arange(WIDTH, dtype=np.int32)
+        inside_W = place_W < n
+        hidden_WE = hidden_SE[np.minimum(place_W, len(hidden_SE) - 1)]
+        marks = inside_W & (place_W >= at), np.int32(inside_W), place_W
+        row = (x[None] for x in (hidden_WE, tokens_S[place_W], *marks))
+        windows.append(Window(*row))
+    return windows
+
+
+@jax.jit
+def _read(
+    backbone: Backbone, piece_1T: jax.Array, cache: KVCache, begin_1: jax.Array
+) -> tuple[jax.Array, KVCache]:
+    place_1T = begin_1[:, None] + jnp.arange(piece_1T.shape[1])[None]
+    hidden_1TE, cache = backbone.decode(piece_1T, place_1T, cache, begin_1)
+    return hidden_1TE[0].astype(jnp.bfloat16), cache
+
+
+def ranks_in(model: Model, heads: Params, window: Window) -> TextRanks:
+    """Ranks of a window's tokens to learn under these heads, where a step may begin."""
+    ranks_WK = np.asarray(_ranks(model.drafter, heads, model.backbone, window))
+    learned = np.flatnonzero(window.counted_1W[0])
+    # A step's root is the token after its position, the deepest head guesses one K places later.
+    return TextRanks.of_heads(ranks_WK[learned[: -model.drafter.n_heads] - 1])
+
+
+@partial(jax.jit, static_argnums=0)
+def _ranks(
+    drafter: Drafter, heads: Params, backbone: Backbone, window: Window
+) -> jax.Array:
+    backbone = for_drafting(backbone, heads).tapped(drafter.taps)
+    hidden_1WE, tokens_1W, _, segments_1W, positions_1W = window
+    hidden_1WE = hidden_1WE.astype(backbone.llama.dtype)
+    rows = TextRows(hidden_1WE, tokens_1W, positions_1W, segments_1W)
+    features_K1WD = drafter.features(heads, backbone, rows)
+    ranks = label_ranks(drafter, heads, backbone, features_K1WD, tokens_1W, CHUNK)
+    return ranks[0]
