@@ -2,7 +2,6 @@
 
 import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,49 +14,37 @@ from medusa_jax.files.tensors import open_safetensors, save_safetensors
 from medusa_jax.sharding import Params
 
 
-class Facts(NamedTuple):
-    """How learning goes, over all starts.
-
-    Attributes:
-      answers, steps: number of answers seen, and of steps taken.
-      before, after: mean accepted lengths on held-out answers without the addition and with it; 0: unknown.
-    """
-
-    answers: float = 0
-    steps: float = 0
-    before: float = 0
-    after: float = 0
-
-
 def mark_of(fingerprint: str, heads: Params) -> np.ndarray:
     """A digest of heads and their model, from a sample of the weights."""
     parts = [fingerprint.encode(), *map(sample_bytes, jax.tree.leaves(heads))]
     return np.frombuffer(hashlib.sha256(b"".join(parts)).digest(), np.int64)
 
 
-def save(file: Path, addition: Params, facts: Facts, mark: np.ndarray) -> None:
-    """Write an addition to the heads with this mark; a kill leaves the older file.
+def save(file: Path, addition: Params, facts: np.ndarray, mark: np.ndarray) -> None:
+    """Write an addition to the heads with this mark, and facts about it; a kill leaves the older file.
 
     Raises:
       UserError: it cannot be written.
     """
-    flat = flatten_dict(addition | {"facts": np.array(facts), "mark": mark}, sep="/")
+    flat = flatten_dict(addition | {"facts": facts, "mark": mark}, sep="/")
     save_safetensors(str(file), {n: np.asarray(x) for n, x in flat.items()}, {})
 
 
-def read(file: Path, like: Params, mark: np.ndarray) -> tuple[Params, Facts]:
-    """Read an addition with the shapes of `like`.
+def read(
+    file: Path, like: Params, facts: np.ndarray, mark: np.ndarray
+) -> tuple[Params, np.ndarray]:
+    """Read an addition and facts, in the shapes of `like` and `facts`.
 
     Raises:
       UserError: it cannot be read, or belongs to other heads.
     """
     flat = {name: read_whole(x) for name, x in open_safetensors(str(file)).items()}
     shapes = {name: x.shape for name, x in flatten_dict(like, sep="/").items()}
-    shapes |= {"facts": (len(Facts._fields),), "mark": mark.shape}
+    shapes |= {"facts": facts.shape, "mark": mark.shape}
     fits = {name: x.shape for name, x in flat.items()} == shapes
     if not (fits and np.array_equal(flat.pop("mark"), mark)):
         raise UserError(
             f"{file} belongs to other heads: delete it, or name another directory"
         )
-    facts = Facts(*flat.pop("facts").tolist())
+    facts = flat.pop("facts")
     return unflatten_dict(flat, sep="/"), facts

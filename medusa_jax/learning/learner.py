@@ -32,7 +32,8 @@ class Learner:
       directory: of the file with what was learned.
 
     Attributes:
-      facts: how it goes.
+      answers, steps: number of answers seen, and of steps taken, at earlier starts too.
+      before, after: mean accepted lengths on held-out answers without the addition and with it; 0: unknown.
 
     Raises:
       UserError: the drafter has no heads to learn, or the file is of other heads.
@@ -50,26 +51,34 @@ class Learner:
         self._texts: deque[tuple[bool, Text]] = deque(maxlen=ANSWERS)
         self._windows: deque[Window] = deque(maxlen=1 + BYTES // (2 * WIDTH * width))
         self._held: deque[tuple[Window, TextRanks]] = deque(maxlen=MOST_HELD)
-        self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng()
+        self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng(0)
         self._news, self._closed = threading.Event(), False
         self._thread = threading.Thread()
-        self.facts = kept.Facts()
+        self.answers = self.steps = 0
+        self.before = self.after = 0.0
         if self._file.exists():
-            addition, facts = kept.read(self._file, self._rule.addition, self._mark)
+            like = self._rule.addition, self._facts, self._mark
+            addition, facts = kept.read(self._file, *like)
+            self.answers, self.steps = map(int, facts[:2])
+            self.before, self.after = map(float, facts[2:])
             self._rule.begin(addition)
-            self._use(facts)
+            self._use_if_better()
 
     @property
     def in_use(self) -> bool:
         """Whether the addition helps, so that the model drafts with it."""
         return self._model.learned_heads is not None
 
+    @property
+    def _facts(self) -> np.ndarray:
+        return np.array([self.answers, self.steps, self.before, self.after])
+
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, to learn from it or to test with it."""
         before = list(prompt)[-TOKENS:]
-        self.facts = self.facts._replace(answers=self.facts.answers + 1)
         text = Text([*before, *answer[:TOKENS]], len(before))
-        self._texts.append((self.facts.answers % HELD_OUT == 0, text))
+        self.answers += 1
+        self._texts.append((self.answers % HELD_OUT == 0, text))
         self._news.set()
 
     def start(self, idle: Callable[[], bool]) -> None:
@@ -129,7 +138,7 @@ class Learner:
             self._rule.add(self._windows[at])
             yield True
         self._rule.step()
-        self.facts = self.facts._replace(steps=self.facts.steps + 1)
+        self.steps += 1
 
     def _test(self) -> Iterator[bool]:
         self._untested, learnt, ranks = 0, self._rule.learnt(), []
@@ -138,12 +147,11 @@ class Learner:
             ranks.append(ranks_in(self._model, learnt, window))
             yield True
         tree = self._model.drafter.default_tree
-        before = replayed_tokens([loaded for _, loaded in held], tree)
-        after = replayed_tokens(ranks, tree)
-        self._use(self.facts._replace(before=before, after=after))
-        kept.save(self._file, self._rule.addition, self.facts, self._mark)
+        self.before = replayed_tokens([loaded for _, loaded in held], tree)
+        self.after = replayed_tokens(ranks, tree)
+        self._use_if_better()
+        kept.save(self._file, self._rule.addition, self._facts, self._mark)
 
-    def _use(self, facts: kept.Facts) -> None:
-        """Draft with the addition if it is better."""
-        self.facts, is_better = facts, facts.after > facts.before
+    def _use_if_better(self) -> None:
+        is_better = self.after > self.before
         self._model.learned_heads = self._rule.learnt() if is_better else None

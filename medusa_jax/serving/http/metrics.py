@@ -51,10 +51,10 @@ class Metrics:
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
         if learner := server.learner:
             name, mean = "medusa_learning_", "mean accepted length of held-out answers, "
-            show(name + "answers", "that were seen", lambda: learner.facts.answers)
-            show(name + "steps", "that were taken", lambda: learner.facts.steps)
-            show(name + "before", mean + "loaded heads", lambda: learner.facts.before)
-            show(name + "after", mean + "with the addition", lambda: learner.facts.after)
+            show(name + "answers", "that were seen", lambda: learner.answers)
+            show(name + "steps", "that were taken", lambda: learner.steps)
+            show(name + "before", mean + "loaded heads", lambda: learner.before)
+            show(name + "after", mean + "with the addition", lambda: learner.after)
             show(name + "in_use", "whether drafts use it", lambda: learner.in_use)
 
     def ended(self, ending: Ending) -> None:
