@@ -37,6 +37,7 @@ FLOORS = [
     {"decoding", "training"},
     {"api"},
     {"evaluate", "distill"},
+    {"learning"},
     {"serving"},
     {"commands"},
     {"demo"},

@@ -33,7 +33,8 @@ class Learner:
 
     Attributes:
       answers, steps: number of answers seen, and of steps taken, at earlier starts too.
-      before, after: mean accepted lengths on held-out answers without the addition and with it; 0: unknown.
+      before, after: mean accepted lengths on held-out answers without the addition and with it; 0: unknown. The
+        model drafts with it (`Model.learned_heads`) while it is better.
 
     Raises:
       UserError: the drafter has no heads to learn, or the file is of other heads.
@@ -57,17 +58,12 @@ class Learner:
         self.answers = self.steps = 0
         self.before = self.after = 0.0
         if self._file.exists():
-            like = self._rule.addition, self._facts, self._mark
+            like = self._rule.mean, self._facts, self._mark
             addition, facts = kept.read(self._file, *like)
             self.answers, self.steps = map(int, facts[:2])
             self.before, self.after = map(float, facts[2:])
             self._rule.begin(addition)
             self._use_if_better()
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the addition helps, so that the model drafts with it."""
-        return self._model.learned_heads is not None
 
     @property
     def _facts(self) -> np.ndarray:
@@ -150,7 +146,7 @@ class Learner:
         self.before = replayed_tokens([loaded for _, loaded in held], tree)
         self.after = replayed_tokens(ranks, tree)
         self._use_if_better()
-        kept.save(self._file, self._rule.addition, self._facts, self._mark)
+        kept.save(self._file, self._rule.mean, self._facts, self._mark)
 
     def _use_if_better(self) -> None:
         is_better = self.after > self.before

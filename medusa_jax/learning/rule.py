@@ -16,8 +16,10 @@ from medusa_jax.model.convert import decoding_config, place_head
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions
 
-# Rank of the addition, learning rate of Adam, windows of a step, steps for an answer.
-RANK, RATE, WINDOWS, STEPS = 8, 1e-3, 4, 1
+# Rank of the addition, learning rate of Adam and steps to reach it, windows of a step, steps for an answer.
+RANK, RATE, WARM_UP, WINDOWS, STEPS = 8, 1e-3, 10, 4, 2
+# Most that a step keeps of the running mean of the additions, which is the one to use.
+MEAN = 0.98
 # Weights that the loss takes from the heads' recipe. It covers the first level of drafts only.
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 
@@ -27,7 +29,7 @@ class Rule:
 
     Attributes:
       heads: the heads without it, in float32.
-      addition: low-rank factors for every kernel, at first of zeros.
+      mean: the addition to use, low-rank factors for every kernel: the running mean of those that were trained.
     """
 
     def __init__(self, model: Model) -> None:
@@ -44,7 +46,8 @@ class Rule:
             self._frozen[GROUP] = heads.pop(GROUP) | lm_head
         self.heads = jax.tree.map(lambda x: x.astype(jnp.float32), heads)
         self._model, self._merged = model, jax.jit(merged)
-        self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
+        rate = optax.linear_schedule(0.0, RATE, WARM_UP)
+        self._adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         self._gradient, self._update = (
             jax.jit(jax.grad(self._mean)),
             jax.jit(self._adam.update),
@@ -56,24 +59,28 @@ class Rule:
 
     def begin(self, addition: Params) -> None:
         """Go on from this addition."""
-        self.addition, self._state = addition, self._adam.init(addition)
+        self.mean = self._addition = addition
+        self._steps, self._state = 0, self._adam.init(addition)
         self._total = jax.tree.map(jnp.zeros_like, addition)
 
     def add(self, window: Window) -> None:
         """Add the gradient of a window to that of the step."""
-        gradient = self._gradient(self.addition, self.heads, self._frozen, window)
+        gradient = self._gradient(self._addition, self.heads, self._frozen, window)
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
 
     def step(self) -> None:
         """Take the step."""
         updates, self._state = self._update(self._total, self._state)
-        self.addition = optax.apply_updates(self.addition, updates)
+        self._addition = optax.apply_updates(self._addition, updates)
+        self._steps += 1
+        share = max(1 - MEAN, 10 / (self._steps + 10))
+        self.mean = optax.incremental_update(self._addition, self.mean, share)
         self._total = jax.tree.map(jnp.zeros_like, self._total)
 
     def learnt(self) -> Params:
         """The heads with the addition, in the form of `Model.variables`."""
         model, loaded = self._model, self._model.variables["heads"]
-        params = self._merged(self.addition, self.heads)
+        params = self._merged(self.mean, self.heads)
         params = jax.tree.map(lambda x: x.astype(model.dtype), params)
         stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
         return stored | {name: loaded[name] for name in loaded if name == GROUP}

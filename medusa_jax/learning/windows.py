@@ -56,7 +56,7 @@ def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
         yield True
     hidden_SE = np.concatenate(pieces)
     windows = []
-    for at in range(text.n_prompt, n, WIDTH - CONTEXT):
+    for at in range(text.n_prompt, n - model.drafter.n_heads, WIDTH - CONTEXT):
         place_W = max(0, at - CONTEXT) + np.arange(WIDTH, dtype=np.int32)
         inside_W = place_W < n
         hidden_WE = hidden_SE[np.minimum(place_W, len(hidden_SE) - 1)]

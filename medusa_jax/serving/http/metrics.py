@@ -55,7 +55,11 @@ class Metrics:
             show(name + "steps", "that were taken", lambda: learner.steps)
             show(name + "before", mean + "loaded heads", lambda: learner.before)
             show(name + "after", mean + "with the addition", lambda: learner.after)
-            show(name + "in_use", "whether drafts use it", lambda: learner.in_use)
+            show(
+                name + "in_use",
+                "1 if drafts use it",
+                lambda: server.model.learned_heads is not None,
+            )
 
     def ended(self, ending: Ending) -> None:
         result, seconds = ending.result, ending.waited_seconds
