@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from medusa_jax.api.baselines import Baseline
 
 
-class PlainHeads(NamedTuple):
-    """Draft heads as they learn.
-
-    Attributes:
-      params: their parameters, kernels as arrays.
-      lm_head: the backbone's for the tokens that they score, under "lm_head".
-      meta: contents of their description.
-    """
-
-    params: Params
-    lm_head: Params
-    meta: Json
-
-
 @dataclass(frozen=True)
 class Drafts:
     """The drafter of a model, with its parameters if they have been read.
@@ -55,14 +41,15 @@ class Drafts:
       directory: where its tree file may be; "" if there are no files.
       read_wide: reads the parameters again, for rules whose text depends on the drafts, if they are stored
         narrower than the weights.
-      read_plain: reads the parameters of trained heads again, to learn.
+      read_plain: reads what learning needs of trained heads: their parameters, kernels as arrays; the LM head
+        of the tokens that they score; contents of their description.
     """
 
     drafter: Drafter
     params: Params = field(default_factory=dict)
     directory: str = ""
     read_wide: Callable[[], Params] | None = None
-    read_plain: Callable[[], PlainHeads] | None = None
+    read_plain: Callable[[], tuple[Params, Params, Json]] | None = None
 
     @property
     def draft(self) -> bool:
@@ -96,13 +83,12 @@ class DraftHeads(Drafts):
         if form != storage.of_drafts:
             read_wide = partial(self._params, n_heads, form)
         drafter = make_drafter(heads, self.base.config)
-        read_plain = partial(self._plain, n_heads)
-        return Drafts(drafter, params, self.directory, read_wide, read_plain)
 
-    def _plain(self, n_heads: int | None) -> PlainHeads:
-        plain = Storage()
-        params, lm_head = self._params(n_heads, plain), self._lm_head(plain)
-        return PlainHeads(params, lm_head, self.stored.meta)
+        def read_plain() -> tuple[Params, Params, Json]:
+            plain = Storage()
+            return self._params(n_heads, plain), self._lm_head(plain), self.stored.meta
+
+        return Drafts(drafter, params, self.directory, read_wide, read_plain)
 
     def _params(self, n_heads: int | None, form: Storage) -> Params:
         return self._read(n_heads, form)[1]

@@ -29,7 +29,6 @@ from medusa_jax.typed import known_arguments
 from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
-    from medusa_jax.api.drafts import PlainHeads
     from medusa_jax.constraints import Grammars
 
 
@@ -54,8 +53,8 @@ class LoadedModel:
       no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and text; 0 bars nothing.
       repetition_penalty: of requests that name none.
       fingerprint: 16 hex digits that tell the backbone's weights from others'; "" if unknown.
-      read_plain: reads trained heads again, as arrays (`learning/`).
-      learned_heads: parameters that draft instead of the loaded ones where the text cannot depend on it.
+      read_plain: as `Drafts.read_plain`.
+      learned: {"heads": parameters to draft with instead of the loaded ones} (`learning/`), or {}.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class LoadedModel:
         repetition_penalty: float = 1.0,
         fingerprint: str = "",
         read_wide: Callable[[], Params] | None = None,
-        read_plain: "Callable[[], PlainHeads] | None" = None,
+        read_plain: Callable[[], tuple[Params, Params, Json]] | None = None,
     ) -> None:
         self.name, self.config = name, config
         self.dtype = dtype
@@ -104,7 +103,7 @@ class LoadedModel:
         self.repetition_penalty = repetition_penalty
         self.fingerprint = fingerprint
         self._read_wide, self.read_plain = read_wide, read_plain
-        self.learned_heads: Params | None = None
+        self.learned: Params = {}
         self._wide: Params | None = None
         # Shapes of the requests whose programs are compiled.
         self._warm: set[tuple[object, ...]] = set()
@@ -143,14 +142,11 @@ class LoadedModel:
         """`variables` for decoding by this rule.
 
         If the rule's text depends on the drafts and the heads were by default stored narrower than
-        the weights, reads the heads again, as wide as the weights, and keeps both. Other rules draft with
-        `learned_heads` if there are any.
+        the weights, reads the heads again, as wide as the weights, and keeps both. Only other
+        rules draft with what was learned.
         """
         if not rule_named(acceptance).by_drafts:
-            learned = self.learned_heads
-            return (
-                self.variables if learned is None else self.variables | {"heads": learned}
-            )
+            return self.variables | self.learned
         if self._read_wide is None:
             return self.variables
         if self._wide is None:

@@ -1,6 +1,7 @@
 """What was learned, in a file: an addition to some heads, never text."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -20,31 +21,31 @@ def mark_of(fingerprint: str, heads: Params) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(b"".join(parts)).digest(), np.int64)
 
 
-def save(file: Path, addition: Params, facts: np.ndarray, mark: np.ndarray) -> None:
+def save(
+    file: Path, addition: Params, facts: Mapping[str, float], mark: np.ndarray
+) -> None:
     """Write an addition to the heads with this mark, and facts about it; a kill leaves the older file.
 
     Raises:
       UserError: it cannot be written.
     """
-    flat = flatten_dict(addition | {"facts": facts, "mark": mark}, sep="/")
+    rest = {name: np.float64(value) for name, value in facts.items()}
+    flat = flatten_dict(addition | {"facts": rest, "mark": mark}, sep="/")
     save_safetensors(str(file), {n: np.asarray(x) for n, x in flat.items()}, {})
 
 
-def read(
-    file: Path, like: Params, facts: np.ndarray, mark: np.ndarray
-) -> tuple[Params, np.ndarray]:
-    """Read an addition and facts, in the shapes of `like` and `facts`.
+def read(file: Path, like: Params, mark: np.ndarray) -> tuple[Params, dict[str, float]]:
+    """Read an addition with the shapes of `like`, and the facts.
 
     Raises:
       UserError: it cannot be read, or belongs to other heads.
     """
     flat = {name: read_whole(x) for name, x in open_safetensors(str(file)).items()}
-    shapes = {name: x.shape for name, x in flatten_dict(like, sep="/").items()}
-    shapes |= {"facts": facts.shape, "mark": mark.shape}
-    fits = {name: x.shape for name, x in flat.items()} == shapes
-    if not (fits and np.array_equal(flat.pop("mark"), mark)):
+    found = unflatten_dict(flat, sep="/")
+    facts, found_mark = found.pop("facts", {}), found.pop("mark", None)
+    fits = jax.tree.map(np.shape, found) == jax.tree.map(np.shape, like)
+    if not (fits and np.array_equal(found_mark, mark)):
         raise UserError(
             f"{file} belongs to other heads: delete it, or name another directory"
         )
-    facts = flat.pop("facts")
-    return unflatten_dict(flat, sep="/"), facts
+    return found, {name: float(value) for name, value in facts.items()}

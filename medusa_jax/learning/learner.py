@@ -32,9 +32,8 @@ class Learner:
       directory: of the file with what was learned.
 
     Attributes:
-      answers, steps: number of answers seen, and of steps taken, at earlier starts too.
-      before, after: mean accepted lengths on held-out answers without the addition and with it; 0: unknown. The
-        model drafts with it (`Model.learned_heads`) while it is better.
+      facts: number of answers seen and of steps taken, at earlier starts too; mean accepted lengths on held-out
+        answers before and after learning, 0 if unknown. The model drafts with the addition while it is better.
 
     Raises:
       UserError: the drafter has no heads to learn, or the file is of other heads.
@@ -55,26 +54,19 @@ class Learner:
         self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng(0)
         self._news, self._closed = threading.Event(), False
         self._thread = threading.Thread()
-        self.answers = self.steps = 0
-        self.before = self.after = 0.0
+        self.facts = dict.fromkeys(("answers", "steps", "before", "after"), 0.0)
         if self._file.exists():
-            like = self._rule.mean, self._facts, self._mark
-            addition, facts = kept.read(self._file, *like)
-            self.answers, self.steps = map(int, facts[:2])
-            self.before, self.after = map(float, facts[2:])
+            addition, facts = kept.read(self._file, self._rule.mean, self._mark)
+            self.facts |= facts
             self._rule.begin(addition)
             self._use_if_better()
-
-    @property
-    def _facts(self) -> np.ndarray:
-        return np.array([self.answers, self.steps, self.before, self.after])
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, to learn from it or to test with it."""
         before = list(prompt)[-TOKENS:]
         text = Text([*before, *answer[:TOKENS]], len(before))
-        self.answers += 1
-        self._texts.append((self.answers % HELD_OUT == 0, text))
+        self.facts["answers"] += 1
+        self._texts.append((self.facts["answers"] % HELD_OUT == 0, text))
         self._news.set()
 
     def start(self, idle: Callable[[], bool]) -> None:
@@ -101,7 +93,7 @@ class Learner:
                 if self._closed:
                     return
         except Exception as error:  # the model answers without it
-            self._model.learned_heads = None
+            self._model.learned = {}
             log(f"warning: learning ended: {first_line(error)}")
 
     def work(self) -> Iterator[bool]:
@@ -134,7 +126,7 @@ class Learner:
             self._rule.add(self._windows[at])
             yield True
         self._rule.step()
-        self.steps += 1
+        self.facts["steps"] += 1
 
     def _test(self) -> Iterator[bool]:
         self._untested, learnt, ranks = 0, self._rule.learnt(), []
@@ -143,11 +135,11 @@ class Learner:
             ranks.append(ranks_in(self._model, learnt, window))
             yield True
         tree = self._model.drafter.default_tree
-        self.before = replayed_tokens([loaded for _, loaded in held], tree)
-        self.after = replayed_tokens(ranks, tree)
+        self.facts["before"] = replayed_tokens([loaded for _, loaded in held], tree)
+        self.facts["after"] = replayed_tokens(ranks, tree)
         self._use_if_better()
-        kept.save(self._file, self._rule.mean, self._facts, self._mark)
+        kept.save(self._file, self._rule.mean, self.facts, self._mark)
 
     def _use_if_better(self) -> None:
-        is_better = self.after > self.before
-        self._model.learned_heads = self._rule.learnt() if is_better else None
+        is_better = self.facts["after"] > self.facts["before"]
+        self._model.learned = {"heads": self._rule.learnt()} if is_better else {}

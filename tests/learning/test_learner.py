@@ -53,8 +53,9 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
     for prompt, result in zip(PROMPTS, before[0]):
         learner.add(model.encode(prompt), result.token_ids)
     assert all(itertools.takewhile(bool, learner.work()))
-    assert (learner.answers, learner.steps) == (30, 27 * rule.STEPS)
-    assert learner.after > 1.2 * learner.before > 1 and model.learned_heads
+    facts = learner.facts
+    assert (facts["answers"], facts["steps"]) == (30, 27 * rule.STEPS)
+    assert facts["after"] > 1.2 * facts["before"] > 1 and model.learned
     with compilations() as compiled:
         after = [model.generate(PROMPTS, options) for options in (GREEDY, SAMPLED)]
     assert not compiled
@@ -65,18 +66,17 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
     assert model.variables_by("typical")["heads"] is model.variables["heads"]
 
     later = Learner(load(made), str(tmp_path))
-    assert later._model.learned_heads and (later._facts == learner._facts).all()
+    assert later._model.learned and later.facts == facts
     jax.tree.map(np.testing.assert_array_equal, later._rule.mean, learner._rule.mean)
     # An addition that does harm, as it would to heads that guess as well already, is not used; nor at later starts.
     held = [
-        (window, ranks_in(model, model.learned_heads, window))
+        (window, ranks_in(model, model.learned["heads"], window))
         for window, _ in learner._held
     ]
     learner._held.extend(held)
     learner._rule.begin(jax.tree.map(np.zeros_like, learner._rule.mean))
-    assert all(learner._test()) and learner.after < learner.before
-    assert model.learned_heads is None
-    assert Learner(load(made), str(tmp_path))._model.learned_heads is None
+    assert all(learner._test()) and facts["after"] < facts["before"]
+    assert not model.learned and not Learner(load(made), str(tmp_path))._model.learned
 
 
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
@@ -106,7 +106,7 @@ def test_every_kind_of_heads_learns(made, name):
 
 def test_what_is_refused(made, tmp_path, monkeypatch):
     learner = Learner(load(made), str(tmp_path))
-    kept.save(learner._file, learner._rule.mean, learner._facts, learner._mark)
+    kept.save(learner._file, learner._rule.mean, learner.facts, learner._mark)
     with pytest.raises(UserError, match="belongs to other heads"):
         Learner(load(made, "hydra"), str(tmp_path))
     learner._file.write_bytes(learner._file.read_bytes()[:-4])
@@ -124,7 +124,7 @@ import numpy as np
 from medusa_jax.learning.kept import save
 replace = os.replace
 for n in range(2):
-    save(Path(sys.argv[1]), {"a": np.full(3, n, np.float32)}, np.ones(2), np.arange(4))
+    save(Path(sys.argv[1]), {"a": np.full(3, n, np.float32)}, {"a": n}, np.arange(4))
     os.replace = lambda *_: os.kill(os.getpid(), 9)
 """
 
@@ -133,7 +133,7 @@ def test_a_kill_while_saving_leaves_what_was_there(tmp_path):
     file = tmp_path / "learned" / "addition.safetensors"
     done = subprocess.run([sys.executable, "-c", KILLED, str(file)])
     assert done.returncode == -9
-    addition, _ = kept.read(file, {"a": np.ones(3)}, np.ones(2), np.arange(4))
+    addition, _ = kept.read(file, {"a": np.ones(3)}, np.arange(4))
     assert addition["a"].tolist() == [0, 0, 0]
 
 
@@ -145,7 +145,7 @@ def test_a_request_never_waits_for_more_than_a_unit(made, tmp_path, monkeypatch)
 
     def work():
         while True:
-            began.append(learner.answers)
+            began.append(learner.facts["answers"])
             go_on.acquire()
             yield True
 
@@ -154,7 +154,7 @@ def test_a_request_never_waits_for_more_than_a_unit(made, tmp_path, monkeypatch)
         request = Request("the cat", Options(max_new_tokens=30))
         [*_, last] = server.submit(request)  # while a unit is blocked
         assert last.ending.result.new_tokens == 30
-        assert began == [0] and learner.answers == 1
+        assert began == [0] and learner.facts["answers"] == 1
         turn, held = server._scheduler.step, threading.Event()
         monkeypatch.setattr(server._scheduler, "step", lambda: held.wait() and turn())
         deltas = iter(server.submit(request))

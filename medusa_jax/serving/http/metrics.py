@@ -1,6 +1,7 @@
 """Counters for Prometheus, under vLLM's names where the meaning is the same, else under `medusa_`."""
 
 from collections.abc import Callable
+from functools import partial
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -10,6 +11,13 @@ from medusa_jax.serving.server import Server
 
 # From a step of a small model to a long answer of a large one.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+# What a learner counts and measures.
+FACTS = {
+    "answers": "that were seen",
+    "steps": "that were taken",
+    "before": "mean accepted length of held-out answers with the loaded heads",
+    "after": "mean accepted length of held-out answers with the addition",
+}
 
 
 class Metrics:
@@ -50,16 +58,10 @@ class Metrics:
         show("vllm:num_requests_running", "slots with a request", lambda: server.busy)
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
         if learner := server.learner:
-            name, mean = "medusa_learning_", "mean accepted length of held-out answers, "
-            show(name + "answers", "that were seen", lambda: learner.answers)
-            show(name + "steps", "that were taken", lambda: learner.steps)
-            show(name + "before", mean + "loaded heads", lambda: learner.before)
-            show(name + "after", mean + "with the addition", lambda: learner.after)
-            show(
-                name + "in_use",
-                "1 if drafts use it",
-                lambda: server.model.learned_heads is not None,
-            )
+            for name, doc in FACTS.items():
+                show(f"medusa_learning_{name}", doc, partial(learner.facts.get, name, 0.0))
+            in_use = "medusa_learning_in_use", "1 if drafts use the addition"
+            show(*in_use, lambda: bool(server.model.learned))
 
     def ended(self, ending: Ending) -> None:
         result, seconds = ending.result, ending.waited_seconds
