@@ -20,7 +20,7 @@ from medusa_jax.tree.growth import TextRanks, replayed_tokens
 # Most answers that wait to be read, most tokens of a prompt and of an answer, most bytes of hidden states.
 ANSWERS, TOKENS, BYTES = 256, 512, 2**27
 # One in this many answers is held out. After this many answers the addition is tested on the newest windows of those.
-HELD_OUT, TEST_EVERY, LEAST_HELD, MOST_HELD = 10, 5, 4, 32
+HELD_OUT, TEST_EVERY, LEAST_HELD, MOST_HELD = 10, 5, 2, 32
 # Seconds between looks at whether a request runs.
 PAUSE = 0.1
 
@@ -99,12 +99,12 @@ class Learner:
     def work(self) -> Iterator[bool]:
         """Do a unit of work before each value, which is False if nothing is to be done."""
         while True:
-            if self._texts:
-                yield from self._read(*self._texts.popleft())
-            elif self._due >= 1 and self._windows:
+            if self._due >= 1 and self._windows:
                 yield from self._step()
             elif self._untested >= TEST_EVERY and len(self._held) >= LEAST_HELD:
                 yield from self._test()
+            elif self._texts:
+                yield from self._read(*self._texts.popleft())
             else:
                 yield False
 

@@ -20,6 +20,8 @@ from medusa_jax.training.functions import HeadFunctions
 RANK, RATE, WARM_UP, WINDOWS, STEPS = 8, 1e-3, 10, 4, 2
 # Most that a step keeps of the running mean of the additions, which is the one to use.
 MEAN = 0.98
+# Learned positions whose logits exist at a time.
+CHUNK = 32
 # Weights that the loss takes from the heads' recipe. It covers the first level of drafts only.
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 
@@ -38,7 +40,8 @@ class Rule:
         recipe = meta.get("recipe", {}).get("config", {}).get("train", {})
         terms = {name: recipe[name] for name in TERMS if name in recipe}
         terms["confidence_weight"] = float(has_confidence(model.drafter))
-        train, arch = TrainConfig(dtype="float32", **terms), decoding_config(model.config)
+        train = TrainConfig(dtype="float32", loss_chunk=CHUNK, **terms)
+        arch = decoding_config(model.config)
         self._loss = HeadFunctions(model.drafter.heads, arch, train).loss
         backbone = {n: model.variables["backbone"][n] for n in ("embed_tokens", "norm")}
         self._frozen: Params = {"backbone": backbone | lm_head}
