@@ -21,7 +21,7 @@ from medusa_jax.tree.growth import TextRanks, replayed_tokens
 ANSWERS, TOKENS, BYTES = 256, 512, 2**27
 # One in this many answers is held out. After this many answers the addition is tested on the newest windows of those.
 HELD_OUT, TEST_EVERY, LEAST_HELD, MOST_HELD = 10, 5, 2, 32
-# Seconds between looks at whether a request runs.
+# Seconds between looks at whether a request runs, and after an answer, since the next one may follow at once.
 PAUSE = 0.1
 
 
@@ -52,7 +52,7 @@ class Learner:
         self._windows: deque[Window] = deque(maxlen=1 + BYTES // (2 * WIDTH * width))
         self._held: deque[tuple[Window, TextRanks]] = deque(maxlen=MOST_HELD)
         self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng(0)
-        self._news, self._closed = threading.Event(), False
+        self._news, self._closed, self._rest = threading.Event(), False, 0.0
         self._thread = threading.Thread()
         self.facts = dict.fromkeys(("answers", "steps", "before", "after"), 0.0)
         if self._file.exists():
@@ -67,6 +67,7 @@ class Learner:
         text = Text([*before, *answer[:TOKENS]], len(before))
         self.facts["answers"] += 1
         self._texts.append((self.facts["answers"] % HELD_OUT == 0, text))
+        self._rest = time.monotonic() + PAUSE
         self._news.set()
 
     def start(self, idle: Callable[[], bool]) -> None:
@@ -88,7 +89,7 @@ class Learner:
                 if not worked:
                     self._news.wait()
                     self._news.clear()
-                while not (self._closed or idle()):
+                while not (self._closed or (idle() and time.monotonic() > self._rest)):
                     time.sleep(PAUSE)
                 if self._closed:
                     return

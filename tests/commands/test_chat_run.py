@@ -1,6 +1,7 @@
 """`decode.py --chat` at the terminal: history, Ctrl-C, Ctrl-D, a context that fills up."""
 
 import builtins
+import itertools
 import json
 import re
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from live import compilations
+from refusals import refused
 from tiny import CONTEXT
 
 from medusa_jax.api import Options, load
@@ -16,6 +18,7 @@ from medusa_jax.commands.chat import COMMANDS, Chat
 from medusa_jax.commands.decode import main
 from medusa_jax.constraints.host_work import RowWork
 from medusa_jax.errors import UserError
+from medusa_jax.learning.learner import Learner
 
 
 def flags_of(chatty):
@@ -95,6 +98,17 @@ def test_settings_figures_and_a_saved_conversation(talk, tmp_path):
         for role, text in zip(roles, ["in", first, "the", second])
     ]
     assert json.loads(file.read_text()) == {"messages": saved}
+
+
+def test_heads_learn_while_the_user_types(talk, tmp_path, monkeypatch):
+    learned, flags = [], ("--learn", str(tmp_path))
+    monkeypatch.setattr(Learner, "work", lambda self: itertools.repeat(False))
+    monkeypatch.setattr(Learner, "add", lambda self, *text: learned.append(text))
+    status, _, _, prompts = talk("in", "the hat", flags=flags)
+    assert status == 0 and [len(answer) for _, answer in learned] == [6, 6]
+    assert len(learned[1][0]) > len(learned[0][0])
+    with refused("--learn is for conversations"):
+        main([*flags_of(tmp_path), "--prompt", "a", *flags])
 
 
 def test_a_reply_without_a_word_is_dropped(talk):
