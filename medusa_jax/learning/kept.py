@@ -48,4 +48,4 @@ def read(file: Path, like: Params, mark: np.ndarray) -> tuple[Params, dict[str, 
         raise UserError(
             f"{file} belongs to other heads: delete it, or name another directory"
         )
-    return found, {name: float(value) for name, value in facts.items()}
+    return found, {name: value.item() for name, value in facts.items()}

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from live import compilations
-from refusals import refused
 from tiny import CONTEXT
 
 from medusa_jax.api import Options, load
@@ -100,15 +99,15 @@ def test_settings_figures_and_a_saved_conversation(talk, tmp_path):
     assert json.loads(file.read_text()) == {"messages": saved}
 
 
-def test_heads_learn_while_the_user_types(talk, tmp_path, monkeypatch):
+def test_heads_learn_while_the_user_types(talk, tmp_path, monkeypatch, capsys):
     learned, flags = [], ("--learn", str(tmp_path))
     monkeypatch.setattr(Learner, "work", lambda self: itertools.repeat(False))
     monkeypatch.setattr(Learner, "add", lambda self, *text: learned.append(text))
-    status, _, _, prompts = talk("in", "the hat", flags=flags)
+    status = talk("in", "the hat", flags=flags)[0]
     assert status == 0 and [len(answer) for _, answer in learned] == [6, 6]
     assert len(learned[1][0]) > len(learned[0][0])
-    with refused("--learn is for conversations"):
-        main([*flags_of(tmp_path), "--prompt", "a", *flags])
+    assert main(["--prompt", "a", *flags]) == 2
+    assert "--learn is for conversations" in capsys.readouterr().err
 
 
 def test_a_reply_without_a_word_is_dropped(talk):
