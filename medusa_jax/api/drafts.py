@@ -25,7 +25,6 @@ from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.sharding import Params, param_shardings
 from medusa_jax.text.tokenizer import Tokenizer
-from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.api.baselines import Baseline
@@ -42,14 +41,14 @@ class Drafts:
       read_wide: reads the parameters again, for rules whose text depends on the drafts, if they are stored
         narrower than the weights.
       read_plain: reads what learning needs of trained heads: their parameters, kernels as arrays; the LM head
-        of the tokens that they score; contents of their description.
+        of the tokens that they score; their files.
     """
 
     drafter: Drafter
     params: Params = field(default_factory=dict)
     directory: str = ""
     read_wide: Callable[[], Params] | None = None
-    read_plain: Callable[[], tuple[Params, Params, Json]] | None = None
+    read_plain: Callable[[], tuple[Params, Params, StoredHeads]] | None = None
 
     @property
     def draft(self) -> bool:
@@ -84,9 +83,9 @@ class DraftHeads(Drafts):
             read_wide = partial(self._params, n_heads, form)
         drafter = make_drafter(heads, self.base.config)
 
-        def read_plain() -> tuple[Params, Params, Json]:
+        def read_plain() -> tuple[Params, Params, StoredHeads]:
             plain = Storage()
-            return self._params(n_heads, plain), self._lm_head(plain), self.stored.meta
+            return self._params(n_heads, plain), self._lm_head(plain), self.stored
 
         return Drafts(drafter, params, self.directory, read_wide, read_plain)
 

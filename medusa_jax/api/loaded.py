@@ -30,6 +30,7 @@ from medusa_jax.whole_files import Json
 
 if TYPE_CHECKING:
     from medusa_jax.constraints import Grammars
+    from medusa_jax.files.layouts.stored_heads import StoredHeads
 
 
 class LoadedModel:
@@ -79,7 +80,7 @@ class LoadedModel:
         repetition_penalty: float = 1.0,
         fingerprint: str = "",
         read_wide: Callable[[], Params] | None = None,
-        read_plain: Callable[[], tuple[Params, Params, Json]] | None = None,
+        read_plain: "Callable[[], tuple[Params, Params, StoredHeads]] | None" = None,
     ) -> None:
         self.name, self.config = name, config
         self.dtype = dtype

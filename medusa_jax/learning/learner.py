@@ -13,7 +13,7 @@ from medusa_jax.console import log
 from medusa_jax.errors import UserError, first_line
 from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.learning import kept
-from medusa_jax.learning.rule import STEPS, WINDOWS, Rule
+from medusa_jax.learning.rule import REHEARSED, STEPS, WINDOWS, Rule
 from medusa_jax.learning.windows import WIDTH, Window, ranks_in, windows_of
 from medusa_jax.tree.growth import TextRanks, replayed_tokens
 
@@ -49,14 +49,15 @@ class Learner:
         self._mark = kept.mark_of(model.fingerprint, self._rule.heads)
         width = model.config.d_model * (1 + len(model.drafter.taps))
         self._texts: deque[tuple[bool, Text]] = deque(maxlen=ANSWERS)
-        self._windows: deque[Window] = deque(maxlen=1 + BYTES // (2 * WIDTH * width))
+        most = 1 + BYTES // (2 * WIDTH * width)
+        self._windows, self._rehearsal = (deque[Window](maxlen=most) for _ in range(2))
         self._held: deque[tuple[Window, TextRanks]] = deque(maxlen=MOST_HELD)
         self._due, self._untested, self._draw = 0.0, 0, np.random.default_rng(0)
         self._news, self._closed, self._rest = threading.Event(), False, 0.0
         self._thread = threading.Thread()
         self.facts = dict.fromkeys(("answers", "steps", "before", "after"), 0.0)
         if self._file.exists():
-            addition, facts = kept.read(self._file, self._rule.mean, self._mark)
+            addition, facts = kept.read(self._file, self._rule.addition, self._mark)
             self.facts |= facts
             self._rule.begin(addition)
             self._use_if_better()
@@ -123,9 +124,13 @@ class Learner:
 
     def _step(self) -> Iterator[bool]:
         self._due -= 1
-        for at in self._draw.integers(len(self._windows), size=WINDOWS):
-            self._rule.add(self._windows[at])
-            yield True
+        for _ in range(min(REHEARSED, len(self._rule.rehearsal))):
+            text = self._rule.rehearsal.pop()
+            self._rehearsal += yield from windows_of(self._model, text)
+        for windows in filter(None, (self._windows, self._rehearsal)):
+            for at in self._draw.integers(len(windows), size=WINDOWS):
+                self._rule.add(windows[at])
+                yield True
         self._rule.step()
         self.facts["steps"] += 1
 
@@ -139,7 +144,7 @@ class Learner:
         self.facts["before"] = replayed_tokens([loaded for _, loaded in held], tree)
         self.facts["after"] = replayed_tokens(ranks, tree)
         self._use_if_better()
-        kept.save(self._file, self._rule.mean, self.facts, self._mark)
+        kept.save(self._file, self._rule.addition, self.facts, self._mark)
 
     def _use_if_better(self) -> None:
         is_better = self.facts["after"] > self.facts["before"]

@@ -1,13 +1,17 @@
 """The rule by which heads learn: a low-rank addition to every kernel, a few windows of text a step."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.traverse_util import flatten_dict
 
 from medusa_jax.api import Model
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
+from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.optional import has_confidence
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.learning.windows import Window
@@ -16,10 +20,10 @@ from medusa_jax.model.convert import decoding_config, place_head
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions
 
-# Rank of the addition, learning rate of Adam and steps to reach it, windows of a step, steps for an answer.
-RANK, RATE, WARM_UP, WINDOWS, STEPS = 8, 1e-3, 10, 4, 2
-# Most that a step keeps of the running mean of the additions, which is the one to use.
-MEAN = 0.98
+# Rank of the addition; learning rate of Adam, and steps to reach it.
+RANK, RATE, WARM_UP = 8, 1e-3, 10
+# Steps for an answer; windows of a step, of answers and as many of the rehearsal, of which this many texts are read then.
+STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Learned positions whose logits exist at a time.
 CHUNK = 32
 # Weights that the loss takes from the heads' recipe. It covers the first level of drafts only.
@@ -31,13 +35,15 @@ class Rule:
 
     Attributes:
       heads: the heads without it, in float32.
-      mean: the addition to use, low-rank factors for every kernel: the running mean of those that were trained.
+      addition: low-rank factors for every kernel, at first of zeros.
+      rehearsal: texts like those that the heads were trained on, so that these are not forgotten; [] without any.
     """
 
     def __init__(self, model: Model) -> None:
         assert model.read_plain is not None
-        heads, lm_head, meta = model.read_plain()
-        recipe = meta.get("recipe", {}).get("config", {}).get("train", {})
+        heads, lm_head, files = model.read_plain()
+        self.rehearsal = read_rehearsal(files.directory)
+        recipe = files.meta.get("recipe", {}).get("config", {}).get("train", {})
         terms = {name: recipe[name] for name in TERMS if name in recipe}
         terms["confidence_weight"] = float(has_confidence(model.drafter))
         train = TrainConfig(dtype="float32", loss_chunk=CHUNK, **terms)
@@ -62,28 +68,24 @@ class Rule:
 
     def begin(self, addition: Params) -> None:
         """Go on from this addition."""
-        self.mean = self._addition = addition
-        self._steps, self._state = 0, self._adam.init(addition)
+        self.addition, self._state = addition, self._adam.init(addition)
         self._total = jax.tree.map(jnp.zeros_like, addition)
 
     def add(self, window: Window) -> None:
         """Add the gradient of a window to that of the step."""
-        gradient = self._gradient(self._addition, self.heads, self._frozen, window)
+        gradient = self._gradient(self.addition, self.heads, self._frozen, window)
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
 
     def step(self) -> None:
         """Take the step."""
         updates, self._state = self._update(self._total, self._state)
-        self._addition = optax.apply_updates(self._addition, updates)
-        self._steps += 1
-        share = max(1 - MEAN, 10 / (self._steps + 10))
-        self.mean = optax.incremental_update(self._addition, self.mean, share)
+        self.addition = optax.apply_updates(self.addition, updates)
         self._total = jax.tree.map(jnp.zeros_like, self._total)
 
     def learnt(self) -> Params:
         """The heads with the addition, in the form of `Model.variables`."""
         model, loaded = self._model, self._model.variables["heads"]
-        params = self._merged(self.mean, self.heads)
+        params = self._merged(self.addition, self.heads)
         params = jax.tree.map(lambda x: x.astype(model.dtype), params)
         stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
         return stored | {name: loaded[name] for name in loaded if name == GROUP}
@@ -91,10 +93,26 @@ class Rule:
     def _mean(
         self, addition: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
-        """The loss of a window, of which a step has several."""
+        """The share of a window in the loss of a step."""
         hidden_1WE, *rows = window
         heads = merged(addition, heads)
-        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / WINDOWS
+        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / (2 * WINDOWS)
+
+
+def read_rehearsal(directory: str) -> list[Text]:
+    """The first answers of the texts that come with these heads."""
+    file = Path(directory).parent / "rehearsal.npz"
+    if not file.exists():
+        return []
+    with np.load(file, allow_pickle=False) as arrays:
+        ends = np.cumsum(arrays["lengths"], dtype=int)[:-1]
+        parts = (np.split(arrays[name], ends) for name in ("tokens", "counted"))
+        texts = []
+        for tokens, counted in zip(*parts):
+            start = int(counted.argmax())
+            n = int(np.append(~counted[start:], True).argmax())
+            texts.append(Text(tokens[: start + n].tolist(), start))
+    return texts
 
 
 def merged(addition: Params, heads: Params) -> Params:

@@ -67,14 +67,16 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
 
     later = Learner(load(made), str(tmp_path))
     assert later._model.learned and later.facts == facts
-    jax.tree.map(np.testing.assert_array_equal, later._rule.mean, learner._rule.mean)
+    jax.tree.map(
+        np.testing.assert_array_equal, later._rule.addition, learner._rule.addition
+    )
     # An addition that does harm, as it would to heads that guess as well already, is not used; nor at later starts.
     held = [
         (window, ranks_in(model, model.learned["heads"], window))
         for window, _ in learner._held
     ]
     learner._held.extend(held)
-    learner._rule.begin(jax.tree.map(np.zeros_like, learner._rule.mean))
+    learner._rule.begin(jax.tree.map(np.zeros_like, learner._rule.addition))
     assert all(learner._test()) and facts["after"] < facts["before"]
     assert not model.learned and not Learner(load(made), str(tmp_path))._model.learned
 
@@ -96,14 +98,14 @@ def test_every_kind_of_heads_learns(made, name):
         learning.add(window)
         if len(losses) % rule.WINDOWS == rule.WINDOWS - 1:
             learning.step()
-        parts = learning.mean, learning.heads, learning._frozen, window
+        parts = learning.addition, learning.heads, learning._frozen, window
         losses.append(float(learning._mean(*parts)))
-    assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.mean)))
+    assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.addition)))
 
 
 def test_what_is_refused(made, tmp_path):
     learner = Learner(load(made), str(tmp_path))
-    kept.save(learner._file, learner._rule.mean, learner.facts, learner._mark)
+    kept.save(learner._file, learner._rule.addition, learner.facts, learner._mark)
     with pytest.raises(UserError, match="belongs to other heads"):
         Learner(load(made, "hydra"), str(tmp_path))
     learner._file.write_bytes(learner._file.read_bytes()[:-4])
