@@ -4,12 +4,7 @@ import dataclasses
 
 from medusa_jax.arch import DELTA, EPSILON
 from medusa_jax.commands.flags import HostFlags, at_least, flag, numbers
-from medusa_jax.commands.model_flags import (
-    GenerationFlags,
-    LearnFlags,
-    MeshFlags,
-    ModelFlags,
-)
+from medusa_jax.commands.model_flags import GenerationFlags, LearnFlags, ModelFlags
 from medusa_jax.notation import entries
 
 EXAMPLES = """examples:
@@ -136,9 +131,7 @@ class EndFlags:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(
-    ShownFlags, DraftFlags, SamplingFlags, EndFlags, LearnFlags, MeshFlags, HostFlags
-):
+class Flags(ShownFlags, DraftFlags, SamplingFlags, EndFlags, LearnFlags, HostFlags):
     """Generate text with draft heads (speculative decoding)."""
 
     prompt: str | None = flag("text to continue ('-' reads standard input)", None)

@@ -71,15 +71,9 @@ def talk(flags: Flags) -> int:
         shown = options.with_penalty(model.repetition_penalty)
         sampling = ", ".join(f"{name} {getattr(shown, name):g}" for name in advised)
         inform(f"sampled as the publisher advises, unless a flag differs: {sampling}")
-    chat = Chat(
-        model,
-        options,
-        template,
-        acceptance=flags.acceptance,
-        show_drafts=flags.show_drafts,
-        learner=make_learner(flags, model),
-    )
-    return chat.run()
+    learner = make_learner(flags, model)
+    shown = flags.acceptance, flags.show_drafts
+    return Chat(model, options, template, *shown, learner=learner).run()
 
 
 def read_job(flags: Flags) -> DecodeJob:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from medusa_jax.commands.flags import at_least, flag
-from medusa_jax.commands.model_flags import LearnFlags, MeshFlags, ModelFlags
+from medusa_jax.commands.model_flags import LearnFlags, ModelFlags
 
 EXAMPLES = """examples:
   medusa serve
@@ -13,7 +13,7 @@ EXAMPLES = """examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Flags(LearnFlags, MeshFlags, ModelFlags):
+class Flags(LearnFlags, ModelFlags):
     """Answer many requests at a time (docs/serving.md)."""
 
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)

@@ -96,7 +96,9 @@ class Rule:
         """The share of a window in the loss of a step."""
         hidden_1WE, *rows = window
         heads = merged(addition, heads)
-        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / (2 * WINDOWS)
+        return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / (
+            2 * WINDOWS
+        )
 
 
 def read_rehearsal(directory: str) -> list[Text]:
