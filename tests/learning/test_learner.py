@@ -34,6 +34,9 @@ SAMPLED = Options(max_new_tokens=90, temperature=0.9, seed=3)
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
+    counted = np.repeat([0, 1, 0, 1, 0, 1], [4, 30, 2, 4, 5, 15]).astype(bool)
+    texts = {"tokens": np.arange(60, dtype=np.uint16) % 30 + 3, "lengths": [40, 20]}
+    np.savez_compressed(path / "rehearsal.npz", counted=counted, **texts)
     return path, *write_model(path, max_position=400)
 
 
@@ -87,6 +90,8 @@ def test_every_kind_of_heads_learns(made, name):
     model = load(made, name)
     learning, loaded = rule.Rule(model), model.variables["heads"]
     jax.tree.map(np.testing.assert_array_equal, learning.learnt(), loaded)
+    found = [(len(ids), ids[0], n_prompt) for ids, n_prompt in learning.rehearsal]
+    assert found == [(34, 3, 4), (20, 13, 5)]
     reading = windows_of(model, Text([*range(3, 30)] * 12, 3))
     with pytest.raises(StopIteration) as read:
         while next(reading):
