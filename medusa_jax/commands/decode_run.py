@@ -72,8 +72,8 @@ def talk(flags: Flags) -> int:
         sampling = ", ".join(f"{name} {getattr(shown, name):g}" for name in advised)
         inform(f"sampled as the publisher advises, unless a flag differs: {sampling}")
     learner = make_learner(flags, model)
-    shown = flags.acceptance, flags.show_drafts
-    return Chat(model, options, template, *shown, learner=learner).run()
+    way = flags.acceptance, flags.show_drafts
+    return Chat(model, options, template, *way, learner=learner).run()
 
 
 def read_job(flags: Flags) -> DecodeJob:

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,11 @@ class Window(NamedTuple):
       segments_1W: 1 in the text, 0 after its end.
     """
 
-    hidden_1WE: np.ndarray
-    tokens_1W: np.ndarray
-    counted_1W: np.ndarray
-    segments_1W: np.ndarray
-    positions_1W: np.ndarray
+    hidden_1WE: Any
+    tokens_1W: Any
+    counted_1W: Any
+    segments_1W: Any
+    positions_1W: Any
 
 
 def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
@@ -60,9 +60,9 @@ def windows_of(model: Model, text: Text) -> Generator[bool, None, list[Window]]:
         place_W = max(0, at - CONTEXT) + np.arange(WIDTH, dtype=np.int32)
         inside_W = place_W < n
         hidden_WE = hidden_SE[np.minimum(place_W, len(hidden_SE) - 1)]
-        marks = inside_W & (place_W >= at), np.int32(inside_W), place_W
-        row = (x[None] for x in (hidden_WE, tokens_S[place_W], *marks))
-        windows.append(Window(*row))
+        counted_W, segments_W = inside_W & (place_W >= at), inside_W.astype(np.int32)
+        row = hidden_WE, tokens_S[place_W], counted_W, segments_W, place_W
+        windows.append(Window(*(x[None] for x in row)))
     return windows
 
 

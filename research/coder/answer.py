@@ -80,7 +80,7 @@ def answered(flags: Flags, prompts: Sequence[Json]) -> Iterator[Json]:
     model = medusa_jax.load(flags.model, "none", tree="none", batch=flags.slots)
     queue = iter(prompts)
     handles: deque[tuple[Json, Iterator[object]]] = deque()
-    sizes = {
+    sizes: Json = {
         "max_prompt_tokens": MOST_PROMPT,
         "max_new_tokens": MOST_NEW,
         "queue": 4 * flags.slots,

@@ -59,7 +59,9 @@ class Metrics:
         show("vllm:num_requests_waiting", "without a slot", lambda: server.waiting)
         if learner := server.learner:
             for name, doc in FACTS.items():
-                show(f"medusa_learning_{name}", doc, partial(learner.facts.get, name, 0.0))
+                show(
+                    f"medusa_learning_{name}", doc, partial(learner.facts.__getitem__, name)
+                )
             in_use = "medusa_learning_in_use", "1 if drafts use the addition"
             show(*in_use, lambda: bool(server.model.learned))
 
