@@ -12,7 +12,7 @@ from medusa_jax.api import Model
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
 from medusa_jax.evaluate.text_ranks import Text
-from medusa_jax.heads.optional import has_confidence
+from medusa_jax.heads.optional import SupportsLevels, has_confidence
 from medusa_jax.heads.vocabulary import GROUP
 from medusa_jax.learning.windows import Window
 from medusa_jax.model import lora
@@ -24,9 +24,12 @@ from medusa_jax.training.functions import HeadFunctions
 RANK, RATE, WARM_UP = 8, 1e-3, 10
 # Steps for an answer; windows of a step, of answers and as many of the rehearsal, of which this many texts are read then.
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
+# Most that a step leaves of the running mean of the additions: the mean forgets less than the newest one.
+MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
-# Weights that the loss takes from the heads' recipe. It covers the first level of drafts only.
+# Levels of drafts in the loss, if they share their layers, and the weights that it takes from the heads' recipe.
+LEVELS = 1
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 
 
@@ -35,7 +38,7 @@ class Rule:
 
     Attributes:
       heads: the heads without it, in float32.
-      addition: low-rank factors for every kernel, at first of zeros.
+      addition: low-rank factors for every kernel, at first of zeros: the running mean of the trained ones.
       rehearsal: texts like those that the heads were trained on, so that these are not forgotten; [] without any.
     """
 
@@ -46,6 +49,7 @@ class Rule:
         recipe = files.meta.get("recipe", {}).get("config", {}).get("train", {})
         terms = {name: recipe[name] for name in TERMS if name in recipe}
         terms["confidence_weight"] = float(has_confidence(model.drafter))
+        terms["levels"] = LEVELS if isinstance(model.drafter, SupportsLevels) else 1
         train = TrainConfig(dtype="float32", loss_chunk=CHUNK, **terms)
         arch = decoding_config(model.config)
         self._loss = HeadFunctions(model.drafter.heads, arch, train).loss
@@ -68,18 +72,22 @@ class Rule:
 
     def begin(self, addition: Params) -> None:
         """Go on from this addition."""
-        self.addition, self._state = addition, self._adam.init(addition)
+        self.addition = self._trained = addition
+        self._state, self._steps = self._adam.init(addition), 0
         self._total = jax.tree.map(jnp.zeros_like, addition)
 
     def add(self, window: Window) -> None:
         """Add the gradient of a window to that of the step."""
-        gradient = self._gradient(self.addition, self.heads, self._frozen, window)
+        gradient = self._gradient(self._trained, self.heads, self._frozen, window)
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
 
     def step(self) -> None:
         """Take the step."""
         updates, self._state = self._update(self._total, self._state)
-        self.addition = optax.apply_updates(self.addition, updates)
+        self._trained = optax.apply_updates(self._trained, updates)
+        self._steps += 1
+        share = max(1 - MEAN, 10 / (self._steps + 10))
+        self.addition = optax.incremental_update(self._trained, self.addition, share)
         self._total = jax.tree.map(jnp.zeros_like, self._total)
 
     def learnt(self) -> Params:
