@@ -36,7 +36,7 @@ class Learner:
         answers before and after learning, 0 if unknown. The model drafts with the addition while it is better.
 
     Raises:
-      UserError: the drafter has no heads to learn, or the file is of other heads.
+      UserError: the drafter has no heads to learn, the file is of other heads, or cannot be written.
     """
 
     def __init__(self, model: Model, directory: str) -> None:
@@ -61,6 +61,8 @@ class Learner:
             self.facts |= facts
             self._rule.begin(addition)
             self._use_if_better()
+        else:  # or refuse now
+            kept.save(self._file, self._rule.addition, self.facts, self._mark)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, to learn from it or to test with it."""

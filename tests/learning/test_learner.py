@@ -110,7 +110,8 @@ def test_every_kind_of_heads_learns(made, name):
 
 def test_what_is_refused(made, tmp_path):
     learner = Learner(load(made), str(tmp_path))
-    kept.save(learner._file, learner._rule.addition, learner.facts, learner._mark)
+    with pytest.raises(UserError, match="could not be written"):
+        Learner(load(made), str(learner._file / "below"))
     with pytest.raises(UserError, match="belongs to other heads"):
         Learner(load(made, "hydra"), str(tmp_path))
     learner._file.write_bytes(learner._file.read_bytes()[:-4])
