@@ -99,7 +99,7 @@ class Learner:
         recipe = stored.meta.get("recipe", {}) if stored else {}
         if "config" not in recipe:
             raise UserError(f"{flags.drafter}: no heads.json says how they were trained")
-        own = {"dtype": "float32", "levels": 1, "induction_weight": 0.0}
+        own = {"dtype": "float32", "levels": 2, "induction_weight": 0.0}
         settings = recipe["config"]["train"] | own
         known = {field.name for field in dataclasses.fields(TrainConfig)} & settings.keys()
         train = TrainConfig(**{name: settings[name] for name in known})

@@ -28,8 +28,9 @@ STEPS, WINDOWS, REHEARSED = 2, 4, 2
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
-# Levels of drafts in the loss, if they share their layers, and the weights that it takes from the heads' recipe.
-LEVELS = 1
+# Levels of drafts in the loss, if they share their layers: with one, other text loses twice as much in the deeper ones
+# (research/log/2026-11_smollm2.md). The weights that it takes from the heads' recipe.
+LEVELS = 2
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 
 

@@ -36,7 +36,7 @@ ROWS = {
         ("--prompt '' --tokenizer {bare}", "BOS"),
         ("--model nothing-of-the-kind", "nothing-of-the-kind"),
         ("--model {bare}", "config.json"),
-        ("--drafter hydra", "demo"),
+        ("--drafter hydra", "bundled with"),
         ("--tree chain:4", "[0, 0, 0, 0]"),
         ("--tree {f}", "[3, 1] needs its prefix [3]", "[[0], [3, 1]]"),
         ("--mesh a,b,c", "--mesh"),
