@@ -30,6 +30,8 @@ from medusa_jax.evaluate.question_files import read_questions
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.evaluate.text_ranks import ROWS, Text, answer_prompts, record
 from medusa_jax.heads import vocabulary
+from medusa_jax.heads.optional import SupportsLevels
+from medusa_jax.learning.rule import LEVELS
 from medusa_jax.model import lora
 from medusa_jax.model.kernels import PLAIN
 from medusa_jax.notation import entries
@@ -99,7 +101,8 @@ class Learner:
         recipe = stored.meta.get("recipe", {}) if stored else {}
         if "config" not in recipe:
             raise UserError(f"{flags.drafter}: no heads.json says how they were trained")
-        own = {"dtype": "float32", "levels": 2, "induction_weight": 0.0}
+        levels = LEVELS if isinstance(self.model.drafter, SupportsLevels) else 1
+        own = {"dtype": "float32", "levels": levels, "induction_weight": 0.0}
         settings = recipe["config"]["train"] | own
         known = {field.name for field in dataclasses.fields(TrainConfig)} & settings.keys()
         train = TrainConfig(**{name: settings[name] for name in known})
