@@ -31,12 +31,12 @@ COMMANDS = {
     "clients": Command(
         "costs",
         "research.clients",
-        "speed of the server by clients and drafts, beside llama.cpp's",
+        "tokens per second of the server by number of clients, and llama.cpp's",
     ),
     "keystrokes": Command(
         "costs",
         "research.keystrokes",
-        "time of a completion after each keystroke, beside llama.cpp's server",
+        "completion times while somebody types, and llama.cpp's",
     ),
     "chart": Command(
         "costs", "research.chart", "the bars beside llama.cpp in README and site"
@@ -55,7 +55,7 @@ COMMANDS = {
     "rehearsal": Command(
         "smollm2",
         "research.smollm2.rehearsal",
-        "text that heads go on reading as they learn",
+        "a sample of the text that SmolLM2's heads were trained on",
     ),
     "learn": Command(
         "papers", "research.learn", "what heads gain from a user's own answers"

@@ -1,4 +1,4 @@
-"""`python -m research keystrokes`: what a completion takes after each keystroke, beside llama.cpp's server.
+"""`python -m research keystrokes`: completion times while somebody types, ours and llama.cpp's.
 
 Source files are typed on from random places, a character at a time, and each time `POST /infill` asks for what follows.
 At a place the servers answer the same requests one after the other, in an order that is drawn. The first request of a
@@ -34,7 +34,7 @@ HEADS = "server", "ms", "quartiles", "all, of llama.cpp's", "tokens", "read", "a
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags(ModelFlags):
-    """What a completion takes after each keystroke, measured."""
+    """Completion times while somebody types."""
 
     files: str = flag("comma-separated source files to type in")
     places: int = flag("in all of them", 8, type=at_least(1))

@@ -7,7 +7,7 @@ drafter reads up to `DEFERRED` of them in one pass, at the latest before a step 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,7 +101,7 @@ def gated_step(
 ) -> StepResult:
     """A step with the size that the gate has chosen, which then chooses the next one; in a pause several.
 
-    There is one loop for each size, and the loop of the chosen one runs: loops change the state
+    There is one loop for each size, and only the chosen size's runs: loops change the state
     in place, while the branches of a conditional would copy the cache.
 
     Args:
@@ -117,9 +117,9 @@ def gated_step(
     rest = jnp.clip(gate.rest_1[0], 1, DEFERRED - jnp.max(deferred.n_B))
     for index, tree in enumerate(engine.gated):
         sized = replace(engine, tree=tree, gated=())
-        tests = sized.tree.depth or isinstance(engine.drafter, CopiesText)
+        tests = sized.tree.depth > 0 or isinstance(engine.drafter, CopiesText)
 
-        def is_due(carry: StepResult, index: int = index, tests: Any = tests) -> jax.Array:
+        def is_due(carry: StepResult, index: int = index, tests: bool = tests) -> jax.Array:
             due = (chosen == index) & (carry.taken < (1 if tests else rest))
             return due if tests else due & more(carry.taken, carry.state)
 

@@ -74,7 +74,7 @@ class StepCosts:
         self.use(rows, nodes)
 
     def chunks(self, rows: int, nodes: int) -> int:
-        """Number of chunks that the time is computed from; those of earlier processes count as `TIMED`."""
+        """Number of chunks that were timed; a size that earlier processes timed has `TIMED` more."""
         before = TIMED if (rows, nodes) in self._before else 0
         return before + len(self._seconds.get((rows, nodes), ()))
 

@@ -32,6 +32,7 @@ class Learner:
       directory: of the file with what was learned.
 
     Attributes:
+      rule: the addition, and how it learns.
       facts: number of answers seen and of steps taken, at earlier starts too; mean accepted lengths on held-out
         answers before and after learning, 0 if unknown. The model drafts with the addition while it is better.
 
@@ -44,9 +45,9 @@ class Learner:
             raise UserError(
                 "--learn is for trained draft heads on one device: give their --drafter, and no --mesh"
             )
-        self._model, self._rule = model, Rule(model)
+        self._model, self.rule = model, Rule(model)
         self._file = Path(directory) / "addition.safetensors"
-        self._mark = kept.mark_of(model.fingerprint, self._rule.heads)
+        self._mark = kept.mark_of(model.fingerprint, self.rule.heads)
         width = model.config.d_model * (1 + len(model.drafter.taps))
         self._texts: deque[tuple[bool, Text]] = deque(maxlen=ANSWERS)
         most = 1 + BYTES // (2 * WIDTH * width)
@@ -57,12 +58,12 @@ class Learner:
         self._thread = threading.Thread()
         self.facts = dict.fromkeys(("answers", "steps", "before", "after"), 0.0)
         if self._file.exists():
-            addition, facts = kept.read(self._file, self._rule.addition, self._mark)
+            addition, facts = kept.read(self._file, self.rule.addition, self._mark)
             self.facts |= facts
-            self._rule.begin(addition)
+            self.rule.begin(addition)
             self._use_if_better()
         else:  # or refuse now
-            kept.save(self._file, self._rule.addition, self.facts, self._mark)
+            kept.save(self._file, self.rule.addition, self.facts, self._mark)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Take an answer, to learn from it or to test with it."""
@@ -126,18 +127,18 @@ class Learner:
 
     def _step(self) -> Iterator[bool]:
         self._due -= 1
-        for _ in range(min(REHEARSED, len(self._rule.rehearsal))):
-            text = self._rule.rehearsal.pop()
+        for _ in range(min(REHEARSED, len(self.rule.rehearsal))):
+            text = self.rule.rehearsal.pop()
             self._rehearsal += yield from windows_of(self._model, text)
         for windows in filter(None, (self._windows, self._rehearsal)):
             for at in self._draw.integers(len(windows), size=WINDOWS):
-                self._rule.add(windows[at])
+                self.rule.add(windows[at])
                 yield True
-        self._rule.step()
+        self.rule.step()
         self.facts["steps"] += 1
 
     def _test(self) -> Iterator[bool]:
-        self._untested, learnt, ranks = 0, self._rule.learnt(), []
+        self._untested, learnt, ranks = 0, self.rule.learnt(), []
         held = list(self._held)
         for window, _ in held:
             ranks.append(ranks_in(self._model, learnt, window))
@@ -146,8 +147,8 @@ class Learner:
         self.facts["before"] = replayed_tokens([loaded for _, loaded in held], tree)
         self.facts["after"] = replayed_tokens(ranks, tree)
         self._use_if_better()
-        kept.save(self._file, self._rule.addition, self.facts, self._mark)
+        kept.save(self._file, self.rule.addition, self.facts, self._mark)
 
     def _use_if_better(self) -> None:
         is_better = self.facts["after"] > self.facts["before"]
-        self._model.learned = {"heads": self._rule.learnt()} if is_better else {}
+        self._model.learned = {"heads": self.rule.learnt()} if is_better else {}

@@ -22,7 +22,7 @@ from medusa_jax.training.functions import HeadFunctions
 
 # Rank of the addition; learning rate of Adam, and steps to reach it.
 RANK, RATE, WARM_UP = 8, 1e-3, 10
-# Steps for an answer; windows of a step, of answers and as many of the rehearsal, of which this many texts are read then.
+# Steps after each answer; a step's windows of answers, and as many of rehearsed texts, of which each step reads a few more.
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
 # Most that a step leaves of the running mean of the additions: the mean forgets less than the newest one.
 MEAN = 0.98
@@ -78,7 +78,7 @@ class Rule:
         self._total = jax.tree.map(jnp.zeros_like, addition)
 
     def add(self, window: Window) -> None:
-        """Add the gradient of a window to that of the step."""
+        """Accumulate the gradient of a window for the next step."""
         gradient = self._gradient(self._trained, self.heads, self._frozen, window)
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
 

@@ -42,7 +42,7 @@ class Server:
       queue: requests that may wait for a slot.
       max_prompt_tokens: most tokens of a prompt; by default the context.
       max_new_tokens: most tokens of an answer; by default the context.
-      learner: learns from the answers while there is no request.
+      learner: trains the draft heads on finished answers while no request runs.
       more: `chunk_steps` and `piece`, for `Scheduler`.
 
     Attributes:

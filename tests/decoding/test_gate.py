@@ -106,7 +106,7 @@ def test_the_evidence_decides_how_a_text_begins():
     def first(costs, evidence):
         return int(Gate.before_text(SIZES, costs, evidence).index_1[0])
 
-    # With the last costs they are 4.7% faster, which is within what a measured cost is wrong by.
+    # With the last costs drafts are 4.7% faster: less than the error of a measured cost.
     assert [first(costs, EVIDENCE) for costs in COSTS] == [2, 2, 2, 1, 0]
     assert [first(costs, None) for costs in COSTS] == [2, 1, 1, 1, 0]
     assert first((1, 3, 9), EVIDENCE) == 0

@@ -190,7 +190,7 @@ def files(monkeypatch, tmp_path, tokenizer_json):
 
 
 def test_heads_come_with_the_weights(files, capsys):
-    """With those of any file of a known model; for other files than the heads' own a line says so."""
+    """Any file of a known model gets its bundled heads; a line says so unless they were trained on that very file."""
     assert bundles.bundled_heads(files["Q8_0"]) == ["medusa"]
     for name, path in files.items():
         model, said = load(path), capsys.readouterr().err

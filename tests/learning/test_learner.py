@@ -70,16 +70,14 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
 
     later = Learner(load(made), str(tmp_path))
     assert later._model.learned and later.facts == facts
-    jax.tree.map(
-        np.testing.assert_array_equal, later._rule.addition, learner._rule.addition
-    )
+    jax.tree.map(np.testing.assert_array_equal, later.rule.addition, learner.rule.addition)
     # An addition that does harm, as it would to heads that guess as well already, is not used; nor at later starts.
     held = [
         (window, ranks_in(model, model.learned["heads"], window))
         for window, _ in learner._held
     ]
     learner._held.extend(held)
-    learner._rule.begin(jax.tree.map(np.zeros_like, learner._rule.addition))
+    learner.rule.begin(jax.tree.map(np.zeros_like, learner.rule.addition))
     assert all(learner._test()) and facts["after"] < facts["before"]
     assert not model.learned and not Learner(load(made), str(tmp_path))._model.learned
 

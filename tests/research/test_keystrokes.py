@@ -1,10 +1,11 @@
 """What is asked after each keystroke, and the table of what the answers took."""
 
-import json
 import threading
 from contextlib import nullcontext
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from unittest.mock import Mock
+
+from editor import JsonHandler
 
 from research import keystrokes
 
@@ -14,20 +15,12 @@ def test_requests_grow_by_a_character_and_the_first_of_a_place_is_not_counted(
 ):
     asked = []
 
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            known = {"content": "x", "tokens_predicted": 3, "timings": {"prompt_n": 2}}
-            answer = json.dumps(known).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    class Infill(JsonHandler):
+        def answer(self, body):
+            asked.append(body)
+            return {"content": "x", "tokens_predicted": 3, "timings": {"prompt_n": 2}}
 
-        def log_message(self, *args):
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Infill)
     threading.Thread(target=http.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{http.server_port}"
     server = Mock()

@@ -147,16 +147,12 @@ shelf.put(Book("Emma", "Austen", 1815))
 """
 
 
-class Recorder(BaseHTTPRequestHandler):
-    """Answers /infill like a model that guesses every third time, and keeps what was asked."""
-
-    asked: ClassVar[list] = []
+class JsonHandler(BaseHTTPRequestHandler):
+    """Answers a POST of JSON with `answer`."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append(body)
-        guess = "label()" if len(self.asked) % 3 == 0 else ""
-        answer = json.dumps({"content": guess if body["n_predict"] else ""}).encode()
+        answer = json.dumps(self.answer(body)).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -164,6 +160,17 @@ class Recorder(BaseHTTPRequestHandler):
 
     def log_message(self, *args):
         pass
+
+
+class Recorder(JsonHandler):
+    """Answers /infill like a model that guesses every third time, and keeps what was asked."""
+
+    asked: ClassVar[list] = []
+
+    def answer(self, body):
+        self.asked.append(body)
+        guess = "label()" if len(self.asked) % 3 == 0 else ""
+        return {"content": guess if body["n_predict"] else ""}
 
 
 def differences(bodies):

@@ -11,10 +11,10 @@ from medusa_jax.serving.server import Server
 
 # From a step of a small model to a long answer of a large one.
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-# What a learner counts and measures.
+# Metrics of `Learner.facts`.
 FACTS = {
-    "answers": "that were seen",
-    "steps": "that were taken",
+    "answers": "answers that heads have learned from or were tested on",
+    "steps": "training steps of the addition",
     "before": "mean accepted length of held-out answers with the loaded heads",
     "after": "mean accepted length of held-out answers with the addition",
 }
