@@ -16,6 +16,8 @@ from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
 from medusa_jax.decoding import step_costs
 from medusa_jax.decoding.gate import Gate
+from medusa_jax.decoding.generate import begin
+from medusa_jax.decoding.loop import decode_loop
 from medusa_jax.decoding.step_costs import ChunkClock, StepCosts
 from medusa_jax.model.stored import Storage
 
@@ -130,6 +132,17 @@ def test_few_nodes_where_weights_are_narrow_and_plain_decoding_alone_where_the_f
     assert tree_choice.small_tree(tree, file) == Tree.from_choices(GROWTH[:2])
     assert sizes_of(Tree.none(), file) == (Tree.none(),)
     assert sizes_of(Tree.chain(1), None) == (Tree.none(), Tree.chain(1))
+
+
+def test_a_pause_ends_with_its_chunk_and_with_the_text(directory, free):
+    model = load(directory)
+    options = dataclasses.replace(OPTIONS, max_new_tokens=20)
+    _, engine, request = model.plan(PROMPTS[:1], options)
+    state, _ = begin(engine, model.variables, request)
+    state = state.replace(gate=state.gate.always(0))
+    for most, steps in ((5, 5), (100, 19)):
+        state, progress = decode_loop(engine, model.variables, state, np.int32(most))
+        assert progress.gate.steps_N.tolist() == [steps, 0, 0]
 
 
 def test_steps_are_timed_while_they_decode(directory, free, monkeypatch):
