@@ -148,7 +148,7 @@ class Lookahead(Untrained):
         self, engine: Engine, variables: Params, state: DecodeState, drafts: Drafts
     ) -> tuple[Verified, jax.Array]:
         """Verify the tree; also returns the logits of the window's last level [B, W, V]."""
-        backbone, M = Backbone(engine.llama, variables["backbone"]), drafts.tree.n_nodes
+        backbone, M = engine.backbone(variables), drafts.tree.n_nodes
         tokens_BR = jnp.concatenate([drafts.nodes_BM, state.drafter.window_BX], axis=1)
         depth_R, mask_RR = self.rows_of_pass(drafts.tree)
         hidden_BRE, cache = run_rows(backbone, state, tokens_BR, depth_R, mask_RR)

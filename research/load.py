@@ -15,7 +15,7 @@ import numpy as np
 
 from medusa_jax.commands.flags import Program, at_least, flag, numbers
 from medusa_jax.console import inform
-from medusa_jax.decoding.gate import rate_of
+from medusa_jax.decoding.acceptance_rates import rate_of
 from medusa_jax.evaluate.tables import markdown_table
 from medusa_jax.serving.ladder import Ladder
 from medusa_jax.tree.tree import Tree

@@ -67,8 +67,8 @@ def abstract_variables(
 def abstract_prompts(engine: Engine, batch: int, tokens: int) -> tuple[int, PromptArrays]:
     """Slots of the first cache for `batch` prompts of `tokens` tokens, and the prompts as shapes."""
     request = loop.DecodeRequest([[0] * tokens] * batch, [1] * batch)
-    ladder, prompts = loop.prompt_arrays(engine, request)
-    return ladder[0], jax.eval_shape(lambda arrays: arrays, prompts)
+    cache_sizes, prompts = loop.prompt_arrays(engine, request)
+    return cache_sizes[0], jax.eval_shape(lambda arrays: arrays, prompts)
 
 
 def abstract_state(

@@ -32,7 +32,7 @@ class Model(LoadedModel):
         """What decides which program a request runs."""
         prompt_length = max(map(len, request.prompts))
         text_length = max(len(p) + n for p, n in zip(request.prompts, request.limits))
-        ladder = loop.slot_ladder(engine, prompt_length, text_length + engine.n_rows)
+        needed = text_length + engine.n_rows
         return (
             engine,
             len(request.prompts),
@@ -40,7 +40,7 @@ class Model(LoadedModel):
             loop.output_slots(engine, max(request.limits)),
             pack_stops(request.stops or ()).shape,
             (any_penalties(request.penalties), request.guides is None),
-            *ladder,
+            *loop.successive_sizes(engine, prompt_length, needed),
         )
 
     def _compile(self, engine: Engine, request: loop.DecodeRequest) -> float:
@@ -107,23 +107,16 @@ class Model(LoadedModel):
         rows, engine, request = self.plan(prompts, options, ids, tree, acceptance)
         compile_seconds = self._compile(engine, request)
         variables = self.variables_by(engine.acceptance)
-        if (
-            watch or ended or request.guides or any(o.stop for o in rows)
-        ):  # the host takes part in every step
+        if watch or ended or request.guides or any(o.stop for o in rows):
+            # The host reads along.
             parts = self.tokenizer, rows, engine, variables, request
             *_, (_, results) = stream_rows(*parts, compile_seconds, watch, ended)
             assert results is not None
             return results
         start = time.perf_counter()
-        state, ladder = jax.block_until_ready(loop.begin(engine, variables, request))
+        begun = jax.block_until_ready(loop.begin(engine, variables, request))
         middle = time.perf_counter()
-        if engine.gated:  # its steps are timed
-            chunks = loop.chunks(
-                engine, variables, request, state, ladder, read_along=False
-            )
-            *_, progress = chunks
-        else:
-            progress = loop.finish(engine, variables, request, state, ladder)
+        progress = loop.finish(engine, variables, request, *begun)
         progress = jax.block_until_ready(progress)
         end = time.perf_counter()
         seconds = (middle - start, end - middle, compile_seconds)

@@ -32,7 +32,7 @@ from medusa_jax.decoding.generate import (
     end_wanted,
     grow,
 )
-from medusa_jax.decoding.guided import HostInputs, next_inputs, take
+from medusa_jax.decoding.guided import HostInputs, constrained_step, next_inputs
 from medusa_jax.decoding.masks import ALL, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress
 from medusa_jax.decoding.stopping import PAUSED, RUNNING, STUCK
@@ -79,8 +79,8 @@ def host_inputs(engine: Engine, variables: Params, state: DecodeState) -> HostIn
 def step_nodes(
     engine: Engine, variables: Params, state: DecodeState, *part: Any
 ) -> tuple[DecodeState, HostInputs]:
-    """`guided.take` with the host's part; also drafts the next tree."""
-    state = take(engine, variables, state, *part)
+    """A step with the host's part; also drafts the next tree."""
+    state = constrained_step(engine, variables, state, *part)
     return state, next_inputs(engine, variables, state)
 
 
@@ -212,7 +212,9 @@ def stream_steps(
     row_cache: RowCache | None = None,
 ) -> Generator[Progress, np.ndarray | None]:
     """Decode one step at a time. The caller reads a step's text while the device runs the next step."""
-    state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
+    state, cache_sizes = (row_cache.begin if row_cache else begin)(
+        engine, variables, request
+    )
     ended_B = np.zeros(len(request.prompts), bool)
     size = 0
     inputs = host_inputs(engine, variables, state)
@@ -221,9 +223,9 @@ def stream_steps(
         running_B = (np.asarray(progress.status_B) == RUNNING) & ~ended_B
         if running_B.any():
             longest = np.asarray(progress.length_B)[running_B].max()
-            while longest + engine.n_rows > ladder[size]:
+            while longest + engine.n_rows > cache_sizes[size]:
                 size += 1
-                state = grow(engine.depth_only, ladder[size], state)
+                state = grow(engine.depth_only, cache_sizes[size], state)
             state, inputs = step(engine, variables, state, guides, inputs)
         if row_cache:
             row_cache.state = state
@@ -238,10 +240,10 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     if calls_host(engine):
         request = replace(request, host=HostFunction(answer))
         return generate.warm_up(engine, variables, request)
-    state, ladder = begin(engine, variables, request)
+    state, cache_sizes = begin(engine, variables, request)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
-    for slots in ladder:
-        if slots > ladder[0]:
+    for slots in cache_sizes:
+        if slots > cache_sizes[0]:
             state = grow(engine.depth_only, slots, state)
         state, _ = step_sizes(engine, variables, state)
     jax.block_until_ready(state)

@@ -1,19 +1,9 @@
 """Decide before each step whether drafting is faster than plain decoding, and with which size of the tree.
 
 A step with drafts takes longer than a plain one, so drafts that are seldom right make decoding slower. A
-*gated* engine has several sizes of one ordered tree: plain decoding, then first nodes of the order, each
-time more. A step takes the size with the most tokens per time on the text so far; under a lossless rule
-the text does not depend on it. The decode loop chooses on the device (`gated.py`).
-
-With size n of depth d, a step emits 1 + q_1 + q_1 q_2 + ... + q_1 ... q_d tokens on average, where q_l is the
-rate at which drafts of level l are accepted after those above them. A tree file says how many tokens per
-step each size gives; this is as many as with one rate p_n for all levels. Without a file p_n = 1/2. We
-assume that a text changes the rates of all sizes by one exponent per level, q_l = p_n^(g_l), so that
-
-    tokens(n) = 1 + p_n^(g_1) + p_n^(g_1 + g_2) + ... + p_n^(g_1 + ... + g_d)
-    g_l = log(share of drafts of level l accepted on this text) / log(share that the p_n expect)
-
-Both shares are over the latest steps, of all sizes; a level that was not tested takes g of the one above.
+*gated* engine has several sizes of one ordered tree: plain decoding, then the first n nodes of the order, for
+increasing n. A step takes the size with the most tokens per time on the text so far (`acceptance_rates.py`); under a
+lossless rule the text does not depend on it. The decode loop chooses on the device (`gated.py`).
 """
 
 from collections.abc import Sequence
@@ -24,60 +14,23 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from medusa_jax.decoding.acceptance_rates import (
+    RECENT,
+    first_counts,
+    rates_of,
+    tokens_by_size,
+)
 from medusa_jax.tree.tree import Tree
 
-# Half-life of the counts, in steps that tested drafts.
-RECENT = 64
-# Weight of the evidence at level 1 when a text or a trial begins, and of the level above at others: tested drafts.
-PRIOR, ABOVE = 4.0, 2.0
 # Another size must be faster than the current one by this factor, since the estimates are noisy, and drafts faster
 # than plain decoding for a text to begin with them.
 MARGIN, WORTH = 1.01, 1.05
-# Plain steps before drafts are tried again: enough that a trial like the last one costs this share of the
-# time, within these bounds.
+# Largest share of the time that trials of drafts may lose, and bounds of the plain steps between two trials.
 OVERHEAD, PAUSES = 0.02, (32, 256)
 # Least number of steps with drafts in such a trial.
 TRIAL = 4
-# Bounds of a rate, which keep its logarithm finite and below 0; the rate without evidence.
-LEAST_RATE, MOST_RATE, UNKNOWN = 1e-3, 0.999, 0.5
 # Steps of a pause that does not end.
 FOREVER = np.iinfo(np.int32).max
-
-
-def rate_of(tokens_per_step: float, depth: int) -> float:
-    """The rate p with 1 + p + ... + p^depth = tokens_per_step, within the bounds of a rate."""
-    low, high = LEAST_RATE, MOST_RATE
-    for _ in range(30):
-        p = (low + high) / 2
-        if sum(p**level for level in range(depth + 1)) < tokens_per_step:
-            low = p
-        else:
-            high = p
-    return low
-
-
-def tokens_by_size(counts_3L: Any, rate_N: Any, depths: Sequence[int], xp: Any) -> Any:
-    """Tokens per step to expect with each size [..., N], by the formula of this file.
-
-    Args:
-      counts_3L: `accepted_L`, `tested_L` and `expected_L` of a gate, [3, ..., L].
-      xp: the module of arrays, jax.numpy or numpy.
-    """
-    rate, (accepted_L, tested_L, expected_L) = rate_N[-1], counts_3L
-    exponent, total, totals = 1.0, 0.0, []
-    for level in range(tested_L.shape[-1]):
-        weight = ABOVE if level else 0.0
-        tests = tested_L[..., level] + weight
-        accepted = (accepted_L[..., level] + weight * rate**exponent) / tests
-        expected = (expected_L[..., level] + weight * rate) / tests
-        accepted = xp.clip(accepted, LEAST_RATE, MOST_RATE)
-        expected = xp.clip(expected, LEAST_RATE, MOST_RATE)
-        exponent = xp.log(accepted) / xp.log(expected)
-        total = total + exponent
-        totals.append(total)
-    reached_NL = rate_N[:, None] ** xp.stack(totals, axis=-1)[..., None, :]
-    has_NL = np.arange(1, len(totals) + 1) <= np.array(depths)[:, None]
-    return 1 + xp.sum(xp.where(has_NL, reached_NL, 0.0), axis=-1)
 
 
 class Gate(struct.PyTreeNode):
@@ -121,11 +74,9 @@ class Gate(struct.PyTreeNode):
           tokens: tokens per step with each, from a tree file's evidence.
         """
         depths = [tree.depth for tree in trees]
-        if tokens is None:
-            tokens = [sum(UNKNOWN**level for level in range(d + 1)) for d in depths]
-        rates = [rate_of(n, depth) for n, depth in zip(tokens, depths)]
-        first_L = PRIOR * (np.arange(max(depths)) == 0)
-        speed_N = np.array(tokens) / ratios
+        rate_N = rates_of(tokens, depths)
+        counts_3L = first_counts(rate_N, max(depths))
+        speed_N = tokens_by_size(counts_3L, rate_N, depths, np) / ratios
         index = int(np.argmax(speed_N))
         index = index if speed_N[index] >= WORTH else 0
 
@@ -138,12 +89,12 @@ class Gate(struct.PyTreeNode):
         return cls(
             depths=tuple(depths),
             ratio_N=numbers(ratios),
-            rate_N=numbers(rates),
+            rate_N=numbers(rate_N),
             steps_N=counts(*[0] * len(trees)),
             index_1=counts(index),
-            accepted_L=numbers(first_L * rates[-1]),
-            tested_L=numbers(first_L),
-            expected_L=numbers(first_L * rates[-1]),
+            accepted_L=numbers(counts_3L[0]),
+            tested_L=numbers(counts_3L[1]),
+            expected_L=numbers(counts_3L[2]),
             rest_1=counts(0 if index else PAUSES[0]),
             lost_1=numbers([0.0]),
         )
@@ -159,17 +110,16 @@ class Gate(struct.PyTreeNode):
 
     def reset(self, begins_1: jax.Array | bool) -> "Gate":
         """The gate with the counts of a text's beginning where `begins_1`: only the evidence."""
-        first_L = PRIOR * (jnp.arange(self.tested_L.shape[0]) == 0)
-        expected_L = first_L * self.rate_N[-1]
+        first_3L = first_counts(self.rate_N, self.tested_L.shape[0])
         return self.replace(
-            accepted_L=jnp.where(begins_1, expected_L, self.accepted_L),
-            tested_L=jnp.where(begins_1, first_L, self.tested_L),
-            expected_L=jnp.where(begins_1, expected_L, self.expected_L),
+            accepted_L=jnp.where(begins_1, first_3L[0], self.accepted_L),
+            tested_L=jnp.where(begins_1, first_3L[1], self.tested_L),
+            expected_L=jnp.where(begins_1, first_3L[2], self.expected_L),
             lost_1=jnp.where(begins_1, 0.0, self.lost_1),
         )
 
     def tokens(self) -> jax.Array:
-        """Tokens per step to expect with each size [N], by the formula of this file."""
+        """Tokens per step to expect with each size [N]."""
         counts_3L = jnp.stack([self.accepted_L, self.tested_L, self.expected_L])
         return tokens_by_size(counts_3L, self.rate_N, self.depths, jnp)
 

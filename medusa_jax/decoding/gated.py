@@ -81,7 +81,7 @@ def caught_up(
     due: jax.Array,
 ) -> tuple[DecodeState, Committed]:
     """The state whose drafter has read the deferred positions, if that is due and there are any."""
-    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
+    backbone, heads = engine.backbone(variables), variables["heads"]
 
     def is_behind(carry: tuple[PyTree, Committed]) -> jax.Array:
         return due & jnp.any(carry[1].n_B > 0)
@@ -143,7 +143,7 @@ def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResu
 
 
 def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
-    """A step without drafts. Its position is deferred, or read at once where a draft costs nothing: it tests one."""
+    """A step without drafts, whose position is deferred. Where drafts cost nothing, nothing is, and the gate sees one tested."""
     if isinstance(engine.drafter, CopiesText):
         result = step_with(engine, variables, before)
         drafted_BM = draft(engine, variables, before.state, Tree.chain(1)).nodes_BM

@@ -1,8 +1,8 @@
 """The drivers of the decode step: prefill, then loops of steps until every row has ended.
 
 `generate` runs `decode_step` in `lax.while_loop` on the device; `stream` runs the same loop
-a few steps at a time and yields the new tokens. The host never waits inside a loop: it
-dispatches the next loop before it reads the previous one's results.
+a few steps at a time and yields the new tokens, as `generate` does with a gated engine. The host never waits
+inside a loop: it dispatches the next loop before it reads the previous one's results.
 """
 
 import time
@@ -72,7 +72,7 @@ def power_of_two(n: int, minimum: int) -> int:
     return max(minimum, 1 << max(0, n - 1).bit_length())
 
 
-def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
+def successive_sizes(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
     """Successive cache sizes: powers of two, up to the first that suffices.
 
     Args:
@@ -80,10 +80,10 @@ def slot_ladder(engine: Engine, longest_prompt: int, needed: int) -> list[int]:
       needed: slots of the longest possible row, prompt + limit + `engine.n_rows`.
     """
     first = power_of_two(longest_prompt + engine.n_rows, engine.kernels.least_slots)
-    ladder = [first]
-    while ladder[-1] < needed:
-        ladder.append(2 * ladder[-1])
-    return ladder
+    cache_sizes = [first]
+    while cache_sizes[-1] < needed:
+        cache_sizes.append(2 * cache_sizes[-1])
+    return cache_sizes
 
 
 def output_slots(engine: Engine, limit: int) -> int:
@@ -156,9 +156,9 @@ def begin(
     engine: Engine, variables: Params, request: DecodeRequest
 ) -> tuple[DecodeState, list[int]]:
     """Prefill a request; also returns the successive cache sizes for its rows."""
-    ladder, prompts = prompt_arrays(engine, request)
-    state = prefill(engine.depth_only, ladder[0], variables, prompts)
-    return with_request(engine, state, request), ladder
+    cache_sizes, prompts = prompt_arrays(engine, request)
+    state = prefill(engine.depth_only, cache_sizes[0], variables, prompts)
+    return with_request(engine, state, request), cache_sizes
 
 
 def with_request(engine: Engine, state: DecodeState, request: DecodeRequest) -> DecodeState:
@@ -208,8 +208,8 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
     if lengths.min() < 1 or limits.min() < 1:
         raise ValueError("every row needs a prompt of at least one token and a limit >= 1")
     needed = int((lengths + limits).max()) + engine.n_rows
-    ladder = slot_ladder(engine, int(lengths.max()), needed)
-    T = min(power_of_two(int(lengths.max()), MIN_PROMPT), ladder[0])
+    cache_sizes = successive_sizes(engine, int(lengths.max()), needed)
+    T = min(power_of_two(int(lengths.max()), MIN_PROMPT), cache_sizes[0])
     prompt_BT: Any = np.zeros((B, T), np.int32)
     for row, prompt in enumerate(request.prompts):
         prompt_BT[row, : len(prompt)] = prompt
@@ -224,17 +224,17 @@ def prompt_arrays(engine: Engine, request: DecodeRequest) -> tuple[list[int], Pr
         sampling=sampling_of(request, engine.llama.config.vocab_size),
         output_BO=output,
     )
-    return ladder, prompts
+    return cache_sizes, prompts
 
 
 def generate(engine: Engine, variables: Params, request: DecodeRequest) -> Progress:
-    """Decode every row to its end: one loop per cache size, all dispatched without waiting.
+    """Decode every row to its end: one loop per cache size, all dispatched without waiting; chunks if gated.
 
     Requests with guides are `constrained.stream`'s, as the host takes part in every step.
     """
     assert request.guides is None, "constrained.stream decodes requests with guides"
-    state, ladder = begin(engine, variables, request)
-    return finish(engine, variables, request, state, ladder)
+    state, cache_sizes = begin(engine, variables, request)
+    return finish(engine, variables, request, state, cache_sizes)
 
 
 def finish(
@@ -242,11 +242,15 @@ def finish(
     variables: Params,
     request: DecodeRequest,
     state: DecodeState,
-    ladder: list[int],
+    cache_sizes: list[int],
 ) -> Progress:
     """Decode a request that `begin` has prefilled to its end. Consumes the state."""
-    for slots in ladder:
-        if slots > ladder[0]:
+    if engine.gated:  # its steps are timed
+        chunked = chunks(engine, variables, request, state, cache_sizes, read_along=False)
+        *_, progress = chunked
+        return progress
+    for slots in cache_sizes:
+        if slots > cache_sizes[0]:
             state = grow(engine.depth_only, slots, state)
         state, progress = decode_loop(engine, variables, state, np.int32(FOREVER))
     return progress
@@ -272,8 +276,12 @@ def stream(
     assert request.guides is None or request.host, (
         "`constrained.stream` decodes with guides"
     )
-    state, ladder = (row_cache.begin if row_cache else begin)(engine, variables, request)
-    yield from chunks(engine, variables, request, state, ladder, chunk_steps, row_cache)
+    state, cache_sizes = (row_cache.begin if row_cache else begin)(
+        engine, variables, request
+    )
+    yield from chunks(
+        engine, variables, request, state, cache_sizes, chunk_steps, row_cache
+    )
 
 
 def chunks(
@@ -281,7 +289,7 @@ def chunks(
     variables: Params,
     request: DecodeRequest,
     state: DecodeState,
-    ladder: list[int],
+    cache_sizes: list[int],
     chunk_steps: int | None = None,
     row_cache: RowCache | None = None,
     *,
@@ -290,7 +298,7 @@ def chunks(
     """Stream a request that `begin` has prefilled. Consumes the state.
 
     Args:
-      read_along: if not, chunks are longer.
+      read_along: the caller shows text as it grows; if not, chunks are longer.
     """
     progress = copied_progress(engine.depth_only, state)
     ended_B = np.zeros(len(request.prompts), bool)
@@ -324,9 +332,9 @@ def chunks(
                 clock.costs.keep()
             return
         longest = np.asarray(progress.length_B)[running_B].max()
-        if longest + engine.n_rows > ladder[size] and size + 1 < len(ladder):
+        if longest + engine.n_rows > cache_sizes[size] and size + 1 < len(cache_sizes):
             size += 1
-            state = grow(engine.depth_only, ladder[size], state)
+            state = grow(engine.depth_only, cache_sizes[size], state)
         progress = next_progress
         if may_grow and ready - began < pace:
             steps = min(2 * steps, most)
@@ -372,11 +380,11 @@ def warm_up(engine: Engine, variables: Params, request: DecodeRequest) -> None:
     Reads the prompts once and takes no decode step.
     """
     prepare(engine, variables, request)
-    state, ladder = begin(engine, variables, request)
+    state, cache_sizes = begin(engine, variables, request)
     copied_progress(engine.depth_only, state)
     end_rows(engine.depth_only, state.status_B, np.zeros(len(request.prompts), bool))
-    for slots in ladder:
-        if slots > ladder[0]:
+    for slots in cache_sizes:
+        if slots > cache_sizes[0]:
             state = grow(engine.depth_only, slots, state)
         state, _ = decode_loop(engine, variables, state, np.int32(0))
     jax.block_until_ready(state)

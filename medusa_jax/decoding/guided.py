@@ -13,7 +13,7 @@ from jax import lax
 from medusa_jax.decoding.acceptance import Drafts
 from medusa_jax.decoding.masks import NO_TOKEN, words
 from medusa_jax.decoding.state import DecodeState, Engine, Progress, progress_of
-from medusa_jax.decoding.step import accept, append, commit, draft, verify
+from medusa_jax.decoding.step import after_draft, draft
 from medusa_jax.decoding.stopping import PAUSED, RUNNING
 from medusa_jax.host_calls import ask
 from medusa_jax.model.kernels import Kernels
@@ -88,7 +88,7 @@ def guesses_after(kernels: Kernels, tree: Tree, drafts: Drafts) -> jax.Array:
     return jnp.concatenate(guesses, axis=1)[:, place_M].astype(jnp.int32)
 
 
-def take(
+def constrained_step(
     engine: Engine,
     variables: Params,
     state: DecodeState,
@@ -96,17 +96,15 @@ def take(
     allowed_BMW: jax.Array,
     status_B: jax.Array,
 ) -> DecodeState:
-    """Take a step, given the tokens that may follow each node.
+    """A step, given the tokens that may follow each node.
 
     Args:
       status_B: the new status of running rows; only those with RUNNING take the step.
     """
     status_B = jnp.where(state.status_B == RUNNING, status_B, state.status_B)
     state = state.replace(status_B=status_B)
-    verified = verify(engine, variables, state, drafts)
-    outcome = accept(engine, variables, state, verified, allowed_BMW)
-    state = commit(engine, variables, state, verified, outcome)
-    return pin_state(engine.llama.mesh, append(engine, state, outcome))
+    state = after_draft(engine, variables, state, drafts, allowed_BMW)
+    return pin_state(engine.llama.mesh, state)
 
 
 def guided_step(engine: Engine, variables: Params, state: DecodeState) -> DecodeState:
@@ -120,4 +118,5 @@ def guided_step(engine: Engine, variables: Params, state: DecodeState) -> Decode
     status_B = jnp.where(ready_1 > 0, status_B, PAUSED)
     drafts = drafts._replace(nodes_BM=nodes_BM)
     allowed_BMW = lax.bitcast_convert_type(bits_BMW, jnp.uint32)
-    return take(engine, variables, state, drafts, allowed_BMW, status_B)
+    given = drafts, allowed_BMW, status_B
+    return constrained_step(engine, variables, state, *given)

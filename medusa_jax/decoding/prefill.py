@@ -13,7 +13,7 @@ from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.state import DecodeState, Engine, empty_logprobs, fresh_state
 from medusa_jax.decoding.step import checked, emit, write_tokens
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.drafter import Backbone, Committed
+from medusa_jax.heads.drafter import Committed
 from medusa_jax.model.cache import KVCache
 from medusa_jax.sharding import Params, PyTree, pin_state
 
@@ -98,7 +98,7 @@ def read_piece(
     """
     tokens_BT, next_BT, begin_B, length_B = piece
     T = tokens_BT.shape[1]
-    backbone = Backbone(engine.llama, variables["backbone"])
+    backbone = engine.backbone(variables)
     position_BT = begin_B[:, None] + jnp.arange(T)[None, :]
     last_B1 = (length_B - 1)[:, None]
     is_last_BT = position_BT == last_B1

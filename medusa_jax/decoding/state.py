@@ -12,12 +12,12 @@ from medusa_jax.decoding.logprobs import Logprobs
 from medusa_jax.decoding.sampling import Sampling
 from medusa_jax.decoding.stopping import RUNNING
 from medusa_jax.devices.platforms import program
-from medusa_jax.heads.drafter import Drafter
+from medusa_jax.heads.drafter import Backbone, Drafter
 from medusa_jax.model.cache import KVCache
 from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.llama import Llama
 from medusa_jax.model.product import at_least_f32
-from medusa_jax.sharding import PyTree, on_all
+from medusa_jax.sharding import Params, PyTree, on_all
 from medusa_jax.tree.tree import Tree, stand_in
 
 # Positions of plain steps that the drafter reads in one pass (`gated.py`).
@@ -70,6 +70,10 @@ class Engine:
     @property
     def rule(self) -> Rule:
         return rule_named(self.acceptance)
+
+    def backbone(self, variables: Params) -> Backbone:
+        """The backbone with these parameters."""
+        return Backbone(self.llama, variables["backbone"])
 
     @property
     def n_rows(self) -> int:

@@ -43,8 +43,23 @@ def decode_step(
         arrays instead, so that many trees share one compiled program.
     """
     drafts = draft(engine, variables, state, tree or engine.tree)
+    return after_draft(engine, variables, state, drafts)
+
+
+def after_draft(
+    engine: Engine,
+    variables: Params,
+    state: DecodeState,
+    drafts: Drafts,
+    allowed_BMW: jax.Array | None = None,
+) -> DecodeState:
+    """The rest of a step: verify, accept, commit, append.
+
+    Args:
+      allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
+    """
     verified = verify(engine, variables, state, drafts)
-    outcome = accept(engine, variables, state, verified)
+    outcome = accept(engine, variables, state, verified, allowed_BMW)
     state = commit(engine, variables, state, verified, outcome)
     return append(engine, state, outcome)
 
@@ -59,7 +74,7 @@ def step_of(engine: Engine) -> Callable[[Engine, Params, DecodeState], DecodeSta
 def draft(engine: Engine, variables: Params, state: DecodeState, tree: Tree) -> Drafts:
     """Fill every node with the head's guess of that rank (2.1.1) or with a copied token."""
     heads = variables["heads"]
-    backbone = for_drafting(Backbone(engine.llama, variables["backbone"]), heads)
+    backbone = for_drafting(engine.backbone(variables), heads)
 
     def propose(drafted: Tree) -> Proposal:
         if drafted.n_nodes == 1:
@@ -121,7 +136,7 @@ def verify(
     engine: Engine, variables: Params, state: DecodeState, drafts: Drafts
 ) -> Verified:
     """One backbone pass over all nodes under the tree's mask (Medusa 2.1.2, figure 2)."""
-    backbone, tree = Backbone(engine.llama, variables["backbone"]), drafts.tree
+    backbone, tree = engine.backbone(variables), drafts.tree
     hidden_BME, cache = run_rows(
         backbone,
         state,
@@ -182,7 +197,7 @@ def adjusted(
     allowed_BMW: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The logits after each node to report, and those to choose from (`places.adjust`), [B, M, V] each."""
-    backbone, drafts = Backbone(engine.llama, variables["backbone"]), verified.drafts
+    backbone, drafts = engine.backbone(variables), verified.drafts
     places = after_nodes(engine, state, drafts.nodes_BM, drafts.tree)
     places = places._replace(allowed_BPW=allowed_BMW)
     return adjust(engine, state.sampling, backbone, places, verified.logits_BMV)
@@ -196,11 +211,7 @@ def accept(
     verified: Verified,
     allowed_BMW: jax.Array | None = None,
 ) -> Outcome:
-    """Keep one path by the engine's rule.
-
-    Args:
-      allowed_BMW: bits of the tokens that may follow each node (`masks`); None: all.
-    """
+    """Keep one path by the engine's rule; `allowed_BMW` as for `after_draft`."""
     nodes_BM, tree = verified.drafts.nodes_BM, verified.drafts.tree
     reported_BMV, chosen_BMV = adjusted(engine, variables, state, verified, allowed_BMW)
     verified = verified._replace(logits_BMV=chosen_BMV)
@@ -219,7 +230,7 @@ def accept(
 
 
 def checked(token_B: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of `Kernels.best_token`, 0 for those that are none, and whether they are."""
+    """Tokens of `Kernels.best_token`, 0 in place of what is no token, and where that was."""
     broken_B = token_B >= vocab_size
     return jnp.where(broken_B, 0, token_B), broken_B
 
@@ -254,7 +265,7 @@ def commit(
         jnp.take_along_axis(verified.positions_BM, path_BL, axis=1),
         n_committed_B,
     )
-    backbone, heads = Backbone(engine.llama, variables["backbone"]), variables["heads"]
+    backbone, heads = engine.backbone(variables), variables["heads"]
     drafter = engine.drafter.commit(heads, backbone, state.drafter, new)
     cache = verified.cache
     if path_BL.shape[1] > 1:

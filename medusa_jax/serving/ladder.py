@@ -3,7 +3,7 @@
 The more rows step together, the more a drafted token costs. A *ladder* has several sizes of one ordered tree, plain
 decoding first. A chunk takes the size with the most tokens per time for the rows that run now:
 
-- Tokens per step: the formula of `decoding/gate.py` for the drafts that each request has accepted so far. A request
+- Tokens per step: the formula of `decoding/acceptance_rates.py` for the drafts that each request has accepted so far. A request
   begins with the shares of earlier ones, and the first one with the tree file's evidence.
 - Time of a step: measured (`decoding/step_costs.py`).
 
@@ -18,14 +18,21 @@ import numpy as np
 
 from medusa_jax.api import Model
 from medusa_jax.api.tree_choice import order_with
-from medusa_jax.decoding import gate
+from medusa_jax.decoding.acceptance_rates import (
+    PRIOR,
+    RECENT,
+    first_counts,
+    rates_of,
+    tokens_by_size,
+)
+from medusa_jax.decoding.gate import MARGIN
 from medusa_jax.decoding.step_costs import StepCosts
 from medusa_jax.tree.tree import Tree
 
 # Nodes of the largest size on a CPU and elsewhere.
 LARGEST = 16, 64
-# Half-life of the shares of all requests, in steps with drafts; one request's is `gate.RECENT`.
-ALL_RECENT = 16 * gate.RECENT
+# Half-life of the shares of all requests, in steps with drafts; one request's is `RECENT`.
+ALL_RECENT = 16 * RECENT
 # A gap in the drafter's state costs about this share of a chunk.
 GAP = 0.5
 # A size is compiled if it is faster by this factor.
@@ -60,19 +67,15 @@ class Ladder:
         self, sizes: Sequence[Tree], tokens: Sequence[float] | None, pace: float
     ) -> None:
         self._nodes, self._depths = [t.n_nodes for t in sizes], [t.depth for t in sizes]
-        rates = [gate.UNKNOWN] * len(sizes)
-        if tokens is not None:
-            rates = [gate.rate_of(*pair) for pair in zip(tokens, self._depths)]
-        self._rate_N, self._pace = np.array(rates), pace
+        self._rate_N, self._pace = rates_of(tokens, self._depths), pace
         self.costs = defaultdict[Hashable, StepCosts](StepCosts)
-        first_L = gate.PRIOR * (np.arange(max(self._depths)) == 0)
-        self._all_3L = np.stack([first_L * rates[-1], first_L, first_L * rates[-1]])
+        self._all_3L = np.stack(first_counts(self._rate_N, max(self._depths)))
         # By kind and rows, the index of the last choice.
         self._chosen: dict[Hashable, int] = {}
 
     def begin(self) -> np.ndarray:
         """The counts [3, L] of a request before its first step."""
-        return self._all_3L * (gate.PRIOR / self._all_3L[1, 0])
+        return self._all_3L * (PRIOR / self._all_3L[1, 0])
 
     def count(
         self, counts_3L: np.ndarray, steps_L: np.ndarray, nodes: int, has_gap: bool
@@ -89,7 +92,7 @@ class Ladder:
         new_3L[0, :depth] = at_least_L[1 : depth + 1]
         new_3L[1, :depth] = at_least_L[:depth]
         new_3L[2] = new_3L[1] * self._rate_N[index]
-        for counts, recent in ((counts_3L, gate.RECENT), (self._all_3L, ALL_RECENT)):
+        for counts, recent in ((counts_3L, RECENT), (self._all_3L, ALL_RECENT)):
             if counts is counts_3L or not has_gap:
                 counts *= 0.5 ** (new_3L[1, 0] / recent)
                 counts += new_3L
@@ -114,10 +117,10 @@ class Ladder:
             return first, first
         seconds_N = [costs.estimate(rows, nodes) for nodes in self._nodes]
         counts_3RL = np.stack(counts_R3L, axis=1)
-        tokens_RN = gate.tokens_by_size(counts_3RL, self._rate_N, self._depths, np)
+        tokens_RN = tokens_by_size(counts_3RL, self._rate_N, self._depths, np)
         speed_N = tokens_RN.mean(axis=0) / np.array(seconds_N)
         last = self._chosen.get((kind, rows), self._nodes.index(first))
-        speed_N[last] *= gate.MARGIN
+        speed_N[last] *= MARGIN
         usable = [self._nodes.index(nodes) for nodes in sorted(ready)]
         best = max(usable, key=speed_N.__getitem__)
         self._chosen[kind, rows] = best

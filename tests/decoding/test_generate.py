@@ -177,8 +177,8 @@ def test_the_cache_grows_under_the_text():
     plain = Engine(llama, planted(CONFIG), Tree.none(), "sampled")
     variables = {"backbone": backbone, "heads": {}}
     # The reference has all slots from the start.
-    state, ladder = loop.begin(plain, variables, request)
-    assert ladder == [128, 256, 512]
+    state, cache_sizes = loop.begin(plain, variables, request)
+    assert cache_sizes == [128, 256, 512]
     state = loop.grow(plain, 512, state)
     _, progress = decode_loop(plain, variables, state, np.int32(loop.FOREVER))
     expected = texts_of(progress)
@@ -303,8 +303,8 @@ MORE = 1 + 3 * 3 + 3 + 4 + 4
         (128 - MORE + 1, 1, CpuKernels(), LOOKAHEAD, [256]),
     ],
 )
-def test_slot_ladder(longest, needed, kernels, drafter, expected):
+def test_successive_sizes(longest, needed, kernels, drafter, expected):
     tree = LOOKAHEAD.default_tree if drafter is LOOKAHEAD else CHAIN
     engine = Engine(SimpleNamespace(kernels=kernels, taps=()), drafter, tree)
     assert engine.n_rows == (MORE if drafter is LOOKAHEAD else 4)
-    assert loop.slot_ladder(engine, longest, needed) == expected
+    assert loop.successive_sizes(engine, longest, needed) == expected

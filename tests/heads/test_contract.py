@@ -348,7 +348,7 @@ def check_replay(engine, variables, request):
     if engine.acceptance == "sampled":
         keys = row_keys(jnp.array(request.seed, jnp.uint32), jnp.arange(3))
         noise = (keys, jnp.array(request.temperature))
-    backbone = Backbone(engine.llama, variables["backbone"])
+    backbone = engine.backbone(variables)
     ranks = jax.jit(recording_ranks.rank_tuples, static_argnums=(0, 6))(
         engine.drafter, variables["heads"], backbone, tokens, lengths, noise,
         engine.no_repeat_ngram_size,

@@ -140,9 +140,9 @@ def drafted(
     if example is None:
         progress = decoded(engine, variables, request)
     else:
-        state, ladder = loop.begin(engine, variables, request)
-        if len(ladder) > 1:  # this loop does not grow the cache
-            state = loop.grow(engine, ladder[-1], state)
+        state, cache_sizes = loop.begin(engine, variables, request)
+        if len(cache_sizes) > 1:  # this loop does not grow the cache
+            state = loop.grow(engine, cache_sizes[-1], state)
         progress = decode_traced(engine, variables, state, TreeArrays.of(tree))
     check_counts(progress)
     return progress
