@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import struct
 import sys
 import threading
@@ -27,7 +28,7 @@ from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import inform, timed
 from medusa_jax.devices.machine import processor
 from medusa_jax.errors import UserError
-from medusa_jax.whole_files import read_text, replacing, write_text
+from medusa_jax.whole_files import read_text, remove_abandoned, replacing, write_text
 
 # Gigabytes of files of a kind; those that were used least recently make room.
 LIMIT, GIGABYTES = "MEDUSA_JAX_CACHE_LIMIT", 20.0
@@ -171,13 +172,21 @@ def make_room(directory: Path, size: int) -> bool:
         raise UserError(f"{LIMIT} is a number of gigabytes: {error}") from None
     if size > min(most, shutil.disk_usage(directory).free / 2):
         return False
-    files = [
-        (p.stat().st_mtime, p.stat().st_size, p) for p in directory.iterdir() if p.is_file()
-    ]
-    files.sort()
+    remove_abandoned(f"{directory}/*")
+    files = kept_files(directory)
     while files and size > most - sum(bytes for _, bytes, _ in files):
         files.pop(0)[2].unlink(missing_ok=True)
     return True
+
+
+def kept_files(directory: Path) -> list[tuple[int, int, Path]]:
+    """Times of last use, sizes and paths of a cache's files, by time."""
+    files = []
+    for path in directory.iterdir():
+        with suppress(OSError):  # another process may remove it
+            if stat.S_ISREG((about := path.stat()).st_mode):
+                files.append((about.st_mtime_ns, about.st_size, path))
+    return sorted(files)
 
 
 def plain(x: Any, arrays: dict[int, Any] | None = None) -> Any:

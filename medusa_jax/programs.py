@@ -19,7 +19,7 @@ from jax.tree_util import PyTreeDef
 from medusa_jax.cache_directories import cache_directory
 from medusa_jax.console import timed
 from medusa_jax.devices.platforms import Program, platform
-from medusa_jax.mapped import UNREADABLE, cached, plain, read, rebuilt, write
+from medusa_jax.mapped import UNREADABLE, cached, kept_files, plain, read, rebuilt, write
 
 R = TypeVar("R")
 Run = Callable[[list[Any]], Any]
@@ -66,6 +66,7 @@ def run_kept(program: Program[R], args: tuple[Any, ...]) -> R | None:
     if run is UNSEEN:
         run = executables[call.key] = executable(program, args, call)
     elif isinstance(run, Future):
+        del executables[call.key]  # after a failure the next call compiles again
         run = executables[call.key] = run.result()
     return run and run(call.leaves)
 
@@ -200,7 +201,6 @@ def read_program(path: Path) -> tuple[Any, str, list[int]]:
 def read_ahead() -> None:
     """Begin to read the programs of the last start, in the order in which it ran them."""
     if Program.run_kept:
-        files = [p for p in Path(cache_directory("programs")).iterdir() if p.is_file()]
-        last = sorted(files, key=lambda path: path.stat().st_mtime_ns)[-LAST:]
+        last = [path for *_, path in kept_files(Path(cache_directory("programs")))[-LAST:]]
         pool = ThreadPoolExecutor(1)
         ahead.update({path: pool.submit(read_program, path).result for path in last})

@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # `--help` and bad flags need no NumPy
 Json = dict[str, Any]
 # Digits that may be an integer beyond all floats.
 LONG = re.compile("[0-9]{309}")
+# Most characters of a file's name that its temporary directory's has.
+LONGEST = 200
 
 
 @contextmanager
@@ -65,21 +67,31 @@ def replacing(path: str | Path) -> Iterator[str]:
 def _private_folder(target: str) -> Iterator[str]:
     """A new directory next to a path, removed at the end. It is locked while its process lives."""
     parent, name = os.path.split(target)
-    for left in glob.glob(f"{glob.escape(target)}.*.new"):
-        with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
-            own = os.fstat(file).st_uid == os.getuid()
-            # One that is empty may be about to be locked.
-            if own and os.listdir(left) == [name]:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+    remove_abandoned(glob.escape(target))
     os.makedirs(parent, exist_ok=True)
-    folder = tempfile.mkdtemp(".new", f"{name[:200]}.", parent)
+    folder = tempfile.mkdtemp(".new", f"{name[:LONGEST]}.", parent)
     try:
         with _opened(folder, os.O_DIRECTORY) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_abandoned(target: str) -> None:
+    """Remove what killed processes have left of files that they wrote with `replacing`.
+
+    Args:
+      target: the paths of the files, as a pattern of `glob`.
+    """
+    for left in glob.glob(f"{target}.*.new"):
+        with suppress(OSError), _opened(left, os.O_DIRECTORY | os.O_NOFOLLOW) as file:
+            own = os.fstat(file).st_uid == os.getuid()
+            inside = [name[:LONGEST] for name in os.listdir(left)]
+            # One that is empty may be about to be locked.
+            if own and inside == [os.path.basename(left).rsplit(".", 2)[0]]:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _rename(new: str, target: str) -> None:

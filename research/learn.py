@@ -63,7 +63,7 @@ def learn(model: Model, texts: Sequence[Text], points: Sequence[int]) -> Iterato
             while next(work):  # until nothing is to be done
                 pass
             if n in points:
-                yield learner.rule.learnt()
+                yield learner.adapter.adapted_heads()
 
 
 def replayed(model: Model, heads: Params, texts: Sequence[Text], tree: Tree) -> np.ndarray:

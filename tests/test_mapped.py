@@ -159,7 +159,11 @@ def test_a_kill_and_two_processes_at_once(tmp_path, folder):
         return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
     start("killed").wait()
-    assert [file.suffix for file in folder.iterdir()] == [".new"]
+    [left] = folder.iterdir()
+    assert left.suffix == ".new"
+    again = folder / "another.abcdefgh.new"  # of a model that is not used any more
+    again.mkdir()
+    (again / "another").write_bytes(b"half")
     both = [start("whole") for _ in range(2)]
     assert [one.communicate()[0] for one in both] == ["4851\n"] * 2
     [file] = folder.iterdir()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from medusa_jax import programs
 from medusa_jax.decoding.generate import keys_of_rows
 from medusa_jax.devices.platforms import Program, program
 from medusa_jax.programs import run_kept
@@ -70,6 +71,18 @@ def test_a_kept_program_in_another_ones_trace(folder):
         np.uint32(3),
     )
     np.testing.assert_array_equal(other(1.0), 1 + out[0]["x"])
+    finish()
+
+
+def test_a_failed_compilation_is_tried_again(folder, monkeypatch):
+    kept, compile_new = make([]), programs.compile_new
+    monkeypatch.setattr(Program, "prepare_kept", programs.prepare_kept)
+    monkeypatch.setattr(programs, "compile_new", lambda lowered: 1 / 0)
+    assert kept.prepare(2, *arguments())
+    with pytest.raises(ZeroDivisionError):
+        kept(2, *arguments())
+    monkeypatch.setattr(programs, "compile_new", compile_new)
+    assert kept(2, *arguments())[0]["x"].tolist() == [0, 2, 4, 6]
     finish()
 
 

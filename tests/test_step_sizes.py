@@ -11,7 +11,7 @@ from tiny import write_model
 
 import medusa_jax
 from medusa_jax import Options, Tree, UserError
-from medusa_jax.api import tree_choice
+from medusa_jax.api import dialogue, tree_choice
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.api.tree_choice import sizes_of, tokens_of
 from medusa_jax.decoding import step_costs
@@ -247,3 +247,16 @@ def test_a_conversation_goes_on_after_plain_steps(directory, free, costs):
         previous = len(prompt)
         prompt = [*prompt, *result.token_ids, *model.encode(new)[1:]]
     assert talk.reused > previous - 4
+
+
+def test_a_conversation_with_penalties_outgrows_its_cache(directory, monkeypatch):
+    for name in ("LEAST_SLOTS", "SMALL", "LARGE"):
+        monkeypatch.setattr(dialogue, name, 64)
+    model = load(directory, "draft_model:{directory}")
+    talk, prompt = Dialogue(model), model.encode(PROMPTS[0])
+    options = dataclasses.replace(OPTIONS, max_new_tokens=3, repetition_penalty=1.3)
+    for n in (30, 90):
+        prompt = (prompt * n)[:n]
+        *_, (_, [result]) = talk.stream(prompt, options)
+        assert result.token_ids == model.generate([prompt], options)[0].token_ids
+    assert talk.reused

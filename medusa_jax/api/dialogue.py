@@ -60,7 +60,9 @@ class Dialogue:
         row = self.state if self._row_key == (engine, sizes) else None
         # Drafters pair a position with the token after it, so the last shared token is read again.
         at = self.reused = max(0, self._n_shared(row, prompt) - 1)
-        row = row and row.replace(gate=None, host_1=None)
+        if row:  # without what an idle row lacks and `begin_row` replaces
+            sampling = row.sampling.replace(penalties=None, first_BW=None)
+            row = row.replace(gate=None, host_1=None, sampling=sampling)
         if row is None or not at:
             row = rows.idle(reader, sizes, 1, slots)
         elif row.cache.slots < slots:

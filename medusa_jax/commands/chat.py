@@ -228,7 +228,7 @@ class Chat:
                 sys.stdout.flush()
                 if results:
                     note = self._note(results[0], shown)
-                    if self.learner:
+                    if self.learner and results[0].finish_reason != "error":
                         self.learner.add(prompt, results[0].token_ids)
         except UserError:
             self.messages = history

@@ -138,7 +138,7 @@ def load(flags: Flags, n_requests: int) -> Model:
         tree=flags.tree,
         tokenizer=flags.tokenizer,
         batch=min(flags.batch_size, n_requests),
-        all_heads=False,
+        all_heads=flags.learn is not None,
     )
 
 

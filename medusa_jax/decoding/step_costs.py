@@ -9,6 +9,7 @@ time sizes anew.
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from medusa_jax.tree.tree import Tree
 
 # Chunks that a time is computed from: their lower quartile, since other work only adds time.
 TIMED = 16
-# Trials of a size lose at most this share of the time. They are at least PAUSE seconds apart, after the first SOON chunks.
+# Timing a size loses at most this share of the time, at most once in PAUSE seconds after its first SOON chunks.
 OVERHEAD, PAUSE, SOON = 0.004, 1.0, 4
 # Steps of a stream's chunk that times a size, its share that this loses, and seconds from which the host has waited.
 FEW, LOST, WAITED = 8, 0.25, 1e-4
@@ -53,11 +54,12 @@ class StepCosts:
         self.elapsed, self._used = 0.0, dict[tuple[int, int], float]()
         self._note, self._noted = note, -np.inf
         self._before: dict[tuple[int, int], float] = {}
-        for B, M, seconds, unused in note.read().get("sizes", ()) if note else ():
-            self._before[B, M], self._used[B, M] = seconds, -unused
+        with suppress(TypeError, ValueError):  # a note of another version
+            for B, M, seconds, unused in note.read().get("sizes", ()) if note else ():
+                self._before[B, M], self._used[B, M] = float(seconds), -float(unused)
 
     def keep(self) -> None:
-        """Write the note, if it is not newer than `NOTED`."""
+        """Write the note, unless that was done within the last `NOTED` seconds of chunks."""
         if self._note and self.elapsed > self._noted + NOTED:
             self._noted = self.elapsed
             sizes = [
@@ -175,5 +177,5 @@ class ChunkClock:
             self.costs.elapsed += float(np.nan_to_num(seconds))
         self._ended, self._steps_N = ended, steps_N
         if not self._timed.popleft():
-            choice = {name: getattr(progress.gate, name) for name in ("index_1", "rest_1")}
-            self._choice = {name: np.asarray(x) for name, x in choice.items()}
+            names = "index_1", "rest_1", "lost_1"
+            self._choice = {n: np.asarray(getattr(progress.gate, n)) for n in names}

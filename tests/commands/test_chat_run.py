@@ -1,6 +1,7 @@
 """`decode.py --chat` at the terminal: history, Ctrl-C, Ctrl-D, a context that fills up."""
 
 import builtins
+import dataclasses
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ import pytest
 from live import compilations
 from tiny import CONTEXT
 
-from medusa_jax.api import Options, load
+from medusa_jax.api import Options, load, text_stream
 from medusa_jax.api.dialogue import Dialogue
 from medusa_jax.commands.chat import COMMANDS, Chat
 from medusa_jax.commands.decode import main
@@ -106,6 +107,13 @@ def test_heads_learn_while_the_user_types(talk, tmp_path, monkeypatch, capsys):
     status = talk("in", "the hat", flags=flags)[0]
     assert status == 0 and [len(answer) for _, answer in learned] == [6, 6]
     assert len(learned[1][0]) > len(learned[0][0])
+    ended = text_stream.results_of
+
+    def broken(*given):
+        return [dataclasses.replace(r, finish_reason="error") for r in ended(*given)]
+
+    monkeypatch.setattr(text_stream, "results_of", broken)
+    assert talk("in", flags=flags)[0] == 0 and len(learned) == 2
     assert main(["--prompt", "a", *flags]) == 2
     assert "--learn is for conversations" in capsys.readouterr().err
 

@@ -52,6 +52,15 @@ def test_a_later_process_goes_on_with_the_times(monkeypatch, tmp_path):
     np.testing.assert_allclose(StepCosts(note).ratios(1, NODES), [1, 1, 5], rtol=0.01)
 
 
+@pytest.mark.parametrize("sizes", [[[1, 4, 0.1]], [[1, 4, "x", 2]], 3])
+def test_a_note_of_another_version_is_ignored(sizes):
+    class Note:
+        def read(self):
+            return {"sizes": sizes}
+
+    assert StepCosts(Note()).ratios(1, NODES).tolist() == [1, 1, 1]
+
+
 class Device:
     """Runs a stream's chunks: the gate's size, or, in a free chunk, the numbers of steps that a test gives."""
 

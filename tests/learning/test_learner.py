@@ -1,6 +1,7 @@
 """Heads learn from answers in idle time; no text depends on it."""
 
 import itertools
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from medusa_jax.config import HeadsConfig
 from medusa_jax.errors import UserError
 from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.names import DRAFTERS
-from medusa_jax.learning import kept, rule
+from medusa_jax.learning import adapter, adapter_file
 from medusa_jax.learning.learner import Learner
 from medusa_jax.learning.windows import ranks_in, windows_of
 from medusa_jax.serving import Request, Server
@@ -49,7 +50,7 @@ def load(made, name="medusa"):
 
 
 def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(rule, "RATE", 0.03)
+    monkeypatch.setattr(adapter, "RATE", 0.03)
     model = load(made)
     learner = Learner(model, str(tmp_path))
     before = [model.generate(PROMPTS, options) for options in (GREEDY, SAMPLED)]
@@ -57,7 +58,7 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
         learner.add(model.encode(prompt), result.token_ids)
     assert all(itertools.takewhile(bool, learner.work()))
     facts = learner.facts
-    assert (facts["answers"], facts["steps"]) == (30, 27 * rule.STEPS)
+    assert (facts["answers"], facts["steps"]) == (30, 27 * adapter.STEPS)
     assert facts["after"] > 1.2 * facts["before"] > 1 and model.learned
     with compilations() as compiled:
         after = [model.generate(PROMPTS, options) for options in (GREEDY, SAMPLED)]
@@ -68,26 +69,64 @@ def test_drafts_get_better_and_texts_stay(made, tmp_path, monkeypatch):
     # Rules whose text would depend on it have the loaded heads.
     assert model.variables_by("typical")["heads"] is model.variables["heads"]
 
+    learner.close()
     later = Learner(load(made), str(tmp_path))
     assert later._model.learned and later.facts == facts
-    jax.tree.map(np.testing.assert_array_equal, later.rule.addition, learner.rule.addition)
-    # An addition that does harm, as it would to heads that guess as well already, is not used; nor at later starts.
+    later.close()
+    jax.tree.map(
+        np.testing.assert_array_equal, later.adapter.factors, learner.adapter.factors
+    )
+    # An adapter that does harm, as it would to heads that guess as well already, is not used; nor at later starts.
     held = [
         (window, ranks_in(model, model.learned["heads"], window))
         for window, _ in learner._held
     ]
     learner._held.extend(held)
-    learner.rule.begin(jax.tree.map(np.zeros_like, learner.rule.addition))
-    assert all(learner._test()) and facts["after"] < facts["before"]
+    learner.adapter.begin(jax.tree.map(np.zeros_like, learner.adapter.factors))
+    assert all(learner._test()) and 1 < facts["after"] < facts["before"]
     assert not model.learned and not Learner(load(made), str(tmp_path))._model.learned
+
+
+def test_broken_gradients_and_heads(made, tmp_path, monkeypatch):
+    """A step without a finite gradient is none; heads whose scores are no numbers are not used."""
+    learner = Learner(load(made), str(tmp_path))
+    trained = learner.adapter
+    for prompt in PROMPTS[:10]:
+        learner.add([*prompt.encode()], list(range(3, 30)) * 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            trained,
+            "_gradient",
+            lambda *_: jax.tree.map(lambda x: x * np.nan, trained.factors),
+        )
+        assert all(itertools.takewhile(bool, learner.work()))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(trained.factors))
+    trained.begin(jax.tree.map(lambda x: x * np.nan, trained.factors))
+    assert (
+        all(learner._test()) and learner.facts["after"] == 1 and not learner._model.learned
+    )
+
+
+def test_sessions_too_short_for_a_test_go_on(made, tmp_path):
+    for answers, length in ((6, 60), (12, 60), (15, 3)):
+        learner = Learner(load(made), str(tmp_path))
+        steps = learner.facts["steps"]
+        while learner.facts["answers"] < answers:
+            learner.add([3, 4], range(3, 3 + length))
+        assert all(itertools.takewhile(bool, learner.work()))
+        learner.start(lambda: True)
+        assert learner.close()
+        taught = learner.facts["steps"] - steps
+        # The tenth is held out; an answer too short for a window teaches nothing.
+        assert taught == {6: 12, 12: 10, 15: 0}[answers]
 
 
 @pytest.mark.parametrize("name", thinned(sorted(DRAFTERS), "hydra"))
 def test_every_kind_of_heads_learns(made, name):
     """Nothing is added at first, then to every kernel what lowers the loss."""
     model = load(made, name)
-    learning, loaded = rule.Rule(model), model.variables["heads"]
-    jax.tree.map(np.testing.assert_array_equal, learning.learnt(), loaded)
+    learning, loaded = adapter.Adapter(model), model.variables["heads"]
+    jax.tree.map(np.testing.assert_array_equal, learning.adapted_heads(), loaded)
     found = [(len(ids), ids[0], n_prompt) for ids, n_prompt in learning.rehearsal]
     assert found == [(34, 3, 4), (20, 13, 5)]
     reading = windows_of(model, Text([*range(3, 30)] * 12, 3))
@@ -97,24 +136,34 @@ def test_every_kind_of_heads_learns(made, name):
     window = read.value.value[0]
     assert [w.counted_1W.sum() for w in read.value.value] == [125, 80, 80, 80]
     losses = []
-    for _ in range(4 * rule.WINDOWS):
+    for _ in range(4 * adapter.WINDOWS):
         learning.add(window)
-        if len(losses) % rule.WINDOWS == rule.WINDOWS - 1:
+        if len(losses) % adapter.WINDOWS == adapter.WINDOWS - 1:
             learning.step()
-        parts = learning.addition, learning.heads, learning._frozen, window
+        parts = learning.factors, learning.heads, learning._frozen, window
         losses.append(float(learning._mean(*parts)))
-    assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.addition)))
+    assert losses[-1] < losses[0] and all(map(np.any, jax.tree.leaves(learning.factors)))
 
 
 def test_what_is_refused(made, tmp_path):
     learner = Learner(load(made), str(tmp_path))
-    with pytest.raises(UserError, match="could not be written"):
+    with pytest.raises(UserError, match="in use by another process"):
+        Learner(load(made), str(tmp_path))
+    learner.close()
+    with pytest.raises(UserError, match="cannot be written"):
         Learner(load(made), str(learner._file / "below"))
     with pytest.raises(UserError, match="belongs to other heads"):
         Learner(load(made, "hydra"), str(tmp_path))
     learner._file.write_bytes(learner._file.read_bytes()[:-4])
     with pytest.raises(UserError, match="cannot be read"):
         Learner(load(made), str(tmp_path))
+    for damage in (b"PK", (made[0] / "rehearsal.npz").read_bytes()[:-9]):
+        (tmp_path / "rehearsal.npz").write_bytes(damage)
+        with pytest.raises(UserError, match=r"rehearsal\.npz cannot be read"):
+            adapter.read_rehearsal(str(tmp_path / "heads"), 99)
+    shutil.copy(made[0] / "rehearsal.npz", tmp_path)
+    with pytest.raises(UserError, match="another tokenizer"):
+        adapter.read_rehearsal(str(tmp_path / "heads"), 20)
     lookup = medusa_jax.load(str(made[0]), "prompt_lookup")
     with pytest.raises(UserError, match="trained draft heads on one device"):
         Learner(lookup, str(tmp_path / "new"))
@@ -124,7 +173,7 @@ KILLED = """
 import os, sys
 from pathlib import Path
 import numpy as np
-from medusa_jax.learning.kept import save
+from medusa_jax.learning.adapter_file import save
 replace = os.replace
 for n in range(2):
     save(Path(sys.argv[1]), {"a": np.full(3, n, np.float32)}, {"a": n}, np.arange(4))
@@ -133,11 +182,11 @@ for n in range(2):
 
 
 def test_a_kill_while_saving_leaves_what_was_there(tmp_path):
-    file = tmp_path / "learned" / "addition.safetensors"
+    file = tmp_path / "learned" / "adapter.safetensors"
     done = subprocess.run([sys.executable, "-c", KILLED, str(file)])
     assert done.returncode == -9
-    addition, _ = kept.read(file, {"a": np.ones(3)}, np.arange(4))
-    assert addition["a"].tolist() == [0, 0, 0]
+    factors, _ = adapter_file.read(file, {"a": np.ones(3)}, np.arange(4))
+    assert factors["a"].tolist() == [0, 0, 0]
 
 
 def test_a_request_never_waits_for_more_than_a_unit(made, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from files import write_lines
 from tiny import PRINTABLE, TEMPLATE, set_template, write_model
 
 import medusa_jax
-from medusa_jax.learning import rule
+from medusa_jax.learning import adapter
 from research import learn
 from research.learn_prompts import questions
 
@@ -24,7 +24,7 @@ def test_prompts_differ_and_have_no_gaps(shift):
 def test_heads_learn_the_models_answers(tmp_path, monkeypatch, capsys):
     for name, value in {"HELD_OUT": 2, "CHATS": 1, "MOST_PROMPT": 96, "NEW": 16}.items():
         monkeypatch.setattr(learn, name, value)
-    monkeypatch.setattr(rule, "RATE", 0.03)
+    monkeypatch.setattr(adapter, "RATE", 0.03)
     model, heads, ask = (
         tmp_path / "model",
         tmp_path / "model" / "heads",

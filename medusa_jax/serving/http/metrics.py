@@ -14,9 +14,9 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.
 # Metrics of `Learner.facts`.
 FACTS = {
     "answers": "answers that heads have learned from or were tested on",
-    "steps": "training steps of the addition",
+    "steps": "training steps of the adapter",
     "before": "mean accepted length of held-out answers with the loaded heads",
-    "after": "mean accepted length of held-out answers with the addition",
+    "after": "mean accepted length of held-out answers with the adapter",
 }
 
 
@@ -62,7 +62,7 @@ class Metrics:
                 show(
                     f"medusa_learning_{name}", doc, partial(learner.facts.__getitem__, name)
                 )
-            in_use = "medusa_learning_in_use", "1 if drafts use the addition"
+            in_use = "medusa_learning_in_use", "1 if drafts use the adapter"
             show(*in_use, lambda: bool(server.model.learned))
 
     def ended(self, ending: Ending) -> None:

@@ -1,4 +1,4 @@
-"""What was learned, in a file: an addition to some heads, never text."""
+"""Save and load an adapter; its file never contains text."""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,21 +21,19 @@ def mark_of(fingerprint: str, heads: Params) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(b"".join(parts)).digest(), np.int64)
 
 
-def save(
-    file: Path, addition: Params, facts: Mapping[str, float], mark: np.ndarray
-) -> None:
-    """Write an addition to the heads with this mark, and facts about it; a kill leaves the older file.
+def save(file: Path, factors: Params, facts: Mapping[str, float], mark: np.ndarray) -> None:
+    """Write an adapter of the heads with this mark, and facts about it; a kill leaves the older file.
 
     Raises:
       UserError: it cannot be written.
     """
     rest = {name: np.float64(value) for name, value in facts.items()}
-    flat = flatten_dict(addition | {"facts": rest, "mark": mark}, sep="/")
+    flat = flatten_dict(factors | {"facts": rest, "mark": mark}, sep="/")
     save_safetensors(str(file), {n: np.asarray(x) for n, x in flat.items()}, {})
 
 
 def read(file: Path, like: Params, mark: np.ndarray) -> tuple[Params, dict[str, float]]:
-    """Read an addition with the shapes of `like`, and the facts.
+    """Read an adapter with the shapes of `like`, and the facts.
 
     Raises:
       UserError: it cannot be read, or belongs to other heads.

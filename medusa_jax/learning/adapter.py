@@ -1,6 +1,7 @@
-"""The rule by which heads learn: a low-rank addition to every kernel, a few windows of text a step."""
+"""A low-rank adapter of every kernel of the draft heads, trained on a few windows of text a step."""
 
 from pathlib import Path
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from medusa_jax.api import Model
 from medusa_jax.arch import LlamaConfig
 from medusa_jax.config import LoraConfig, TrainConfig
+from medusa_jax.errors import UserError, first_line
 from medusa_jax.evaluate.text_ranks import Text
 from medusa_jax.heads.optional import SupportsLevels, has_confidence
 from medusa_jax.heads.vocabulary import GROUP
@@ -20,11 +22,11 @@ from medusa_jax.model.convert import decoding_config, place_head
 from medusa_jax.sharding import Params
 from medusa_jax.training.functions import HeadFunctions
 
-# Rank of the addition; learning rate of Adam, and steps to reach it.
+# Its rank; learning rate of Adam, and steps to reach it.
 RANK, RATE, WARM_UP = 8, 1e-3, 10
 # Steps after each answer; a step's windows of answers, and as many of rehearsed texts, of which each step reads a few more.
 STEPS, WINDOWS, REHEARSED = 2, 4, 2
-# Most that a step leaves of the running mean of the additions: the mean forgets less than the newest one.
+# Largest decay of the adapter's running mean, which forgets less than the newest adapter.
 MEAN = 0.98
 # Learned positions whose logits exist at a time.
 CHUNK = 32
@@ -34,23 +36,24 @@ LEVELS = 2
 TERMS = ("label_weight", "teacher_weight", "feature_weight", "lambda_decay")
 
 
-class Rule:
-    """The addition to a model's heads, and its steps.
+class Adapter:
+    """The adapter of a model's heads, and its steps.
 
     Attributes:
       heads: the heads without it, in float32.
-      addition: low-rank factors for every kernel, at first of zeros: the running mean of the trained ones.
+      factors: low-rank factors for every kernel, whose products are at first 0: the running mean of the trained ones.
       rehearsal: texts like those that the heads were trained on, so that these are not forgotten; [] without any.
     """
 
     def __init__(self, model: Model) -> None:
         assert model.read_plain is not None
         heads, lm_head, files = model.read_plain()
-        self.rehearsal = read_rehearsal(files.directory)
+        self.rehearsal = read_rehearsal(files.directory, model.config.vocab_size)
         recipe = files.meta.get("recipe", {}).get("config", {}).get("train", {})
         terms = {name: recipe[name] for name in TERMS if name in recipe}
         terms["confidence_weight"] = float(has_confidence(model.drafter))
-        terms["levels"] = LEVELS if isinstance(model.drafter, SupportsLevels) else 1
+        has_levels = isinstance(model.drafter, SupportsLevels)
+        terms["levels"] = min(LEVELS, model.drafter.n_heads) if has_levels else 1
         train = TrainConfig(dtype="float32", loss_chunk=CHUNK, **terms)
         arch = decoding_config(model.config)
         self._loss = HeadFunctions(model.drafter.heads, arch, train).loss
@@ -71,11 +74,11 @@ class Rule:
         sizes = {name.removesuffix("/kernel"): shape for name, shape in kernels.items()}
         self.begin(lora.init_factors(sizes, jax.random.key(0), RANK))
 
-    def begin(self, addition: Params) -> None:
-        """Go on from this addition."""
-        self.addition = self._trained = addition
-        self._state, self._steps = self._adam.init(addition), 0
-        self._total = jax.tree.map(jnp.zeros_like, addition)
+    def begin(self, factors: Params, steps: int = 0) -> None:
+        """Go on from these factors, the mean after this many steps."""
+        self.factors = self._trained = factors
+        self._state, self._steps = self._adam.init(factors), steps
+        self._total = jax.tree.map(jnp.zeros_like, factors)
 
     def add(self, window: Window) -> None:
         """Accumulate the gradient of a window for the next step."""
@@ -83,50 +86,68 @@ class Rule:
         self._total = jax.block_until_ready(jax.tree.map(jnp.add, self._total, gradient))
 
     def step(self) -> None:
-        """Take the step."""
+        """Take the step, unless its gradient is not finite: nothing would be afterwards."""
+        if not jnp.isfinite(optax.tree.norm(self._total)):
+            self._total = jax.tree.map(jnp.zeros_like, self._total)
+            return
         updates, self._state = self._update(self._total, self._state)
         self._trained = optax.apply_updates(self._trained, updates)
         self._steps += 1
         share = max(1 - MEAN, 10 / (self._steps + 10))
-        self.addition = optax.incremental_update(self._trained, self.addition, share)
+        self.factors = optax.incremental_update(self._trained, self.factors, share)
         self._total = jax.tree.map(jnp.zeros_like, self._total)
 
-    def learnt(self) -> Params:
-        """The heads with the addition, in the form of `Model.variables`."""
+    def adapted_heads(self) -> Params:
+        """The heads with the adapter, in the form of `Model.variables`."""
         model, loaded = self._model, self._model.variables["heads"]
-        params = self._merged(self.addition, self.heads)
+        params = self._merged(self.factors, self.heads)
         params = jax.tree.map(lambda x: x.astype(model.dtype), params)
         stored = place_head(params, model.storage.of_drafts, model.llama.kernels)
         return stored | {name: loaded[name] for name in loaded if name == GROUP}
 
     def _mean(
-        self, addition: Params, heads: Params, frozen: Params, window: Window
+        self, factors: Params, heads: Params, frozen: Params, window: Window
     ) -> jax.Array:
         """The share of a window in the loss of a step."""
         hidden_1WE, *rows = window
-        heads = merged(addition, heads)
+        heads = merged(factors, heads)
         return self._loss(heads, frozen, hidden_1WE.astype(jnp.float32), *rows) / (
             2 * WINDOWS
         )
 
 
-def read_rehearsal(directory: str) -> list[Text]:
-    """The first answers of the texts that come with these heads."""
+def read_rehearsal(directory: str, vocab_size: int) -> list[Text]:
+    """The first answers of the texts that come with these heads.
+
+    Raises:
+      UserError: they cannot be read.
+    """
     file = Path(directory).parent / "rehearsal.npz"
     if not file.exists():
         return []
-    with np.load(file, allow_pickle=False) as arrays:
-        ends = np.cumsum(arrays["lengths"], dtype=int)[:-1]
-        parts = (np.split(arrays[name], ends) for name in ("tokens", "counted"))
-        texts = []
-        for tokens, counted in zip(*parts):
-            start = int(counted.argmax())
-            n = int(np.append(~counted[start:], True).argmax())
-            texts.append(Text(tokens[: start + n].tolist(), start))
-    return texts
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            ends = np.cumsum(arrays["lengths"], dtype=int)[:-1]
+            tokens, counted = (np.split(arrays[n], ends) for n in ("tokens", "counted"))
+            outside = int(arrays["tokens"].max()) >= vocab_size
+        if outside:
+            raise ValueError("its texts are of another tokenizer")
+        return [first_answer(*text) for text in zip(tokens, counted)]
+    except (OSError, ValueError, LookupError, EOFError, BadZipFile) as error:
+        raise UserError(f"{file} cannot be read: {first_line(error)}") from error
 
 
-def merged(addition: Params, heads: Params) -> Params:
-    """The heads with the addition."""
+def first_answer(tokens: np.ndarray, counted: np.ndarray) -> Text:
+    """A text up to the end of its first counted run.
+
+    Example: tokens 5 6 7 8 9, counted 0 1 1 0 1: [5, 6, 7] with a prompt of one token.
+    """
+    start = int(counted.argmax())
+    n = int(np.append(~counted[start:], True).argmax())
+    return Text(tokens[: start + n].tolist(), start)
+
+
+def merged(factors: Params, heads: Params) -> Params:
+    """The heads with the adapter."""
     untied = LlamaConfig(tie_embeddings=False)
-    return lora.merge(untied, heads, addition, LoraConfig(RANK))[1]
+    return lora.merge(untied, heads, factors, LoraConfig(RANK))[1]
