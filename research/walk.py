@@ -139,7 +139,7 @@ is the {score}. A draft's score is the one after its parent.
 
 ## Accept
 
-The longest path on which every draft is its parent's target token is {path}: {accepted}
+The longest path on which every draft is its parent's target token is nodes {", ".join(map(str, path))}: {accepted}
 {"draft" if accepted == 1 else "drafts"}. The target token of its last node is the bonus token, {show(step["root"][1])}.{step_picture}
 
 ## Commit

@@ -145,7 +145,7 @@ def load(
         kernels=form.kernels,
         tree=choice.tree,
         calibrated=choice.calibrated,
-        ladder=choice.ladder,
+        trees_by_rows=choice.by_rows,
         chooses=choice.chooses,
         mark=choice.mark,
         eos_ids=files.eos_ids if eos_ids is None else eos_ids,

@@ -44,7 +44,7 @@ class LoadedModel:
         `model/convert.py` makes them.
       tokenizer: text to ids and back.
       tree: the default draft tree, for the `batch` given to `load`.
-      ladder: default trees by number of rows, as far as known; {}: `tree` for all.
+      trees_by_rows: default trees by number of rows, as far as known; {}: `tree` for all.
       mark: all that decides the time of a step, except the tree (`tree_choice.step_mark`).
       chooses: by default, steps choose among sizes of the tree, where the text cannot depend on it.
       eos_ids: tokens that end a text, unless a request names others.
@@ -72,7 +72,7 @@ class LoadedModel:
         kernels: Kernels | None = None,
         tree: str | Tree | None = None,
         calibrated: Json | None = None,
-        ladder: Mapping[int, Tree] | None = None,
+        trees_by_rows: Mapping[int, Tree] | None = None,
         chooses: bool = False,
         mark: str = "",
         eos_ids: Sequence[int] | None = None,
@@ -88,7 +88,11 @@ class LoadedModel:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.variables = variables
-        self.calibrated, self.ladder, self.chooses = calibrated, ladder or {}, chooses
+        self.calibrated, self.trees_by_rows, self.chooses = (
+            calibrated,
+            trees_by_rows or {},
+            chooses,
+        )
         self.mark = mark
         ends = tokenizer.eos_ids if eos_ids is None else eos_ids
         # Elsewhere -1 matches every token.
@@ -171,7 +175,7 @@ class LoadedModel:
 
     def tree_at(self, rows: int) -> Tree:
         """The default tree for this number of rows."""
-        return tree_at(self.ladder, rows) if self.ladder else self.tree
+        return tree_at(self.trees_by_rows, rows) if self.trees_by_rows else self.tree
 
     def parse_tree(self, spec: str | Tree | None) -> Tree:
         """The tree a `--tree` value names, checked against the loaded heads."""

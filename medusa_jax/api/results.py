@@ -75,7 +75,7 @@ class Options:
         negative ones; 1 changes nothing, None: the model's.
       logit_bias: numbers to add to the logits of some tokens, by token id; {15: -100} bars token 15.
       constraint: restricts the text, one of {"json_schema": schema}, {"json_object": True},
-        {"regex": text}, {"choice": texts} and {"grammar": Lark}; needs llguidance.
+        {"regex": text}, {"choice": texts} and {"grammar": Lark or GBNF}; needs llguidance.
       epsilon: hard threshold of typical acceptance (Medusa 2.3.1); other rules ignore it.
       delta: entropy threshold of typical acceptance.
     """

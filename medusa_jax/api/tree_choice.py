@@ -17,11 +17,11 @@ from medusa_jax.model.kernels import Kernels
 from medusa_jax.model.stored import Storage
 from medusa_jax.tree.files import (
     auto_tree,
-    file_ladder,
     load_tree_file,
     order_of,
     parse_tree,
     tree_at,
+    trees_by_rows,
 )
 from medusa_jax.tree.tree import Order, Tree
 from medusa_jax.whole_files import Json
@@ -39,7 +39,7 @@ class TreeChoice:
     Attributes:
       tree: the tree, or its name as for `--tree`.
       calibrated: content of the tree file next to the heads.
-      ladder: for "auto" and "bundled", the tree file's trees by number of rows.
+      by_rows: for "auto" and "bundled", the tree file's trees by number of rows.
       chooses: each step takes one of the sizes of its tree (`sizes_of`).
       levels: maximum number of heads that decoding uses.
       mark: as for `of`.
@@ -47,7 +47,7 @@ class TreeChoice:
 
     tree: str | Tree
     calibrated: Json | None = None
-    ladder: Mapping[int, Tree] = field(default_factory=dict)
+    by_rows: Mapping[int, Tree] = field(default_factory=dict)
     chooses: bool = False
     levels: int | None = None
     mark: str = ""
@@ -76,23 +76,23 @@ class TreeChoice:
         file, platform = Path(directory or "?") / "tree.json", jax.default_backend()
         calibrated = load_tree_file(file) if directory and file.exists() else None
         chooses = spec == "auto" and steps_choose()
-        ladder = dict[int, Tree]()
+        by_rows = dict[int, Tree]()
         if calibrated and spec in ("auto", "bundled"):
-            ladder = file_ladder(calibrated, platform)
+            by_rows = trees_by_rows(calibrated, platform)
         if calibrated and chooses:
-            ladder = ladder or {batch: auto_tree(calibrated, platform)}
+            by_rows = by_rows or {batch: auto_tree(calibrated, platform)}
             if is_narrow(storage) and calibrated.get("mark") != mark:
-                ladder = {n: small_tree(t, calibrated) for n, t in ladder.items()}
+                by_rows = {n: small_tree(t, calibrated) for n, t in by_rows.items()}
         tree: str | Tree = spec
-        if ladder:
-            tree = tree_at(ladder, batch)
+        if by_rows:
+            tree = tree_at(by_rows, batch)
         elif calibrated is None and spec == "auto":
             tree = drafter.default_tree
         if isinstance(tree, str):
             tree = parse_tree(tree, calibrated, platform)
         drafter.check_tree(tree)
-        levels = max(1, *(t.drafted.depth for t in (tree, *ladder.values())))
-        return cls(tree, calibrated, ladder, chooses, levels, mark)
+        levels = max(1, *(t.drafted.depth for t in (tree, *by_rows.values())))
+        return cls(tree, calibrated, by_rows, chooses, levels, mark)
 
 
 def step_mark(

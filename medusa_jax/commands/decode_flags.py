@@ -97,7 +97,7 @@ class SamplingFlags(GenerationFlags):
         metavar="ID=BIAS,...",
     )
     constraint: str = flag(
-        "json_schema:FILE, json_object, regex:TEXT, choice:A|B or grammar:FILE (Lark) that the text must "
+        "json_schema:FILE, json_object, regex:TEXT, choice:A|B or grammar:FILE (Lark or GBNF) that the text must "
         "match (needs llguidance)",
         "",
         metavar="KIND:VALUE",

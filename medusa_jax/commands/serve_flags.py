@@ -18,7 +18,7 @@ class Flags(LearnFlags, ModelFlags):
 
     tokenizer: str | None = flag("directory or hub id, if not next to the model", None)
     tree: str = flag(
-        "as for decode, but auto is one tree for each number of rows, the tree file's",
+        "as for decode; auto chooses a size of the tree file's tree for each chunk of steps",
         "auto",
     )
     chat: str | None = flag(

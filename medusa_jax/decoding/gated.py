@@ -143,7 +143,10 @@ def step_with(engine: Engine, variables: Params, before: StepResult) -> StepResu
 
 
 def plain_step(engine: Engine, variables: Params, before: StepResult) -> StepResult:
-    """A step without drafts, whose position is deferred. Where drafts cost nothing, nothing is, and the gate sees one tested."""
+    """A step without drafts, whose position is deferred.
+
+    Where drafts cost nothing, the drafter reads it now, and one draft is tested for the gate.
+    """
     if isinstance(engine.drafter, CopiesText):
         result = step_with(engine, variables, before)
         drafted_BM = draft(engine, variables, before.state, Tree.chain(1)).nodes_BM

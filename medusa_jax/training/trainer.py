@@ -72,7 +72,7 @@ class Run:
     """A run: its state and compiled step; then the loop, evaluation, checkpoints and export.
 
     Attributes:
-      setup: the models that it started from; initial weights that are trained are in the state alone.
+      setup: the models that it started from; without trained weights, which only the state holds.
       content: describes text and frozen weights in checkpoints.
       best: the lowest held-out score so far.
       figures: of the last evaluation, for recipes.
@@ -212,7 +212,7 @@ class Run:
     def export(self, name: str, n: int) -> str:
         """Write the result of step n, with its recipe, to `<workdir>/<name>/`; returns that path.
 
-        A new directory appears complete; in one that exists each file is replaced by itself.
+        A new directory appears complete; in an existing one files are replaced one by one.
         """
         plan, setup, directory = (
             self.plan,

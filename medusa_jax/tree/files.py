@@ -91,7 +91,7 @@ def file_tree(calibrated: Json) -> Tree:
     return Tree.from_choices(calibrated["choices"], calibrated.get("spares") or ())
 
 
-def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
+def trees_by_rows(calibrated: Json, platform: str) -> dict[int, Tree]:
     """Return a tree file's trees by number of rows (`batches`); {} if none are for this platform.
 
     A CPU uses trees that were fitted to any platform, as in `auto_tree`.
@@ -102,9 +102,9 @@ def file_ladder(calibrated: Json, platform: str) -> dict[int, Tree]:
     return {rows: tree_of_size(calibrated, size) for rows, size in sizes.items()}
 
 
-def tree_at(ladder: Mapping[int, Tree], rows: int) -> Tree:
+def tree_at(by_rows: Mapping[int, Tree], rows: int) -> Tree:
     """The tree for the next listed number of rows from `rows` on, or for the largest."""
-    return ladder[min((n for n in ladder if n >= rows), default=max(ladder))]
+    return by_rows[min((n for n in by_rows if n >= rows), default=max(by_rows))]
 
 
 def parse_tree(spec: str, calibrated: Json | None = None, platform: str = "cpu") -> Tree:
