@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+import medusa_jax.text.tokenizer
 
 
 def train_byte_level(
@@ -23,6 +25,25 @@ def train_byte_level(
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def like_llama(metaspace=False):
+    """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
+    words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
+    model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", 1, 0)]
+    )
+    if metaspace:
+        steps = [decoders.ByteFallback(), decoders.Metaspace()]
+        backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["<s>"])
+    return medusa_jax.text.tokenizer.Tokenizer(backend)
 
 
 def train_sentencepiece(path: Path, text: str, vocab_size: int, **options: object) -> None:

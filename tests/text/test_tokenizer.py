@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pieces import like_llama
 from refusals import refused
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -22,6 +23,7 @@ from medusa_jax.text.tokenizer import (
     NoTokenizer,
     StreamDecoder,
     Tokenizer,
+    TurnPrompt,
     declared_eos_ids,
     load_tokenizer,
 )
@@ -43,8 +45,8 @@ def tokenizer(request, tokenizers_by_kind):
     return tokenizers_by_kind[request.param]
 
 
-def stream(tokenizer, ids, sizes):
-    decoder = StreamDecoder(tokenizer)
+def stream(tokenizer, ids, sizes, prompt=()):
+    decoder = StreamDecoder(tokenizer, prompt)
     pieces, at = [], 0
     for size in sizes:
         pieces.append(decoder.push(ids[at : at + size]))
@@ -159,6 +161,41 @@ def test_stream_of_any_ids_never_takes_back(tokenizers_by_kind, seed, size):
         whole = tokenizer.decode(ids)
         assert whole.startswith(out)
         assert not whole[len(out) :].strip(BROKEN)  # only an unfinished end may be missing
+
+
+KINDS = ["llama", "metaspace", "sentencepiece", "byte_level"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_that_continue_a_prompt(kind, tokenizers_by_kind):
+    """What they add to the prompt's text, by transformers, whole and streamed; a turn begins a text."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = tokenizers_by_kind.get(kind) or like_llama(kind == "metaspace")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend, clean_up_tokenization_spaces=False
+    )
+    special, rng = min(tokenizer.special_ids), random.Random(0)
+    ids = [tokenizer.encode(text) for text in (" a", "tin", "日", "\n", " in日\n a", "é")]
+    parts = [[special], *ids, *([one] for some in ids for one in some)]
+    n_checked = n_spaces = 0
+    for _ in range(2000):
+        prompt, new = (
+            [i for part in rng.choices(parts, k=rng.randrange(5)) for i in part]
+            for _ in "ab"
+        )
+        known, unknown = prompt, [10**6] * rng.randrange(2)  # the model may have more ids
+        prompt = prompt + unknown
+        before, whole = (
+            theirs.decode(x, skip_special_tokens=True) for x in (known, known + new)
+        )
+        found = tokenizer.decode_after(prompt, new)
+        shown = "".join(stream(tokenizer, new, [1] * len(new), prompt))
+        assert found.startswith(shown) and not found[len(shown) :].strip(BROKEN)
+        assert tokenizer.decode_after(TurnPrompt(prompt), new) == tokenizer.decode(new)
+        if BROKEN not in before and whole.startswith(before):
+            assert found == whole[len(before) :], (prompt, new)
+            n_checked, n_spaces = n_checked + 1, n_spaces + (found != tokenizer.decode(new))
+    assert n_checked > 500 and (n_spaces > 100) == (kind != "byte_level")
 
 
 def test_stream_shows_text_as_soon_as_it_is_certain(tokenizers_by_kind):

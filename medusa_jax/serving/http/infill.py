@@ -151,7 +151,11 @@ class InfillReply(Reply):
 
     def _end(self, ending: Ending, content: str) -> Json:
         """Return the object of a finished text; a stream has sent the text before `content`."""
-        call, result = self.call, ending.result
+        call, result, decode = (
+            self.call,
+            ending.result,
+            self.vocabulary.tokenizer.decode_after,
+        )
         options, is_eos = call.requests[0].options, False
         n_new, n_prompt = result.new_tokens, result.prompt_tokens
         if call.silent:
@@ -159,7 +163,8 @@ class InfillReply(Reply):
         if result.finish_reason == "stop":
             is_eos = result.token_ids[-1] in (options.eos_ids or ())
         stop = "eos" if is_eos else "word" if result.finish_reason == "stop" else "limit"
-        said = self.vocabulary.decode(result.token_ids) if stop == "word" else ""
+        prompt: Any = call.requests[0].prompt  # token ids
+        said = decode(prompt, result.token_ids) if stop == "word" else ""
         names = ("temperature", "top_k", "top_p", "min_p", "seed", "stop")
         answer = {
             "index": 0,
