@@ -112,16 +112,8 @@ class StoppingText:
 class GrowingTexts:
     """The texts of all rows; reads the progress of the decode loop."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Sequence[int]],
-        stops: Sequence[Sequence[str]],
-    ) -> None:
-        self.rows = [
-            StoppingText(tokenizer, stop, prompt=prompt)
-            for prompt, stop in zip(prompts, stops)
-        ]
+    def __init__(self, rows: Sequence[StoppingText]) -> None:
+        self.rows = rows
         self._seen = [0] * len(self.rows)
         self._ended = np.zeros(len(self.rows), bool)
 
@@ -167,7 +159,8 @@ def stream_rows(
     The device starts the next chunk of steps before the host looks for stop strings in the last one,
     so rows do not wait for each other; the host then ends the stopped rows on the device.
     """
-    texts = GrowingTexts(tokenizer, request.prompts, [o.stop for o in rows])
+    pairs = zip(rows, request.prompts)
+    texts = GrowingTexts([StoppingText(tokenizer, o.stop, prompt=p) for o, p in pairs])
     start = time.perf_counter()
     prefilled: float | None = None
 

@@ -3,7 +3,6 @@
 import glob
 import os
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 from medusa_jax.errors import UserError, library_errors
@@ -120,11 +119,13 @@ class Tokenizer:
         """
         if isinstance(prompt, TurnPrompt):
             return []
-        ids = (i for i in reversed(prompt) if i < self.vocab_size)
-        ids = (i for i in ids if i not in self.special_ids)
-        # A newline's byte takes the place of other bytes: it is no part of a character.
-        ids = (self._newline if i in self.byte_ids else i for i in ids)
-        return list(islice((i for i in ids if BROKEN not in self.decode([i])), 1))
+        for i in reversed(prompt):
+            if i < self.vocab_size and i not in self.special_ids:
+                # A newline's byte instead of others: it is no part of a character.
+                one = self._newline if i in self.byte_ids else i
+                if BROKEN not in self.decode([one]):
+                    return [one]
+        return []
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token of the vocabulary, or None."""
@@ -298,8 +299,8 @@ def _chat_templates(directory: str, settings: Json) -> str | dict[str, str]:
 class StreamDecoder:
     """Incremental decoding of a growing sequence of ids.
 
-    The joined pieces are `tokenizer.decode_after(prompt, all ids)`, except for an incomplete last character, which is dropped.
-    Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
+    The joined pieces are `tokenizer.decode_after(prompt, all ids)`, except for an incomplete last character, which is
+    dropped. Returned text never changes: incomplete characters are held, and so are runs of byte tokens, because a later
     invalid byte changes how the whole run is decoded.
 
     Example: with byte tokens for "é" = C3 A9, push([a, C3]) gives "a", push([A9, b]) "éb".

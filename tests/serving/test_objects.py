@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pieces import like_llama
+from pieces import drop_first_space, like_llama
 from served import ASKED, NAME, alone, both
 from tiny import PRINTABLE, set_template, tiny_arch, write_tokenizer
-from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from medusa_jax import Options, demo
@@ -137,27 +136,21 @@ def test_text_offsets():
         assert found["text_offset"] == expected and expected[-1] > 5
 
 
-@pytest.mark.parametrize("first", ["completion", "continued", "turn"])
-def test_the_first_space_of_an_answer(port, http, monkeypatch, first):
-    """A completion has it though the decoder drops a text's, alone, after its echo and in a stream."""
-    backend = port.model.tokenizer.backend
-    strip = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    monkeypatch.setattr(backend, "decoder", strip)
-    asked = {"model": NAME, "max_tokens": 3, "temperature": 0}
-    asked |= {"logit_bias": {str(backend.token_to_id(" ")): 100}}
-    if first == "completion":
-        own = {"prompt": "in", "logprobs": 0}
-        choice = both(http, PATHS[first], **asked, **own)
-        assert choice["text"] == "   " and choice["logprobs"]["text_offset"] == [0, 1, 2]
-        choice = both(http, PATHS[first], **asked, **own, echo=True)
-        assert choice["text"] == "in   "
-        assert choice["logprobs"]["text_offset"][-3:] == [2, 3, 4]
-        choice = both(http, PATHS[first], **asked, prompt="in", stop="  ")
-        assert choice["text"] == "" and choice["finish_reason"] == "stop"
-        return
-    turns = CHAT["messages"] + [{"role": "assistant", "content": "a"}] * (first != "turn")
-    choice = both(http, PATHS["chat"], **asked, messages=turns)
-    assert choice["message"]["content"] == ("  " if first == "turn" else "   ")
+def test_the_first_space_of_an_answer(port, http, monkeypatch):
+    """Kept after a prompt or the beginning of a turn, whole and in a stream; a turn begins without it."""
+    bias = drop_first_space(port.model.tokenizer, monkeypatch)
+    asked = {"model": NAME, "max_tokens": 3, "temperature": 0, "logit_bias": bias}
+    completion = asked | {"prompt": "in", "logprobs": 0}
+    for echo, at in (False, 0), (True, 2):
+        choice = both(http, PATHS["completion"], **completion, echo=echo)
+        assert choice["text"] == "in"[:at] + "   "
+        assert choice["logprobs"]["text_offset"][-3:] == [at, at + 1, at + 2]
+    choice = both(http, PATHS["completion"], **completion, stop="  ")
+    assert choice["text"] == "" and choice["medusa"]["new_tokens"] == 2
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "a"}]
+    for messages, text in (turns, "   "), (turns[:1], "  "):
+        choice = both(http, PATHS["chat"], **asked, messages=messages)
+        assert choice["message"]["content"] == text
 
 
 @pytest.mark.parametrize("given", ["in the hat", [5, 9, 12, 3]])

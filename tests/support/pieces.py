@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import medusa_jax.text.tokenizer
 
+STRIP = decoders.Strip(" ", 1, 0)
+
 
 def train_byte_level(
     texts: Sequence[str], vocab_size: int, special: Sequence[str] = (), words: bool = True
@@ -31,19 +33,22 @@ def like_llama(metaspace=False):
     """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
     words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
     model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    backend = Tokenizer(model)
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend, space = Tokenizer(model), [normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *space])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps = (
+        [decoders.ByteFallback(), decoders.Metaspace()] if metaspace else [*steps, STRIP]
     )
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)]
-    )
-    if metaspace:
-        steps = [decoders.ByteFallback(), decoders.Metaspace()]
-        backend.decoder = decoders.Sequence(steps)
+    backend.decoder = decoders.Sequence(steps)
     backend.add_special_tokens(["<s>"])
     return medusa_jax.text.tokenizer.Tokenizer(backend)
+
+
+def drop_first_space(tokenizer, monkeypatch):
+    """Its decoder drops the first space of a text; returns biases that make every new token a space."""
+    decoder = decoders.Sequence([decoders.Fuse(), STRIP])
+    monkeypatch.setattr(tokenizer.backend, "decoder", decoder)
+    return {str(tokenizer.token_to_id(" ")): 100}
 
 
 def train_sentencepiece(path: Path, text: str, vocab_size: int, **options: object) -> None:
