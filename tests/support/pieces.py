@@ -9,7 +9,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 import medusa_jax.text.tokenizer
 
-STRIP = decoders.Strip(" ", 1, 0)
+# They drop the first space of a text; Llama 2's, and those of newer files.
+REPLACE = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+LLAMA = decoders.Sequence([*REPLACE, decoders.Strip(" ", 1, 0)])
+METASPACE = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
 
 
 def train_byte_level(
@@ -29,25 +32,20 @@ def train_byte_level(
     return tokenizer
 
 
-def like_llama(metaspace=False):
+def like_llama(decoder=LLAMA):
     """A tokenizer with byte fallback, whose texts begin with a space that decoding drops."""
     words = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁aint"]
     model = models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True)
-    backend, space = Tokenizer(model), [normalizers.Replace(" ", "▁")]
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *space])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    steps = (
-        [decoders.ByteFallback(), decoders.Metaspace()] if metaspace else [*steps, STRIP]
-    )
-    backend.decoder = decoders.Sequence(steps)
+    backend, steps = Tokenizer(model), [normalizers.Prepend("▁")]
+    steps += [normalizers.Replace(" ", "▁")]
+    backend.normalizer, backend.decoder = normalizers.Sequence(steps), decoder
     backend.add_special_tokens(["<s>"])
     return medusa_jax.text.tokenizer.Tokenizer(backend)
 
 
 def drop_first_space(tokenizer, monkeypatch):
-    """Its decoder drops the first space of a text; returns biases that make every new token a space."""
-    decoder = decoders.Sequence([decoders.Fuse(), STRIP])
-    monkeypatch.setattr(tokenizer.backend, "decoder", decoder)
+    """It does so from now on; returns biases that make every new token a space."""
+    monkeypatch.setattr(tokenizer.backend, "decoder", LLAMA)
     return {str(tokenizer.token_to_id(" ")): 100}
 
 

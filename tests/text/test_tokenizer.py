@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pieces import like_llama
+from pieces import LLAMA, METASPACE, like_llama
 from refusals import refused
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -163,21 +163,16 @@ def test_stream_of_any_ids_never_takes_back(tokenizers_by_kind, seed, size):
         assert not whole[len(out) :].strip(BROKEN)  # only an unfinished end may be missing
 
 
-@pytest.mark.parametrize("kind", ["llama", "metaspace", "sentencepiece", "byte_level"])
+@pytest.mark.parametrize("kind", [LLAMA, METASPACE, "sentencepiece", "byte_level"])
 def test_ids_that_continue_a_prompt(kind, tokenizers_by_kind):
-    """What they add to the prompt's text by transformers, whole and streamed; a turn begins a text."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = tokenizers_by_kind.get(kind) or like_llama(kind == "metaspace")
-    fields = {"tokenizer_object": tokenizer.backend, "clean_up_tokenization_spaces": False}
-    theirs = transformers.PreTrainedTokenizerFast(**fields)
+    """What they add to the prompt's text, whole and streamed; a turn begins a text."""
+    tokenizer = tokenizers_by_kind[kind] if isinstance(kind, str) else like_llama(kind)
     ids = [tokenizer.encode(text) for text in (" a", "tin", "日", "\n", " in日\n a", "é")]
     ids += [[min(tokenizer.special_ids)], *([i] for some in ids for i in some)]
     rng, added = random.Random(0), []
     for _ in range(1000):
         prompt, new = (sum(rng.choices(ids, k=rng.randrange(5)), []) for _ in "ab")  # noqa: RUF017
-        before, whole = (
-            theirs.decode(x, skip_special_tokens=True) for x in (prompt, prompt + new)
-        )
+        before, whole = map(tokenizer.backend.decode, (prompt, prompt + new))
         prompt += [10**6] * rng.randrange(2)  # a model may have more ids
         found = tokenizer.decode_after(prompt, new)
         shown = "".join(stream(tokenizer, new, [1] * len(new), prompt))
